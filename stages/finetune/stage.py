@@ -82,7 +82,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
         """Train, and write the tuned weights, ``finetune.json`` and ``steps.jsonl``, which grows by a line a step."""
         from offstage.stages.finetune.training import perform
 
-        perform(inputs, context, folder).save(folder / FILE_NAME)
+        perform(inputs, context, folder / FILE_NAME)
 
     def report(self, artifact: Artifact) -> Report:
         """Return what each step came to, metrics and measured memory, the weights' hashes and a table."""

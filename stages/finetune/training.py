@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.adapters import adapter_folder
 from offstage.stages.dispatch.stage import Dispatched
-from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
 from offstage.stages.finetune.cpu_offload import CPUOffload
 from offstage.stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
 from offstage.stages.finetune.sequences import make_sequences
@@ -26,9 +22,9 @@ from offstage.stages.finetune.steps import Trainer, make_optimizer
 from offstage.stages.finetune.trained import prepare
 from offstage.stages.finetune.training_state import TrainingState
 from offstage.stages.finetune.tuned import save_adapter, save_model
-from offstage.stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
-from offstage.stages.inference.measured import held_now, measured_peaks
+from offstage.stages.inference.cost import ForwardCost, Metrics, run_metrics
 from offstage.stages.inference.progress import Progress, Row, say_earlier
+from offstage.stages.inference.session import held_now, measured_peaks, save_result
 from offstage.stages.inference.tokens import check_words
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.request.training import TEXT
@@ -41,26 +37,14 @@ _TAG = "finetune"
 Offload = CPUOffload | nullcontext[None]
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """What a training came to: its ``metrics``, what the devices ``measured`` (device → peak bytes), its experts."""
+def perform(inputs: FinetuneInputs, context: Context, file: Path) -> None:
+    """Train what ``inputs`` ask for, on the live model of the stage dispatch; leave the weights beside ``file``, which
+    says what it came to.
 
-    metrics: Metrics
-    measured: dict[str, int]
-    experts: dict[str, dict[str, int]]
-
-    def save(self, file: Path) -> None:
-        """Write ``file``."""
-        data = {"metrics": self.metrics, "measured": self.measured, "experts": self.experts}
-        write_text(file, json.dumps(data, allow_nan=False) + "\n")
-
-
-def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
-    """Train what ``inputs`` ask for, on the live model of the stage dispatch, and leave the weights in ``folder``.
-
-    A training that was killed is gone on with from the state that it saved last, which is in ``folder``; one that had
+    A training that was killed is gone on with from the state that it saved last, which is there too; one that had
     taken its last step saves the weights alone.
     """
+    folder = file.parent
     sequences = make_sequences(inputs.content, inputs.model, window=inputs.window)
     dispatched: Dispatched = context.live("dispatch")
     check_words(dispatched.model, [[int(sequences.max())]], key=TEXT)
@@ -70,8 +54,6 @@ def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
     cost = _run(inputs, dispatched, parameters, sequences=sequences, offload=offload, folder=folder)
     adapted = inputs.options.lora is not None or adapter_folder(inputs.model) is not None
     (save_adapter if adapted else save_model)(dispatched.model, inputs.model, folder / CHECKPOINT)
-    if dispatched.streamer.trace is not None:
-        dispatched.streamer.trace.save(folder / TRACE_NAME)
     own: Metrics = {
         "trained_parameters": sum(parameter.numel() for parameter in parameters.values()),
         "sequences": len(sequences),
@@ -82,7 +64,8 @@ def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
         **cost.metrics(),
         **_offload_metrics(inputs, offload if cost.forwards else None),
     }
-    return Tuning(run_metrics(dispatched, own), measured_peaks(context, dispatched), expert_uses(dispatched))
+    peaks = measured_peaks(context, dispatched)
+    save_result(file, dispatched, metrics=run_metrics(dispatched, own), measured=peaks)
 
 
 def _choose(inputs: FinetuneInputs, plan: plans.Plan, dispatched: Dispatched) -> Parameters:

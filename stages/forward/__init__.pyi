@@ -1,1 +1,1 @@
-from .forwarding import Forwarded as Forwarded, perform as perform
+from .forwarding import ForwardSession as ForwardSession

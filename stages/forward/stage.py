@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import ConfigError, Fault
-from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles
+from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import read
 from offstage.stages.calls.options import ForwardConfig, check_options, identity, is_given
 from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
@@ -64,31 +64,15 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
         """Return the files of inputs and of the tokenizer."""
         return inference_sources(inputs, context)
 
-    def build(self, inputs: ForwardInputs, context: Context, folder: Path) -> Any:
-        """Call the model, and write what it returned."""
-        from offstage.stages.forward.forwarding import ForwardSession, perform
-
-        session = ForwardSession(inputs, context)
-        perform(session).save(folder / FILE_NAME)
-        return session
-
-    def revive(self, inputs: ForwardInputs, context: Context) -> ForwardSession:
+    def session(self, inputs: ForwardInputs, context: Context) -> ForwardSession:
         """Return the model and what it is given, ready to be called."""
         from offstage.stages.forward.forwarding import ForwardSession
 
         return ForwardSession(inputs, context)
 
-    def report(self, artifact: Artifact) -> Report:
-        """Return what the outputs are, metrics and measured memory, and a table for the screen."""
-        data = artifact.json(FILE_NAME)
-        return Report(
-            summary=self.told(data["outputs"], data["metrics"]),
-            memory={"measured": data["measured"]},
-            metrics=data["metrics"],
-            experts=data.get("experts", {}),
-            outputs=tuple(data["outputs"]),
-            screen="\n".join(_screen(data, artifact.path(OUTPUTS))),
-        )
+    def screen(self, data: Mapping[str, Any], artifact: Artifact) -> str:
+        """Return which outputs there are, and what they say."""
+        return "\n".join(_screen(data, artifact.path(OUTPUTS)))
 
     def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: how many outputs there are, and how fast the rows were."""

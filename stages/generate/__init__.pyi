@@ -1,2 +1,2 @@
 from .decode import decode_plainly as decode_plainly, decode_with_transformers as decode_with_transformers
-from .generation import Generation as Generation, perform as perform
+from .generation import GenerationSession as GenerationSession

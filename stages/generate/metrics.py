@@ -12,8 +12,7 @@ from itertools import pairwise
 
 from offstage.stages.dispatch.transfer.carrier import LinkTraffic, Traffic
 from offstage.stages.generate.judged import Judged
-from offstage.stages.inference.bound import Bound, bound_of
-from offstage.stages.inference.cost import Metrics, link_metrics
+from offstage.stages.inference.cost import Bound, Metrics, bound_of, link_metrics
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.token_bound import bound_seconds
 from offstage.stages.units import DeviceId

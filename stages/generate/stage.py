@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import ConfigError, Fault
-from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles
+from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import OPEN, PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from offstage.stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
 from offstage.stages.generate.inputs import GENERATIONS, GenerateInputs
@@ -117,31 +117,15 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
         found = inference_sources(inputs, context, media)
         return found if inputs.assistant is None else SourceFiles({**found.inputs, "assistant": inputs.assistant})
 
-    def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
-        """Generate, and write ``generation.json`` and ``generations.jsonl``, which grows by a line a sequence."""
-        from offstage.stages.generate.generation import GenerationSession, perform
-
-        session = GenerationSession(inputs, context)
-        perform(session, context, folder).save(folder / FILE_NAME)
-        return session
-
-    def revive(self, inputs: GenerateInputs, context: Context) -> GenerationSession:
+    def session(self, inputs: GenerateInputs, context: Context) -> GenerationSession:
         """Return the model and what it is asked, ready to be asked."""
         from offstage.stages.generate.generation import GenerationSession
 
         return GenerationSession(inputs, context)
 
-    def report(self, artifact: Artifact) -> Report:
-        """Return the outputs, metrics and measured memory of the generation, and the texts for the screen."""
-        data = artifact.json(FILE_NAME)
-        return Report(
-            summary=self.told(data["outputs"], data["metrics"]),
-            memory={"measured": data["measured"]},
-            metrics=data["metrics"],
-            experts=data.get("experts", {}),
-            outputs=tuple(data["outputs"]),
-            screen="\n\n".join(_screen(data, artifact.path(GENERATIONS))),
-        )
+    def screen(self, data: Mapping[str, Any], artifact: Artifact) -> str:
+        """Return the texts."""
+        return "\n\n".join(_screen(data, artifact.path(GENERATIONS)))
 
     def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: how many tokens there are, and how fast they came."""

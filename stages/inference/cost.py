@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Literal
 
 from offstage.stages.dispatch.stage import Dispatched
 from offstage.stages.dispatch.transfer.carrier import LinkTraffic, Traffic
-from offstage.stages.inference.bound import bound_of
 from offstage.stages.units import DeviceId
 
 Metrics = dict[str, float | int | str | None]
+Bound = Literal["storage", "link", "compute"]
+
+STALL_SHARE = 0.1
+"""Forwards that waited for at least this share of their seconds were held up by what they waited for."""
 
 
 class ForwardCost:
@@ -54,6 +58,18 @@ class ForwardCost:
     def _per_second(self, total: float) -> float | None:
         """Return what of ``total`` falls to each second of the forwards."""
         return total / self.seconds if self.seconds > 0 else None
+
+
+def bound_of(seconds: float, *, stall_seconds: float, storage_bytes: int) -> Bound:
+    """Return what forwards of so many ``seconds`` waited for: reads from storage, the link, or neither: they computed.
+
+    A forward that waits where nothing is read waits for copies. Where weights come from storage and from the host, the
+    wait is put down to storage, the slower of the two. Pages of a mapped file that had to be read are not seen: a map
+    is chosen where they stay in memory.
+    """
+    if stall_seconds < STALL_SHARE * seconds:
+        return "compute"
+    return "storage" if storage_bytes else "link"
 
 
 def link_metrics(links: Mapping[DeviceId, LinkTraffic], *, unit: str, count: int) -> Metrics:

@@ -1,19 +1,25 @@
-"""A stage that runs the model, and can run it again to be measured: ``measure.repeats``, ``warmup`` and ``fresh``."""
+"""A stage that asks something of the placed model, and can ask it again to be measured: ``measure.repeats``, ``warmup``
+and ``fresh``.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from offstage.pipeline.measure import read_measure
-from offstage.pipeline.stage import Context, Inputs, Report, Stage
+from offstage.pipeline.stage import Artifact, Context, Inputs, Report, Stage
 from offstage.stages.inference.repeats import kept_samples, lacking, take_samples, with_figures
 from offstage.stages.inference.timed_samples import TimedSample
 
+if TYPE_CHECKING:  # sessions come with torch, which a run that is served from the cache does without
+    from offstage.stages.inference.session import ModelSession
+
 
 class MeasuredStage(Stage[Inputs]):
-    """Its artifact's ``file_name`` holds the first sample under ``sample``; its live half is ``Repeatable``.
+    """Its live half is a ``ModelSession``, and its artifact's ``file_name`` what that writes.
 
     ``results`` is what its outputs are called, ``seconds`` the metric of its time.
     """
@@ -24,8 +30,44 @@ class MeasuredStage(Stage[Inputs]):
     seconds: ClassVar[str]
 
     @abstractmethod
+    def session(self, inputs: Inputs, context: Context) -> ModelSession[Any]:
+        """Return the placed model and what ``inputs`` ask of it, ready to be asked."""
+
+    @abstractmethod
     def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: what came out, and how fast."""
+
+    @abstractmethod
+    def screen(self, data: Mapping[str, Any], artifact: Artifact) -> str:
+        """Return what a terminal shows of the artifact, whose file has ``data``."""
+
+    def outputs(self, data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Return what the record has of what came out."""
+        found: Sequence[Mapping[str, Any]] = data["outputs"]
+        return found
+
+    def build(self, inputs: Inputs, context: Context, folder: Path) -> Any:
+        """Ask it, and write what came of it; what finishes is kept as it does."""
+        session = self.session(inputs, context)
+        session.perform(folder / self.file_name)
+        return session
+
+    def revive(self, inputs: Inputs, context: Context) -> ModelSession[Any]:
+        """Return the model and what it is asked, ready to be asked again."""
+        return self.session(inputs, context)
+
+    def report(self, artifact: Artifact) -> Report:
+        """Return what came out, metrics and measured memory, and what a terminal shows."""
+        data = artifact.json(self.file_name)
+        outputs = self.outputs(data)
+        return Report(
+            summary=self.told(outputs, data["metrics"]),
+            memory={"measured": data["measured"]},
+            metrics=data["metrics"],
+            experts=data.get("experts", {}),
+            outputs=tuple(outputs),
+            screen=self.screen(data, artifact),
+        )
 
     def lacks_figures(self, context: Context) -> bool:
         """Return whether fewer samples are kept than the keys ``measure`` ask for."""

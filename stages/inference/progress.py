@@ -44,6 +44,11 @@ class Progress:
         if sum(map(len, self.done.values())) < len(lines):
             self._write([row for rows in self.done.values() for row in rows])
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether results are kept as they come."""
+        return self._file is not None
+
     def add(self, rows: Sequence[Row]) -> None:
         """Append the ``rows`` of a batch, and have them on the disk."""
         self.done[rows[0]["batch"]] = list(rows)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.cache.fingerprint import fingerprint
@@ -24,6 +24,9 @@ from offstage.pipeline.replay import first_difference
 from offstage.pipeline.stage import Artifact, Report
 from offstage.stages.inference.timed_samples import TimedSample, figures, read_sample
 
+if TYPE_CHECKING:
+    from offstage.stages.inference.session import ModelSession
+
 SAMPLES = "samples"
 """The folder of the cache in which samples lie: an artifact for each beyond the first, which its stage's has."""
 FILE_NAME = "sample.json"
@@ -31,15 +34,6 @@ Outputs = Sequence[Mapping[str, Any]]
 """What came out, as a record has it."""
 Pass = Callable[[str], tuple[TimedSample, Outputs]]
 """Does all the work once more, under a title for the bar; returns how the time went, and what came out."""
-
-
-class Repeatable(Protocol):
-    """The placed model and what it is asked: it has done that in so many ``passes``."""
-
-    passes: int
-
-    def repeating(self) -> AbstractContextManager[Pass]:
-        """Yield what does it again."""
 
 
 def kept_samples(cache: Path, artifact: Artifact, stored: Mapping[str, Any], *, is_new: bool) -> list[TimedSample]:
@@ -69,8 +63,8 @@ def lacking(samples: Sequence[TimedSample], measure: MeasureConfig) -> int:
 
 
 def take_samples(
-    session: Repeatable, artifact: Artifact, samples: Sequence[TimedSample], measure: MeasureConfig, *, cache: Path,
-    expected: Outputs, results: str,
+    session: ModelSession[Any], artifact: Artifact, samples: Sequence[TimedSample], measure: MeasureConfig, *,
+    cache: Path, expected: Outputs, results: str,
 ) -> list[TimedSample]:  # fmt: skip
     """Return ``samples`` with those that a run lacks, taken now; each is kept as it is there.
 
@@ -91,7 +85,7 @@ def take_samples(
 class _Passes:
     """Passes of ``session`` whose ``results`` must be ``expected``."""
 
-    def __init__(self, session: Repeatable, stack: ExitStack, expected: Outputs, results: str) -> None:
+    def __init__(self, session: ModelSession[Any], stack: ExitStack, expected: Outputs, results: str) -> None:
         self._session, self._expected, self._results = session, expected, results
         self._pass = stack.enter_context(session.repeating())
 

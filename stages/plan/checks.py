@@ -11,8 +11,9 @@ from offstage.stages.empty_init.skeleton import longest_prefix, parent
 from offstage.stages.machine.hardware import Hardware
 from offstage.stages.machine.host_memory import Host
 from offstage.stages.plan.budgets import least_available
+from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, Shortage, find_shortage
+from offstage.stages.plan.placement import Shortage
 from offstage.stages.plan.plan import Plan, own_parts
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
@@ -21,10 +22,10 @@ LISTED = 8
 
 
 class ShortageError(BudgetError):
-    """A device's budget is less than the least that works."""
+    """A device's budget is less than the least that works; what that means is ``told`` otherwise where it is known."""
 
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(_told(shortage))
+    def __init__(self, shortage: Shortage, told: str = "") -> None:
+        super().__init__(told or _told(shortage))
         self.shortage = shortage
 
 
@@ -102,9 +103,9 @@ def require_ties_together(outline: Outline, homes: Mapping[str, DeviceId], key: 
                 )
 
 
-def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> None:
+def require_fit(layout: Layout) -> None:
     """Raise ``ShortageError``, with the least budget that would work, where a device can't hold what must be there."""
-    shortage = find_shortage(outline, placement, budgets, tight=True)
+    shortage = layout.shortage(tight=True)
     if shortage is not None:
         raise ShortageError(shortage)
 
@@ -186,7 +187,7 @@ def require_writable(plan: Plan, written: Mapping[str, str]) -> None:
 
 
 def require_resident(outline: Outline, plan: Plan, learning: Sequence[str]) -> None:
-    """Raise ``BudgetError`` where a weight that is ``learning`` isn't resident, with the least budget by which all are.
+    """Raise ``ShortageError`` where a weight that is ``learning`` isn't resident, with the budget by which all are.
 
     What is brought in for each use is what the checkpoint holds: what it has learnt would be lost.
     """
@@ -197,8 +198,9 @@ def require_resident(outline: Outline, plan: Plan, learning: Sequence[str]) -> N
     computed = {outline.skeleton.leader(name) for name in outline.sizes if plan.execution[parent(name)] == device}
     least = sum(outline.sizes[name] for name in computed)
     more = f" and {len(away) - 1} more" if len(away) > 1 else ""
-    raise BudgetError(
+    raise ShortageError(
+        Shortage(device, plan.budgets.get(device) or 0, least, 0, 0),
         f"max_memory.{device}: {away[0]!r}{more} would wait on {plan.homes[away[0]]}, and what is streamed can't learn;"
         f" the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside streamed weights:"
-        " finetune.lora={r: 8}"
+        " finetune.lora={r: 8}",
     )

@@ -10,15 +10,13 @@ full. How skewed it really is shows in a run, and changes with what is asked.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from offstage.stages.empty_init.skeleton import ExpertsSpec, parent
 from offstage.stages.plan.expert_banks import kept_share, wanted
 from offstage.stages.plan.outline import ExpertKind, Outline
-from offstage.stages.plan.serving import Serving
-from offstage.stages.plan.token_time import Brought, HostShare, LayerOutput
-from offstage.stages.units import CPU, DISK, DeviceId
+from offstage.stages.units import DeviceId
 
 ROOMY, LEAST = 2, 1
 """The slots of each kind that one is read into while the other computes, and those that suffice."""
@@ -99,47 +97,6 @@ def read_bytes(outline: Outline, names: Iterable[str], routing: Routing = SINGLE
     return total
 
 
-def host_share(
-    outline: Outline, computing: Mapping[str, DeviceId], output: LayerOutput, routing: Routing = SINGLE
-) -> HostShare:
-    """Return what the host computes of a token, where ``computing`` says which device computes each layer.
-
-    For each of its layers the ``output`` of another goes there, and its own comes back.
-    """
-    there = [layer for layer in outline.layers if computing[layer.name] == CPU]
-    names = (name for layer in there for name in layer.tensors)
-    return HostShare(read_bytes(outline, names, routing), 2 * len(there), output)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTraffic:
-    """The bytes of experts that a pass is expected to bring, by where they wait; and to find where they compute.
-
-    What lies there anyway, and not in a slot, is ``resident``.
-    """
-
-    brought: Brought
-    found: Mapping[DeviceId, float]
-    resident: Mapping[DeviceId, float]
-
-    @property
-    def routing(self) -> str:
-        """What routing it takes tokens to have."""
-        return UNIFORM
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of what isn't resident that is in slots."""
-        found, brought = sum(self.found.values()), self.brought.used.total()
-        return found / (found + brought) if found + brought else 0.0
-
-
-def offstage_in(outline: Outline, serving: Mapping[str, Serving], execution: Offstage) -> dict[str, DeviceId]:
-    """Return the modules whose experts are brought one by one, and where they compute; ``execution`` is of all."""
-    served = (module for module, spec in outline.experts.items() if serving.get(spec.tensors[0]) == "experts")
-    return {module: execution[module] for module in served}
-
-
 def pools(outline: Outline, offstage: Offstage) -> dict[DeviceId, Pool]:
     """Return the pool of each device that computes experts of ``offstage``."""
     sharing: dict[DeviceId, Counter[ExpertKind]] = defaultdict(Counter)
@@ -170,18 +127,23 @@ def slot_bytes(pool: Pool, room: int | None, *, staged: int) -> int:
     return max(beside, min(pool.roomy * pool.unit_bytes, pool.fitting(room)))
 
 
-def _hit_rates(
-    outline: Outline, offstage: Offstage, *, slots: Mapping[DeviceId, int], routing: Routing
+def hit_rates(
+    outline: Outline,
+    offstage: Offstage,
+    *,
+    pools: Mapping[DeviceId, Pool],
+    slots: Mapping[DeviceId, int],
+    routing: Routing,
 ) -> dict[str, float]:
-    """Return which share of the experts that each module of ``offstage`` wants is expected to be in slots."""
+    """Return which share of the experts that each module of ``offstage`` wants is expected to be in ``slots`` bytes."""
     alike: dict[tuple[DeviceId, ExpertKind], list[ExpertsSpec]] = defaultdict(list)
     for module, device in offstage.items():
         alike[device, outline.expert_kinds[module]].append(outline.experts[module])
-    sharing, rates = pools(outline, offstage), dict[str, float]()
+    rates = dict[str, float]()
     for (device, _), members in alike.items():
         experts = sum(each.count for each in members)
         rate = kept_share(
-            slots.get(device, 0) * experts // sharing[device].bytes,
+            slots.get(device, 0) * experts // pools[device].bytes,
             layers=len(members),
             count=max(each.count for each in members),
             used=max(map(routing.distinct, members)),
@@ -190,53 +152,3 @@ def _hit_rates(
         )
         rates |= dict.fromkeys((each.module for each in members), rate)
     return rates
-
-
-def expert_traffic(
-    outline: Outline,
-    homes: Mapping[str, DeviceId],
-    offstage: Offstage,
-    *,
-    slots: Mapping[DeviceId, int],
-    routing: Routing,
-    packed: Collection[str] = (),
-) -> ExpertTraffic:
-    """Return what a pass uses of the experts that lie at ``homes``, of which those of ``offstage`` are brought.
-
-    ``slots`` are the bytes of the pool on each device that computes them. Tensors that are ``packed`` lie so on the
-    host.
-    """
-    at_rest = set(packed)
-    found, resident = (defaultdict[DeviceId, float](float) for _ in range(2))
-    brought = Brought()
-    rates = _hit_rates(outline, offstage, slots=slots, routing=routing)
-    for module, experts in outline.experts.items():
-        for name in experts.tensors:
-            share = routing.distinct(experts) / experts.count
-            used = routing.distinct(experts) * outline.sizes[name] / experts.count
-            if module not in offstage:
-                resident[homes[name]] += used
-                continue
-            device, missed = offstage[module], 1 - rates[module]
-            rests = name in outline.packed and (homes[name] == DISK or name in at_rest)
-            rest_bytes = outline.rest_sizes[name] * share if rests else used
-            unpacked = used * missed if rests else None
-            moved = outline.moved_bytes(name, device) if rests else None
-            moved_there = None if moved is None else moved * share * missed
-            brought.add(
-                homes[name],
-                rest_bytes * missed,
-                computes=device,
-                unpacked=unpacked,
-                moved=moved_there,
-                tensors=routing.distinct(experts) * missed,
-                ahead=False,
-            )
-            found[device] += used * rates[module]
-    return ExpertTraffic(brought, found, resident)
-
-
-def host_calls(outline: Outline, execution: Mapping[str, DeviceId], routing: Routing) -> float:
-    """Return how many calls of modules that hold weights the host computes for a token."""
-    shares = {parent(name): routing.share(*experts_of) for name, experts_of in outline.listed.items()}
-    return sum(shares.get(name, 1) for name in outline.skeleton.calls if execution.get(name) == CPU)

@@ -13,17 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from offstage.stages.plan.expert_slots import LEAST, ROOMY, roomy_slots
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import (
-    Budgets,
-    Homes,
-    Placement,
-    budgeted_accelerators,
-    find_shortage,
-    held_bytes,
-    kept_free,
-    main_device,
-)
+from offstage.stages.plan.placement import Budgets, Homes, Placement, budgeted_accelerators, held_bytes, main_device
 from offstage.stages.units import CPU, DeviceId, in_tier_order
 
 Filling = Callable[[Outline, Budgets], Homes]
@@ -71,7 +63,7 @@ def place(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
     """
     for slots in dict.fromkeys((roomy_slots(outline), ROOMY, LEAST)) if outline.experts else (LEAST,):
         placements = [_best(outline, budgets, way, slots=slots) for way in dict.fromkeys((filling, fill))]
-        fitting = [placed for placed in placements if find_shortage(outline, placed, budgets, slots=slots) is None]
+        fitting = [placed for placed in placements if lay_out(outline, placed, budgets).shortage(slots=slots) is None]
         if fitting:
             break
     return max(fitting or placements, key=lambda placed: held_bytes(outline, placed.homes))
@@ -121,7 +113,7 @@ def _settle(
     while True:
         free = {device: None if room is None else max(0, room - kept.get(device, 0)) for device, room in caps.items()}
         placement = Placement(filling(outline, free), main)
-        needed = kept_free(outline, placement, slots)
+        needed = lay_out(outline, placement).kept_free(slots)
         if all(count <= kept.get(device, 0) for device, count in needed.items()):
             break
         kept = {device: max(kept.get(device, 0), needed.get(device, 0)) for device in {**kept, **needed}}

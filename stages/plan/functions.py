@@ -21,8 +21,9 @@ from offstage.stages.machine.hardware import Hardware, local_accelerators
 from offstage.stages.machine.host_memory import host_memory
 from offstage.stages.plan import checks
 from offstage.stages.plan.budgets import allow, size_of
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.module_sizes import Classes, outline_of
-from offstage.stages.plan.placement import Budgets, fold, layer_reserves, resident_bytes
+from offstage.stages.plan.placement import Budgets, fold, resident_bytes
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.explicit import spread
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
@@ -64,7 +65,7 @@ def get_balanced_memory(
     budgets = get_max_memory(max_memory)
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
     placement = POLICIES["balanced_low_0" if low_zero else "balanced"](outline, _with_disk(budgets))
-    held, kept = resident_bytes(outline, placement.homes), layer_reserves(outline, placement)
+    held, kept = resident_bytes(outline, placement.homes), lay_out(outline, placement).layer_reserves
     used = [device for device in budgets if isinstance(device, int) and budgets[device]]
     shares: dict[DeviceId, int] = {device: held.get(device, 0) + kept.get(device, 0) for device in used[:-1]}
     return {device: min(budget, shares.get(device, budget)) for device, budget in budgets.items()}
@@ -91,7 +92,7 @@ def infer_auto_device_map(
     budgets = _with_disk(get_max_memory(max_memory))
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
     placement = POLICIES["sequential"](outline, budgets)
-    checks.require_fit(outline, placement, budgets)
+    checks.require_fit(lay_out(outline, placement, budgets))
     if verbose:
         for device, count in resident_bytes(outline, placement.homes).items():
             _log.info("%s holds %d bytes", device, count)

@@ -25,7 +25,7 @@ from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_
 from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan import options
 from offstage.stages.plan.budgets import Allowance, allow, rooms
-from offstage.stages.plan.expert_slots import Routing
+from offstage.stages.plan.expert_slots import SINGLE, Routing
 from offstage.stages.plan.lossless import LosslessPacking
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.predict import compute_dtype, work
@@ -45,6 +45,7 @@ from offstage.stages.plan.request.training import Learns
 from offstage.stages.plan.row_blocks import possible_dtypes
 from offstage.stages.plan.serving import Io, choose_io
 from offstage.stages.plan.token_time import LayerOutput
+from offstage.stages.plan.traffic import Step
 from offstage.stages.plan.training_work import TrainingWork, product_bytes
 from offstage.stages.plan.work import Work, most
 from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, format_bytes
@@ -73,6 +74,12 @@ class Demand:
     members: int
     output: LayerOutput
     decodes: bool = True
+
+    @property
+    def step(self) -> Step:
+        """A pass of decoding, as far as placements go by it."""
+        routing = self.routing or SINGLE
+        return Step(routing, self.members, self.output, decodes=self.decodes, pages_stay=self.pages_stay)
 
 
 @dataclass(frozen=True, slots=True)

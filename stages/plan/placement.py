@@ -9,18 +9,12 @@ however many a layer has.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from offstage.stages.empty_init.skeleton import DeviceUnpacking, parent, upward
-from offstage.stages.plan.expert_slots import LEAST, ROOMY, pools, read_bytes
-from offstage.stages.plan.lasting_parts import place_lasting
+from offstage.stages.empty_init.skeleton import upward
 from offstage.stages.plan.outline import Layer, Outline
-from offstage.stages.plan.row_blocks import least_sizes
-from offstage.stages.plan.serving import Serving, is_offstage, is_streamed, is_unpacked, serving_of, waits_on
-from offstage.stages.plan.token_time import Brought
-from offstage.stages.units import CPU, DEVICE_ALIGNMENT, DISK, DeviceId, in_tier_order
+from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
 """Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""
@@ -37,7 +31,8 @@ class Placement:
 
     Of those on the host some lie there ``packed``: as they rest on disk, to be unpacked for each use. ``computes`` has
     the layers, by name, that compute elsewhere than ``execution_device`` would have them by where their tensors lie.
-    Accelerators that are among ``unpacks`` unpack there what comes to them packed, where they have the room.
+    Accelerators that are among ``unpacks`` unpack there what comes to them packed, where they have the room. What comes
+    by blocks of rows does so by the ``least_blocks`` where products with it are to take little beside it.
     """
 
     homes: Homes
@@ -45,6 +40,7 @@ class Placement:
     packed: frozenset[str] = frozenset()
     computes: Mapping[str, DeviceId] = field(default_factory=dict)
     unpacks: frozenset[DeviceId] = frozenset()
+    least_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,242 +94,6 @@ def execution_devices(outline: Outline, placement: Placement) -> dict[str, Devic
     return {layer.name: execution_device(outline, layer, placement) for layer in outline.layers}
 
 
-def reserves(outline: Outline, placement: Placement, budgets: Budgets) -> dict[DeviceId, int]:
-    """Return the bytes that each device keeps free which computes what is streamed.
-
-    That is a layer's, or what ``budgets`` leave beside the weights and a slot, if that is less; but at the least what
-    is in use at once.
-    """
-    held, slots = resident_bytes(outline, placement.homes, placement.packed), least_slots(outline, placement)
-    kept, found = _reserves(outline, placement, outline.sizes), dict[DeviceId, int]()
-    for device, count in kept[0].items():
-        budget = budgets.get(device)
-        left = count if budget is None else budget - held.get(device, 0) - slots.get(device, 0)
-        found[device] = min(count, left)
-    least = _least(outline, placement, kept, rooms=found)
-    return {device: max(least[device], count) for device, count in found.items()}
-
-
-def layer_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
-    """Return the bytes of the largest streamed layer on each device that computes one, and what is there beside it."""
-    return _reserves(outline, placement, outline.sizes)[0]
-
-
-def _least(
-    outline: Outline, placement: Placement, kept: _Reserves, *, rooms: Mapping[DeviceId, int | None]
-) -> Mapping[DeviceId, int]:
-    """Return the least that each device can keep, of ``kept`` where all ``rooms`` (null is unlimited) have it.
-
-    Where one hasn't, parts of what is divisible are blocks of rows: no sooner is it asked what is.
-    """
-    layers, parts = kept
-    fits = all((room := rooms[device]) is None or count <= room for device, count in parts.items())
-    return parts if fits or parts is layers else _reserves(outline, placement, least_sizes(outline))[1]
-
-
-def _reserves(outline: Outline, placement: Placement, sizes: Mapping[str, int]) -> _Reserves:
-    """Return the bytes of the largest layer that each device computes of what is streamed, and the least it can keep.
-
-    That is the largest part, where each is alone while its module runs: a part is what one module holds, so much of
-    each tensor at once as ``sizes`` say; where several are there together, it is what these take. Where no rehearsal
-    saw how it is, and where experts are modules in a list, it is as much as for a layer. What is there beside a layer
-    counts.
-    """
-    layers: Counter[DeviceId] = Counter()
-    whole: dict[str, Counter[DeviceId]] = {}
-    parts: dict[str, Counter[DeviceId]] = whole if sizes is outline.sizes else {}
-    for layer in outline.layers:
-        device = execution_device(outline, layer, placement)
-        streamed = _streamed(outline, layer, placement, device)
-        if not streamed:
-            continue
-        layers[device] = max(layers[device], _at_once(outline, set(map(outline.skeleton.leader, streamed))))
-        for name in streamed:
-            module = parent(name)
-            if module not in whole:
-                whole[module] = Counter()
-            whole[module][device] += outline.sizes[name]
-            if parts is not whole:
-                divided = sizes[name] < outline.sizes[name]
-                parts.setdefault(name if divided else module, Counter())[device] += sizes[name]
-    layers = +layers
-    if outline.skeleton.unrehearsed is not None:
-        return layers, layers
-    layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each of its tensors
-    beside = _beside(outline, whole)
-    together = _least_staging(outline, whole) if beside else _largest(whole.values())
-    kept = (layers + beside) | together
-    if outline.listed:
-        return kept, kept
-    return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else together
-
-
-def _largest(counts: Iterable[Mapping[DeviceId, int]]) -> Counter[DeviceId]:
-    """Return the most that one of ``counts`` has on each device. (Placements are tried by thousands, of ten thousand
-    parts: as many new counters take most of a plan's time.)
-    """
-    found: Counter[DeviceId] = Counter()
-    for sizes in counts:
-        for device, size in sizes.items():
-            if size > found[device]:
-                found[device] = size
-    return +found
-
-
-def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
-    """Return the most bytes of streamed ``parts`` that are there together, beside the largest, on each device.
-
-    A part is there while its module runs, or one that borrows its weights; those of modules around that are there too.
-    """
-    callers: dict[str, list[Counter[DeviceId]]] = {}
-    for module, sizes in parts.items():
-        for caller in (module, *outline.skeleton.borrowers.get(module, ())):
-            callers.setdefault(caller, []).append(sizes)
-    found: Counter[DeviceId] = Counter()
-    for caller in callers:
-        around = outline.around[caller]
-        if len(around) == len(callers[caller]) == 1:
-            continue
-        running = [sizes for above in around for sizes in callers.get(above, ())]
-        for device in set().union(*running) if len(running) > 1 else ():
-            together = [sizes[device] for sizes in running]
-            found[device] = max(found[device], sum(together) - max(together))
-    return +found
-
-
-def _least_staging(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
-    """Return the least bytes that hold whatever is there at once of streamed ``parts``, on each device.
-
-    Each begins where that device has parts begin; what rests of the host's is on top of its staging memory.
-    """
-    by_device: dict[DeviceId, dict[str, int]] = {}
-    for name, sizes in parts.items():
-        for device, size in sizes.items():
-            by_device.setdefault(device, {})[name] = size
-    return Counter(
-        {
-            device: place_lasting(
-                {name: (name, *outline.skeleton.borrowers.get(name, ())) for name in sizes},
-                sizes,
-                alignment=1 if device == CPU else DEVICE_ALIGNMENT,
-            ).least
-            for device, sizes in by_device.items()
-        }
-    )
-
-
-def _at_once(outline: Outline, leaders: Iterable[str]) -> int:
-    """Return the most bytes of the tensors ``leaders`` of one layer that there must be room for at once.
-
-    Experts that are modules in a list are called one after the other: two may be there.
-    """
-    whole, experts = 0, Counter[str]()
-    for leader in leaders:
-        if leader in outline.listed:
-            experts[outline.skeleton.expert_of[parent(leader)]] += outline.sizes[leader]
-        else:
-            whole += outline.sizes[leader]
-    return whole + sum(sorted(experts.values())[-ROOMY:])
-
-
-def _streamed(outline: Outline, layer: Layer, placement: Placement, device: DeviceId) -> dict[str, Serving]:
-    """Return how each tensor of ``layer`` is served that is streamed to ``device``."""
-    served = {
-        name: serving_of(outline, name, placement.homes, computes=device, packed=placement.packed)
-        for name in layer.tensors
-    }
-    return {name: serving for name, serving in served.items() if serving is not None and is_streamed(serving)}
-
-
-def offstage(outline: Outline, placement: Placement) -> dict[str, DeviceId]:
-    """Return the modules whose experts lie elsewhere than where they compute, and where they compute."""
-    computing = {
-        module: execution_device(outline, outline.layer_of[experts.tensors[0]], placement)
-        for module, experts in outline.experts.items()
-    }
-    return {
-        module: device
-        for module, device in computing.items()
-        if is_offstage(outline.experts[module], placement.homes, placement.packed, computes=device)
-    }
-
-
-def least_slots(outline: Outline, placement: Placement, count: int = LEAST) -> dict[DeviceId, int]:
-    """Return the bytes of ``count`` slots on each device that computes experts which lie elsewhere."""
-    found = pools(outline, offstage(outline, placement))
-    return {device: min(count * pool.unit_bytes, pool.bytes) for device, pool in found.items()}
-
-
-def kept_free(outline: Outline, placement: Placement, slots: int = LEAST) -> dict[DeviceId, int]:
-    """Return the bytes that each device is to keep free of weights: a layer's reserve, and so many ``slots``."""
-    kept, least = layer_reserves(outline, placement), least_slots(outline, placement, slots)
-    return {device: kept.get(device, 0) + least.get(device, 0) for device in {**kept, **least}}
-
-
-def streamed_bytes(outline: Outline, placement: Placement) -> Brought:
-    """Return the bytes that are brought in for each token. Each use of a tied tensor counts.
-
-    Of experts in lists those count that a token uses.
-    """
-    found = Brought()
-    for layer in outline.layers:
-        device = execution_device(outline, layer, placement)
-        for name, serving in _streamed(outline, layer, placement, device).items():
-            count, used = outline.listed.get(name, (1, 1))
-            packed = is_unpacked(outline, name, serving)
-            size = (outline.rest_sizes if packed else outline.sizes)[name] * used // count
-            unpacked = outline.sizes[name] * used // count if packed else None
-            ahead = name not in outline.listed
-            moved = outline.moved_bytes(name, device) if packed else None
-            moved = None if moved is None else moved * used // count
-            found.add(
-                waits_on(serving),
-                size,
-                computes=device,
-                unpacked=unpacked,
-                moved=moved,
-                tensors=used / count,
-                ahead=ahead,
-            )
-        if device == CPU != placement.main:
-            found.compute_on_host(read_bytes(outline, layer.tensors))
-    return found
-
-
-def unpacking_rooms(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
-    """Return the bytes by which each accelerator could unpack what comes to it packed."""
-    found: dict[DeviceId, list[DeviceUnpacking]] = {}
-    for layer in outline.layers if outline.packed else ():
-        device = execution_device(outline, layer, placement)
-        for name in layer.tensors:
-            leader, packed = outline.skeleton.leader(name), outline.packed.get(name)
-            rests = placement.homes[leader] == DISK or leader in placement.packed
-            if device != CPU and rests and packed and packed.device:
-                found.setdefault(device, []).append(packed.device)
-    return {
-        device: sum(
-            max(getattr(one, part) for one in needs) for part in ("landing_bytes", "scratch_bytes", "table_bytes")
-        )
-        for device, needs in found.items()
-    }
-
-
-def computed_bytes(outline: Outline, placement: Placement, *, without: Collection[str] = ()) -> dict[DeviceId, int]:
-    """Return the bytes on each device that computes with what it holds, ``without`` some tensors.
-
-    What waits on the host for an accelerator isn't among them, nor are tables, of which next to nothing is read.
-    """
-    computing = execution_devices(outline, placement)
-    host = (layer.tensors for layer in outline.layers if computing[layer.name] == CPU)
-    used = {outline.skeleton.leader(name) for tensors in host for name in tensors}
-    homes = {
-        leader: home
-        for leader, home in placement.homes.items()
-        if home != DISK and leader not in without and leader not in outline.tables and (home != CPU or leader in used)
-    }
-    return resident_bytes(outline, homes, placement.packed)
-
-
 def resident_bytes(outline: Outline, homes: Homes, packed: Collection[str] = ()) -> dict[DeviceId, int]:
     """Return the bytes that lie on each device, in the order of the tiers; on the host some lie ``packed``."""
     held = dict.fromkeys(in_tier_order(homes.values()), 0)
@@ -347,27 +107,6 @@ def held_bytes(outline: Outline, homes: Homes) -> tuple[int, int]:
     """Return the bytes on the accelerators and those on the host: what one placement has before another."""
     held = resident_bytes(outline, homes)
     return sum(count for device, count in held.items() if isinstance(device, int)), held.get(CPU, 0)
-
-
-def find_shortage(
-    outline: Outline, placement: Placement, budgets: Budgets, *, slots: int = LEAST, tight: bool = False
-) -> Shortage | None:
-    """Return the first device that can't hold its weights, its reserve and so many ``slots``; null where all can.
-
-    The reserve is a layer's; if ``tight``, the least. A device that ``budgets`` doesn't list holds nothing, except that
-    disk is then unlimited.
-    """
-    held, least = resident_bytes(outline, placement.homes, placement.packed), least_slots(outline, placement, slots)
-    streamed, rooms = _reserves(outline, placement, outline.sizes), dict[DeviceId, int | None]()
-    for device in in_tier_order([*held, *streamed[0], *least]):
-        budget = budgets.get(device, None if device == DISK else 0)
-        rooms[device] = None if budget is None else budget - held.get(device, 0) - least.get(device, 0)
-    kept = _least(outline, placement, streamed, rooms=rooms) if tight else streamed[0]
-    for device, room in rooms.items():
-        if room is not None and kept.get(device, 0) > room:
-            found = held.get(device, 0), kept.get(device, 0), least.get(device, 0)
-            return Shortage(device, budgets.get(device) or 0, *found)
-    return None
 
 
 def fold(outline: Outline, homes: Homes) -> dict[str, DeviceId]:

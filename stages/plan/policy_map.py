@@ -20,6 +20,7 @@ from offstage.stages.machine.kernels import local_kernels
 from offstage.stages.plan.budgets import allow
 from offstage.stages.plan.checks import require_fit
 from offstage.stages.plan.functions import Sizes, get_max_memory
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.module_sizes import Classes, outline_of
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, fold
@@ -50,7 +51,7 @@ def map_by_policy(
     budgets: Budgets = {CPU: 0, DISK: None, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
     # A map has a module compute where it lies, or on the main device: it can't say more of what is streamed.
     placement = optimal(outline, budgets, links=1) if policy == "optimal" else POLICIES[policy](outline, budgets)
-    require_fit(outline, placement, budgets)
+    require_fit(lay_out(outline, placement, budgets))
     return fold(outline, placement.homes), budgets
 
 

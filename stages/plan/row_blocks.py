@@ -55,17 +55,6 @@ def least_blocks(outline: Outline) -> dict[int, int]:
     return {outline.sizes[name]: count for name, count in blocks.items() if count < outline.sizes[name]}
 
 
-def wide_sets(outline: Outline) -> Iterator[frozenset[str]]:
-    """Yield the leaders of the widest divisible weights, of the two widest kinds, and so on; tied tables count too."""
-    divided = divisible(outline)
-    users = {
-        name: set(outline.skeleton.names_of(name)) - outline.lookups for layer in outline.layers for name in layer.owned
-    }
-    wide = {leader: outline.sizes[leader] for leader, names in users.items() if names and names <= divided}
-    for least in sorted(set(wide.values()), reverse=True):
-        yield frozenset(leader for leader, size in wide.items() if size >= least)
-
-
 def block_rows(
     outline: Outline,
     brought: Collection[str],

@@ -29,7 +29,6 @@ from offstage.stages.plan.checks import (
     require_room,
     require_writable,
 )
-from offstage.stages.plan.expert_slots import SINGLE
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
@@ -41,10 +40,11 @@ from offstage.stages.plan.inputs import (
     machine_rates,
     with_row_blocks,
 )
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, execution_device
+from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_device
 from offstage.stages.plan.plan import SIMULATED, own_parts
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.cpu_offload_gb import cpu_offload_gb
@@ -52,7 +52,6 @@ from offstage.stages.plan.policies.device_unpacking import with_unpacking
 from offstage.stages.plan.policies.explicit import explicit, override
 from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.placed_seconds import placed_seconds
 from offstage.stages.plan.predict import predict
 from offstage.stages.plan.request.choose import brings_more, choose_batch, choose_lockstep
 from offstage.stages.plan.request.media_demand import media_demand
@@ -60,6 +59,7 @@ from offstage.stages.plan.request.requests import asking, what_learns
 from offstage.stages.plan.request.training import FinetuneOptions
 from offstage.stages.plan.request.training_demand import training_demand
 from offstage.stages.plan.row_blocks import block_sizes, least_blocks
+from offstage.stages.plan.traffic import forecast
 from offstage.stages.plan.training_work import TrainingWork
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
@@ -75,7 +75,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 25
+    version = 26
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -264,7 +264,9 @@ def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
             device, terms = error.shortage.device, asked.terms.get(str(error.shortage.device))
             allowance = asked.with_least(device, error.shortage.least)
             if allowance is None and terms and device == CPU:
-                raise host_is_short(error.shortage, terms, inputs.machine.host) from error
+                demand = replace(demand, allowance=asked)
+                short, taken = _least_that_works(inputs, size, demand, error.shortage, placements)
+                raise host_is_short(short, taken, inputs.machine.host) from error
             if allowance is None:
                 raise
         else:
@@ -273,6 +275,19 @@ def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
                 return plan
             asked = allowance
         demand = replace(demand, allowance=allowance)
+
+
+def _least_that_works(
+    inputs: PlanInputs, size: int | None, demand: Demand, short: Shortage, placements: _Placements
+) -> tuple[Shortage, Mapping[str, int]]:
+    """Return what is ``short`` of the host's memory, and the terms beside it: some are known once there is a plan."""
+    asked = demand.allowance
+    enough = replace(asked, budgets={**asked.budgets, CPU: short.least})
+    try:
+        plan = _plan_for(inputs, size, replace(demand, allowance=enough), placements)
+    except ShortageError as error:
+        return error.shortage, asked.terms[str(CPU)]
+    return short, (_beside_staging(inputs, asked, plan) or asked).terms[str(CPU)]
 
 
 def _beside_staging(inputs: PlanInputs, asked: Allowance, plan: plans.Plan) -> Allowance | None:
@@ -288,8 +303,7 @@ def _beside_staging(inputs: PlanInputs, asked: Allowance, plan: plans.Plan) -> A
 def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
     """Return the plan that leaves room for batches of ``size``; ``placements`` keeps those of budgets met before."""
     outline = inputs.outline
-    fastest = (demand.output, demand.members) if inputs.execution == options.FASTEST else ()
-    allowed = (*demand.allowance.budgets.items(), *fastest, demand.allowance.by_blocks)
+    allowed = (*demand.allowance.budgets.items(), demand.step, demand.allowance.by_blocks)
     if allowed not in placements:
         placements[allowed] = _placed(inputs, demand)
     placement = placements[allowed]
@@ -302,7 +316,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     if inputs.execution == options.FASTEST and placement.main == CPU:
         idle = "execution=fastest changes nothing: no accelerator computes"
         allowance = replace(allowance, notes=(*allowance.notes, idle))
-    plan = assemble(outline, placement, allowance, policy=policy, io=demand.io)
+    plan, layout = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.work.activation_bytes if inputs.trains else 0)
@@ -311,16 +325,12 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     return predict(
-        outline,
+        layout,
         plan,
         inputs.works[size](block_sizes(outline, plan.block_rows)),
         inputs.rates,
-        routing=demand.routing or SINGLE,
-        members=demand.members,
-        pages_stay=demand.pages_stay,
+        step=demand.step,
         process_bytes=inputs.process_bytes,
-        output=demand.output,
-        decodes=demand.decodes,
     )
 
 
@@ -341,8 +351,8 @@ def _place(inputs: PlanInputs, demand: Demand, allowed: Budgets) -> Placement:
         inputs.outline,
         allowed,
         lambda outline, budgets: _place_in(inputs, demand, outline, budgets),
-        lambda outline, placement, budgets: placed_seconds(
-            outline, placement, budgets, inputs.rates, output=demand.output, members=demand.members
+        lambda outline, placement, budgets: (
+            forecast(lay_out(outline, placement, budgets), demand.step, inputs.rates).seconds
         ),
     )
 
@@ -350,9 +360,9 @@ def _place(inputs: PlanInputs, demand: Demand, allowed: Budgets) -> Placement:
 def _place_in(inputs: PlanInputs, demand: Demand, outline: Outline, allowed: Budgets) -> Placement:
     choice = inputs.choice
     if inputs.execution == options.FASTEST:
-        return with_host_layers(outline, allowed, inputs.rates, output=demand.output, members=demand.members)
+        return with_host_layers(outline, allowed, inputs.rates, step=demand.step)
     if choice.policy == "optimal":
-        return optimal(outline, allowed, inputs.rates, by_blocks=demand.allowance.by_blocks)
+        return optimal(outline, allowed, inputs.rates, step=demand.step, by_blocks=demand.allowance.by_blocks)
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
     if choice.policy == options.OFFLOAD:

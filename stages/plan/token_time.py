@@ -60,6 +60,7 @@ class Brought:
     What accelerators unpack themselves comes to ``unpacked_there``; each link brings what is ``saved`` less for it, and
     they move so many bytes in their memories. The host has so many ``tensors`` brought for itself. Of what waits on
     disk so much can't come ahead, since it is known ``when_called``; so much is ``unpacked_when_called`` by the host.
+    Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``; so much of them is ``experts_used``.
     """
 
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
@@ -73,6 +74,9 @@ class Brought:
     tensors: float = 0
     when_called: float = 0
     unpacked_when_called: float = 0
+    expert_bytes: float = 0
+    experts_used: float = 0
+    in_slots: Counter[DeviceId] = field(default_factory=Counter)
 
     def add(
         self,
@@ -107,6 +111,17 @@ class Brought:
             self.runs[-1] = computes, self.runs[-1][1] + used
         elif ahead:
             self.runs.append((computes, used))
+
+    def note_experts(self, computes: DeviceId, used: float, rest_bytes: float, *, rate: float) -> None:
+        """Note that of experts with so many bytes ``used`` a share of ``rate`` is in slots, and the rest is brought."""
+        self.expert_bytes += rest_bytes
+        self.experts_used += used
+        self.in_slots[computes] += used * rate  # type: ignore[assignment]
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of the experts that are used which is in slots; null where none lie elsewhere."""
+        return self.in_slots.total() / self.experts_used if self.experts_used else None
 
     def compute_on_host(self, read_bytes: float) -> None:
         """Note that the host reads and computes so much then, beside accelerators: links bring what comes after."""

@@ -1,76 +1,41 @@
-"""One scoring: texts in, ``Scores`` out, measured as it goes."""
+"""One scoring: texts in, log-likelihoods out, measured as it goes."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from tqdm import tqdm
 
-from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
-from offstage.stages.dispatch.stage import Dispatched
-from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
-from offstage.stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
-from offstage.stages.inference.pass_meter import PassMeter, storage_rate
-from offstage.stages.inference.progress import Progress, Row, say_earlier
-from offstage.stages.inference.repeats import Outputs, Pass
-from offstage.stages.inference.timed_samples import TimedSample
+from offstage.stages.inference.cost import ForwardCost, Metrics
+from offstage.stages.inference.progress import Progress, Row
+from offstage.stages.inference.session import Answer, ModelSession
 from offstage.stages.inference.tokens import check_words
 from offstage.stages.inputs.batches import by_length
 from offstage.stages.inputs.texts import ScoredText
-from offstage.stages.plan import plan as plans
 from offstage.stages.score.inputs import SCORES, ScoreInputs
 from offstage.stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows
 from offstage.stages.score.metrics import TextScore, told_text
 from offstage.stages.score.windows import Window, cut, encode
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """``texts``: one mapping a text, with the log-likelihood of each of its scored tokens; ``metrics``, ``measured``
-    (device → peak bytes) and ``experts`` (layer → what its experts came to) are those of the run; ``sample`` says how
-    the time went.
+class ScoringSession(ModelSession[ScoreInputs]):
+    """The placed model and the windows that it is to score.
+
+    The artifact has one mapping a text, with the log-likelihood of each of its scored tokens.
     """
 
-    texts: list[dict[str, Any]]
-    metrics: Metrics
-    measured: dict[str, int]
-    experts: dict[str, dict[str, int]]
-    sample: TimedSample
-    trace: Trace | None = None
-
-    def save(self, file: Path) -> None:
-        """Write ``file``, and ``trace.json`` beside it if there is a trace."""
-        data = {
-            "texts": self.texts,
-            "metrics": self.metrics,
-            "measured": self.measured,
-            "experts": self.experts,
-            "sample": self.sample.stored(),
-        }
-        write_text(file, json.dumps(data, allow_nan=False) + "\n")
-        if self.trace is not None:
-            self.trace.save(file.with_name(TRACE_NAME))
-
-
-class ScoringSession:
-    """The placed model and the windows that it is to score, as often as is wanted; ``passes`` counts."""
+    task, units, results_file = "score", "windows", SCORES
 
     def __init__(self, inputs: ScoreInputs, context: Context) -> None:
-        self.inputs, self._context = inputs, context
-        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
-        self._storage_rate = storage_rate(inputs, plan)  # before the weights take the memory that is planned
+        super().__init__(inputs, context)
         tokenizer = load_tokenizer(inputs.model)
-        self.dispatched: Dispatched = context.live("dispatch")
         model = self.dispatched.model
         require_causal(model, self.dispatched.device)
         halves = has_encoder(model)
@@ -80,36 +45,24 @@ class ScoringSession:
         self._windows = list(cut(encoded, window=inputs.window, stride=inputs.stride))
         lengths = [max(len(window.ids), len(window.source)) for window in self._windows]
         self._batches = by_length(lengths, size=inputs.batch_size, padded=_pads(model))
-        self.passes = 0
-
-    def run(self, progress: Progress, *, title: str = "score") -> TimedSample:
-        """Score every window, in batches, those apart that ``progress`` has; return how the time went."""
-        is_whole = not progress.done
-        meter = PassMeter(self._context, self.dispatched, passes=self.passes)
-        cost = self._score(progress, title)
-        self.passes += 1
-        metrics: Metrics = {
-            "score_seconds": cost.seconds,
-            "scored_tokens_per_second": cost.results_per_second,
-            **cost.metrics(),
-        }
-        return meter.sample(metrics, storage_rate=self._storage_rate, is_whole=is_whole)
 
     @property
     def count(self) -> int:
         """How many windows there are."""
         return len(self._windows)
 
-    @contextmanager
-    def repeating(self) -> Iterator[Pass]:
-        """Yield what scores all of them again."""
-
-        def score_again(title: str) -> tuple[TimedSample, Outputs]:
-            progress = Progress()
-            sample = self.run(progress, title=title)
-            return sample, [told_text(text) for text in _texts(self.inputs, progress.settle())]
-
-        yield score_again
+    def answer(self, progress: Progress, title: str) -> Answer:
+        """Score every window, in batches, those apart that ``progress`` has."""
+        cost = self._score(progress, title)
+        texts = _texts(self.inputs, progress.settle())
+        sums = TextScore.together([TextScore.of(text["log_likelihoods"], text["bytes"]) for text in texts]).metrics()
+        timed: Metrics = {"score_seconds": cost.seconds, "scored_tokens_per_second": cost.results_per_second}
+        return Answer(
+            outputs=[told_text(text) for text in texts],
+            metrics={**timed, **cost.metrics()},
+            found={"texts": texts},
+            sums={"scored_tokens": sums.pop("tokens"), **sums},
+        )
 
     def _score(self, progress: Progress, title: str) -> ForwardCost:
         left = {number: batch for number, batch in enumerate(self._batches) if number not in progress.done}
@@ -125,28 +78,6 @@ class ScoringSession:
                 progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])
                 bar.update(len(batch))
         return cost
-
-
-def perform(session: ScoringSession, folder: Path) -> Scores:
-    """Score what ``session`` has.
-
-    Each batch of windows is kept in ``folder`` as it finishes; those that are there already, of a run that was killed,
-    are taken.
-    """
-    progress, dispatched = Progress(folder / SCORES), session.dispatched
-    earlier = say_earlier(progress.earlier, session.count, "windows")
-    sample = session.run(progress)
-    texts = _texts(session.inputs, progress.settle())
-    together = TextScore.together([TextScore.of(text["log_likelihoods"], text["bytes"]) for text in texts]).metrics()
-    own = {"scored_tokens": together.pop("tokens"), **together, **sample.metrics, **earlier}
-    return Scores(
-        texts,
-        run_metrics(dispatched, own),
-        dict(sample.peaks),
-        expert_uses(dispatched),
-        sample,
-        dispatched.streamer.trace,
-    )
 
 
 def _pads(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import Fault
-from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles
+from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
@@ -87,32 +87,19 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
         """Return the files of texts and of the tokenizer."""
         return inference_sources(inputs, context)
 
-    def build(self, inputs: ScoreInputs, context: Context, folder: Path) -> Any:
-        """Score, and write ``score.json`` and ``scores.jsonl``, which grows by a line a window."""
-        from offstage.stages.score.scoring import ScoringSession, perform
-
-        session = ScoringSession(inputs, context)
-        perform(session, folder).save(folder / FILE_NAME)
-        return session
-
-    def revive(self, inputs: ScoreInputs, context: Context) -> ScoringSession:
+    def session(self, inputs: ScoreInputs, context: Context) -> ScoringSession:
         """Return the model and the windows, ready to be scored."""
         from offstage.stages.score.scoring import ScoringSession
 
         return ScoringSession(inputs, context)
 
-    def report(self, artifact: Artifact) -> Report:
-        """Return the scores of each text, metrics and measured memory, and a table for the screen."""
-        data = artifact.json(FILE_NAME)
-        metrics, texts = data["metrics"], data["texts"]
-        return Report(
-            summary=self.told(texts, metrics),
-            memory={"measured": data["measured"]},
-            metrics=metrics,
-            experts=data.get("experts", {}),
-            outputs=tuple(told_text(text) for text in texts),
-            screen="\n".join(_screen(texts, artifact.path(SCORES))),
-        )
+    def outputs(self, data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Return the scores of each text."""
+        return [told_text(text) for text in data["texts"]]
+
+    def screen(self, data: Mapping[str, Any], artifact: Artifact) -> str:
+        """Return a table of the texts."""
+        return "\n".join(_screen(data["texts"], artifact.path(SCORES)))
 
     def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: the perplexity, and how fast the tokens were scored."""

@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.placed_seconds import placed_seconds
+from offstage.stages.plan.traffic import Step, forecast
 from tests.stages.plan.plans import make_plan
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
@@ -67,7 +68,7 @@ def seconds_over_one_link(outline: Outline, plan: Plan) -> float:
     """Return the predicted seconds of a token where one accelerator alone streams, in the budgets of ``plan``."""
     rates = Rates(**plan.rates)
     placement = optimal(outline, plan.budgets, rates, links=1)
-    return placed_seconds(outline, placement, plan.budgets, rates)
+    return forecast(lay_out(outline, placement, plan.budgets), Step(), rates).seconds
 
 
 def rows() -> Iterator[tuple[str, str, str, float, Plan]]:

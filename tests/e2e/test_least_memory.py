@@ -64,7 +64,8 @@ def test_the_least_that_works_is_a_part_where_parts_are_alone_and_it_works(
     with pytest.raises(BudgetError) as refusal:
         load(1)
     least = int(re.findall(r"the least that works is (\d+) bytes", str(refusal.value))[0])
-    assert (least == largest) == (name in ALONE)
+    made = sum(buffer.nbytes for buffer in plain.buffers()) if device == "cpu" else 0  # on the host in any plan
+    assert (least == largest + made) == (name in ALONE)
     with pytest.raises(BudgetError):
         load(least - 1)
     with load(least) as streamed:

@@ -26,12 +26,12 @@ from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, reb
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
-from offstage.stages.plan.assembly import share_slots
-from offstage.stages.plan.expert_slots import offstage_in, pools
+from offstage.stages.plan.assembly import plan_of
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, layer_reserves, reserves, resident_bytes
+from offstage.stages.plan.placement import Budgets, Placement, resident_bytes
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.serving import choose_io, serve
+from offstage.stages.plan.serving import choose_io
 from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -97,33 +97,23 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     experts = tuple(spec for spec in skeleton.experts if not preloaded.intersection(upward(spec.module)))
     outline, placement = Outline(replace(skeleton, experts=experts)), Placement(leaders, wanted.main)
     budgets = _budgets(outline, placement, wanted)
-    held, kept = resident_bytes(outline, leaders), reserves(outline, placement, budgets)
+    held = resident_bytes(outline, leaders)
     free = host_memory().available_bytes - (budgets[CPU] or 0) - PROCESS_BYTES
-    served = serve(outline, homes, execution, io=choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free))
-    if wanted.kept_apart:
-        apart = [spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU]
-        served = {**dict.fromkeys(apart, "copy"), **served}
-    sharing = pools(outline, offstage_in(outline, served, execution))
+    io = choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free)
+    leaves = {spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU}
+    apart = leaves if wanted.kept_apart else set[str]()
+    layout = lay_out(outline, placement, budgets, io=io, homes=homes, execution=execution, apart=apart)
     whole = replace(outline, skeleton=_with_preloaded(outline.skeleton, wanted.preload))
-    return Plan(
-        policy="explicit",
-        main_device=wanted.main,
-        device_map=homes,
-        homes=homes,
-        execution=execution,
-        serving=served,
-        budgets=budgets,
-        resident_bytes=held,
-        reserves=reserves(whole, placement, budgets),
-        reasons={},
-        pools=sharing,
-        slots=share_slots(outline, served, sharing, budgets=budgets, held=held, kept=kept),
-    )
+    reserves = lay_out(whole, placement, budgets, homes=homes, execution=execution).reserves
+    return replace(plan_of(layout, policy="explicit"), device_map=homes, reserves=reserves)
 
 
 def _budgets(outline: Outline, placement: Placement, wanted: Wanted) -> dict[DeviceId, int | None]:
     """Return the bytes of the host, and of each accelerator that computes what is streamed, as ``Wanted`` has them."""
-    held, whole = resident_bytes(outline, placement.homes), layer_reserves(replace(outline, routes=False), placement)
+    held, whole = (
+        resident_bytes(outline, placement.homes),
+        lay_out(replace(outline, routes=False), placement).layer_reserves,
+    )
     least = {device: held.get(device, 0) + count for device, count in whole.items()}
     least[CPU] = held.get(CPU, 0) + STAGED_LAYERS * whole.get(wanted.main, 0)
     return {device: wanted.budgets.get(device) or count for device, count in least.items()}

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, find_shortage, unpacking_rooms
+from offstage.stages.plan.placement import Budgets, Placement
 from offstage.stages.units import CPU, DeviceId
 
 _SHARE = 2
@@ -31,7 +32,7 @@ def with_unpacking(
     at_rest = replace(plain, packed=frozenset(name for name, home in plain.homes.items() if home == CPU))
     rooms = {
         device: room
-        for device, room in unpacking_rooms(outline, at_rest).items()
+        for device, room in lay_out(outline, at_rest).unpacking_rooms.items()
         if _is_small(room, budgets.get(device, 0))
     }
     if not rooms:
@@ -40,7 +41,7 @@ def with_unpacking(
     found = [
         replace(one, unpacks=capable.unpacks)
         for one in (plain, place(capable, left))
-        if find_shortage(outline, one, left, tight=True) is None
+        if lay_out(outline, one, left).shortage(tight=True) is None
     ]
     return min(
         [plain, *found],

@@ -12,15 +12,9 @@ from dataclasses import dataclass, replace
 
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.plan.expert_slots import LEAST, pools, roomy_slots
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import (
-    Budgets,
-    Placement,
-    execution_device,
-    find_shortage,
-    kept_free,
-    resident_bytes,
-)
+from offstage.stages.plan.placement import Budgets, Placement, execution_device, resident_bytes
 from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -70,7 +64,7 @@ class SlottedMixture:
         placement = _with_experts_below(self.outline, self.place_dense(free), self.budgets)
         if placement.main not in self.computing:
             return None
-        short = find_shortage(self.outline, placement, self.budgets, slots=slots, tight=tight)
+        short = lay_out(self.outline, placement, self.budgets).shortage(slots=slots, tight=tight)
         return placement if short is None else None
 
 
@@ -107,7 +101,7 @@ def _largest_expert(outline: Outline) -> int:
 
 def _near(outline: Outline, away: Placement, budgets: Budgets) -> dict[str, DeviceId]:
     """Return the experts in lists that the devices hold which compute them, beside what ``away`` has there."""
-    held, kept = resident_bytes(outline, away.homes), kept_free(outline, away)
+    held, kept = resident_bytes(outline, away.homes), lay_out(outline, away).kept_free()
     computed: dict[DeviceId, set[str]] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, away)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from offstage.stages.plan import checks
 from offstage.stages.plan.outline import Outline
@@ -58,4 +59,6 @@ def override(outline: Outline, placement: Placement, overrides: Mapping[str, Dev
     packed = placement.packed - {outline.skeleton.leader(name) for name in moved}
     drawn = {outline.layer_of[name].name for name, home in moved.items() if isinstance(home, int)}
     computes = {layer: device for layer, device in placement.computes.items() if layer not in drawn}
-    return Placement(homes, placement.main if main == CPU and computes_only else main, packed, computes)
+    keeps = computes_only and (placement.main != CPU or main == CPU)
+    first = placement.main if keeps else main
+    return replace(placement, homes=homes, main=first, packed=packed, computes=computes)

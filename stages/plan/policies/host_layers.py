@@ -22,12 +22,13 @@ from functools import cache
 
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import read_bytes
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
-from offstage.stages.plan.placement import Budgets, Placement, find_shortage
+from offstage.stages.plan.placement import Budgets, Placement
 from offstage.stages.plan.policies.even_choice import GOLDEN, turns
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.placed_seconds import placed_seconds
-from offstage.stages.plan.token_time import ONE_TOKEN, HostShare, LayerOutput
+from offstage.stages.plan.token_time import HostShare
+from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU
 
 _FEW = 4
@@ -49,30 +50,28 @@ class _Unit:
     read: float
 
 
-def with_host_layers(
-    outline: Outline, budgets: Budgets, rates: Rates, *, output: LayerOutput = ONE_TOKEN, members: float = 1
-) -> Placement:
+def with_host_layers(outline: Outline, budgets: Budgets, rates: Rates, *, step: Step = PLAIN_STEP) -> Placement:
     """Return the placement of the fewest seconds a token of those of which some layers may compute on the host.
 
-    Between layers that compute elsewhere the ``output`` of one goes over the link. Of the ``members`` of a pass each
+    Between layers that compute elsewhere the output of one goes over the link. Of the members of a ``step`` each
     computes that for itself.
     """
-    exact = optimal(outline, budgets, rates)
+    exact = optimal(outline, budgets, rates, step=step)
     if exact.main == CPU or CPU not in exact.homes.values():
         return exact
-    worth = 2 * HostShare(crossings=1, output=output).crossing_seconds(rates) * rates.slowest_link
+    worth = 2 * HostShare(crossings=1, output=step.output).crossing_seconds(rates) * rates.slowest_link
     units = _units(outline, budgets, worth)
 
     @cache
     def placed(count: int) -> Placement:
-        return _placed(outline, budgets, rates, units[:count]) if count else exact
+        return _placed(outline, budgets, rates, step, units[:count]) if count else exact
 
     @cache
     def seconds(count: int) -> float:
         one = placed(count)
-        if one.main == CPU or find_shortage(outline, one, budgets, tight=True) is not None:
-            return math.inf
-        return placed_seconds(outline, one, budgets, rates, output=output, members=members)
+        layout = lay_out(outline, one, budgets)
+        is_short = one.main == CPU or layout.shortage(tight=True) is not None
+        return math.inf if is_short else forecast(layout, step, rates).seconds
 
     return placed(_fewest(len(units), seconds))
 
@@ -96,12 +95,12 @@ def _fewest(most: int, seconds: Callable[[int], float]) -> int:
     return min(count for count in tried if seconds(count) <= ALIKE * least)
 
 
-def _placed(outline: Outline, budgets: Budgets, rates: Rates, units: Sequence[_Unit]) -> Placement:
+def _placed(outline: Outline, budgets: Budgets, rates: Rates, step: Step, units: Sequence[_Unit]) -> Placement:
     """Return the placement of which ``units`` compute on the host, and the other layers lie as ``optimal`` has them."""
     tensors = frozenset[str]().union(*(unit.tensors for unit in units))
     room = budgets.get(CPU, 0)
     left = room if room is None else room - sum(unit.bytes for unit in units)
-    rest = optimal(outline.without(tensors), {**budgets, CPU: left}, rates)
+    rest = optimal(outline.without(tensors), {**budgets, CPU: left}, rates, step=step)
     homes = {**rest.homes, **dict.fromkeys(map(outline.skeleton.leader, tensors), CPU)}
     computes = {layer: CPU for unit in units for layer in unit.layers}
     return replace(rest, homes=homes, computes={**rest.computes, **computes})

@@ -25,27 +25,16 @@ as it is used, the rest holding packed what would be on disk.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.filling import fill
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
-from offstage.stages.plan.placement import (
-    Budgets,
-    Placement,
-    budgeted_accelerators,
-    computed_bytes,
-    find_shortage,
-    held_bytes,
-    kept_free,
-    offstage,
-    reserves,
-    resident_bytes,
-    streamed_bytes,
-)
+from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, held_bytes, resident_bytes
 from offstage.stages.plan.policies.balanced import balanced
 from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
 from offstage.stages.plan.policies.expert_placement import SlottedMixture
@@ -54,8 +43,8 @@ from offstage.stages.plan.policies.packed_experts import with_experts_packed
 from offstage.stages.plan.policies.sequential import sequential
 from offstage.stages.plan.policies.spreading import fastest_first
 from offstage.stages.plan.policies.subset_sums import subset_sums
-from offstage.stages.plan.row_blocks import least_sizes, wide_sets
-from offstage.stages.plan.token_time import expected_seconds, token_seconds
+from offstage.stages.plan.policies.wide_weights import two_largest, with_wide_streamed
+from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 
 _TRIES = 8
@@ -72,13 +61,12 @@ _SHARES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What placements are compared by, how many ``links`` may stream (null: those of all accelerators), and whether the
-    widest weights come by blocks of rows.
-    """
+    """What placements are compared by, and what ``optimal`` was asked for."""
 
     rates: Rates
     links: int | None
-    by_blocks: bool = False
+    step: Step
+    by_blocks: bool
 
 
 def optimal(
@@ -87,6 +75,7 @@ def optimal(
     rates: Rates | None = None,
     *,
     links: int | None = None,
+    step: Step = PLAIN_STEP,
     by_blocks: bool = False,
 ) -> Placement:
     """Return the placement of the fewest seconds a token. Where nothing must be streamed it is the balanced one.
@@ -95,15 +84,17 @@ def optimal(
     so many ``links`` stream; null: those of all accelerators. If ``by_blocks``, the widest weights come by blocks of
     rows where that is possible, however much the budget can hold: products with them take less beside it then.
     """
-    terms = _Terms(rates or Rates(), links, by_blocks)
+    terms = _Terms(rates or Rates(), links, step, by_blocks)
     placement = _as_used(outline, budgets, terms)
+    if by_blocks:
+        return replace(placement, least_blocks=True)
     if outline.experts:
-        return with_experts_packed(outline, placement, budgets, terms.rates)
-    if by_blocks or not (_stored_packed(outline, placement) or outline.unpacks) or not budgets.get(CPU):
+        return with_experts_packed(outline, placement, budgets, terms.rates, terms.step)
+    if not (_stored_packed(outline, placement) or outline.unpacks) or not budgets.get(CPU):
         return placement
     found = [placement, *_with_packed(outline, budgets, terms)]
-    fitting = [one for one in found if find_shortage(outline, one, budgets) is None]
-    return min(fitting, key=lambda one: _cost(outline, one, budgets, terms.rates), default=placement)
+    fitting = [one for one in found if lay_out(outline, one, budgets).shortage() is None]
+    return min(fitting, key=lambda one: _cost(outline, one, budgets, terms), default=placement)
 
 
 def _with_packed(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -117,22 +108,15 @@ def _with_packed(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[
         room = least + max(0, budget - least) * share // _SHARES
         placement = _as_used(outline, {**budgets, CPU: min(room, budget)}, terms)
         stored = _stored_packed(outline, placement)
-        held, kept = resident_bytes(outline, placement.homes).get(CPU, 0), kept_free(outline, placement).get(CPU, 0)
-        ahead = max(0, _two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
+        held = resident_bytes(outline, placement.homes).get(CPU, 0)
+        kept = lay_out(outline, placement).kept_free().get(CPU, 0)
+        ahead = max(0, two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
         packed = fitting(outline, stored - outline.lookups, budget - held - kept - ahead, at_rest=True)
         yield replace(placement, homes={**placement.homes, **dict.fromkeys(packed, CPU)}, packed=frozenset(packed))
 
 
 def _stored_packed(outline: Outline, placement: Placement) -> set[str]:
     return {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
-
-
-def _two_largest(outline: Outline, names: Iterable[str]) -> int:
-    """Return the bytes in use of the two largest parts of ``names``: one is read while the other computes."""
-    parts: Counter[str] = Counter()
-    for name in names:
-        parts[parent(name)] += outline.sizes[name]
-    return sum(sorted(parts.values())[-2:])
 
 
 def _beside_packed(outline: Outline, budgets: Budgets) -> int:
@@ -142,14 +126,14 @@ def _beside_packed(outline: Outline, budgets: Budgets) -> int:
     leaders = {name for layer in outline.layers for name in layer.owned}
     stays = {name for name in leaders if name not in outline.packed and name not in outline.tables}
     placement = Placement({name: CPU if name in stays else DISK for name in leaders}, CPU)
-    return total_bytes(outline, stays) + kept_free(outline, placement).get(CPU, 0)
+    return total_bytes(outline, stays) + lay_out(outline, placement).kept_free().get(CPU, 0)
 
 
 def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     """Return the best placement of which all that lies on the host lies there as it is used."""
     whole = balanced(outline, budgets)
-    if not kept_free(outline, whole):
-        return _resident(outline, budgets, terms.rates, whole)
+    if not lay_out(outline, whole).kept_free():
+        return _resident(outline, budgets, terms, whole)
     mixture = next(_of_mixture(outline, budgets, terms), None) if outline.experts or outline.listed else None
     if mixture is not None:
         return mixture
@@ -159,18 +143,18 @@ def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     found.append(whole)
     if terms.by_blocks:
         found = [*_by_blocks(outline, budgets, terms)] or found
-    elif all(find_shortage(outline, placement, budgets) is not None for placement in found):
+    elif all(lay_out(outline, placement, budgets).shortage() is not None for placement in found):
         found = [*_part_by_part(outline, budgets, terms), *_by_blocks(outline, budgets, terms)] or found
-    return min(found, key=lambda placement: _cost(outline, placement, budgets, terms.rates))
+    return min(found, key=lambda placement: _cost(outline, placement, budgets, terms))
 
 
-def _resident(outline: Outline, budgets: Budgets, rates: Rates, even: Placement) -> Placement:
+def _resident(outline: Outline, budgets: Budgets, terms: _Terms, even: Placement) -> Placement:
     """Return ``even``, of which nothing is streamed, or where memories are unlike one that fills the fastest first."""
-    if not rates.devices:
+    if not terms.rates.devices:
         return even
-    swift = sequential(outline, fastest_first(outline, budgets, rates))
-    found = [even] if kept_free(outline, swift) or find_shortage(outline, swift, budgets) else [even, swift]
-    return min(found, key=lambda placement: _cost(outline, placement, budgets, rates))
+    swift = sequential(outline, fastest_first(outline, budgets, terms.rates))
+    worse = lay_out(outline, swift).kept_free() or lay_out(outline, swift, budgets).shortage()
+    return min([even] if worse else [even, swift], key=lambda placement: _cost(outline, placement, budgets, terms))
 
 
 def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -181,35 +165,19 @@ def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[P
     _, accelerators = _computing(budgets)
     if not accelerators:
         (alone,) = _shares(outline, budgets, replace(terms, links=1))
-        yield from (placement for placement in _split(outline, budgets, alone) if not kept_free(outline, placement))
+        yield from (
+            placement for placement in _split(outline, budgets, alone) if not lay_out(outline, placement).kept_free()
+        )
     for computing in (accelerators, [CPU]) if accelerators else ([CPU],):
         mixture = SlottedMixture(outline, budgets, computing, lambda rooms: _as_used(outline.dense, rooms, terms))
         yield from mixture.placements()
 
 
-def _cost(outline: Outline, placement: Placement, budgets: Budgets, rates: Rates) -> tuple[float, float, int, int]:
+def _cost(outline: Outline, placement: Placement, budgets: Budgets, terms: _Terms) -> tuple[float, float, int, int]:
     """Return what makes a placement worse: seconds a token, bytes streamed, those from disk, bytes not accelerated."""
-    brought = streamed_bytes(outline, placement)
-    for module, device in offstage(outline, placement).items():
-        experts = outline.experts[module]
-        for name in experts.tensors:
-            packed = name in outline.packed and placement.homes[name] == DISK
-            size = (outline.rest_sizes if packed else outline.sizes)[name] * experts.per_token // experts.count
-            unpacked = outline.sizes[name] * experts.per_token // experts.count if packed else None
-            moved = outline.moved_bytes(name, device) if packed else None
-            moved = None if moved is None else moved * experts.per_token // experts.count
-            brought.add(
-                placement.homes[name],
-                size,
-                computes=device,
-                unpacked=unpacked,
-                moved=moved,
-                tensors=experts.per_token,
-                ahead=False,
-            )
-    kept = reserves(outline, placement, budgets) if len(brought.links) > 1 else None
-    seconds = expected_seconds(token_seconds(brought, computed_bytes(outline, placement), rates=rates, reserves=kept))
-    return seconds, brought.bytes, brought.at_rest.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
+    expected = forecast(lay_out(outline, placement, budgets), terms.step, terms.rates)
+    brought = expected.brought
+    return expected.seconds, brought.bytes, brought.at_rest.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
 
 
 def _part_by_part(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -219,24 +187,18 @@ def _part_by_part(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator
         names = [name for layer in outline.layers for name in layer.owned if name not in shares.whole]
         homes = {**shares.whole, **below(outline, names, main, budgets)}
         placement = _sharing(outline, Placement(homes, main), shares)
-        if find_shortage(outline, placement, budgets, tight=True) is None:
+        if lay_out(outline, placement, budgets).shortage(tight=True) is None:
             yield placement
 
 
 def _by_blocks(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
     """Yield the placements on the host of which the widest weights come by blocks of rows, and others partly stay."""
     room = budgets.get(CPU)
-    if _computing(budgets)[0] != CPU or room is None:
-        return
-    (alone,) = _shares(outline, budgets, replace(terms, links=1))
-    least = least_sizes(outline)
-    for wide in wide_sets(outline):
-        block = max(least[name] for leader in wide for name in outline.skeleton.names_of(leader))
-        for placement in _split(outline, {**budgets, CPU: room - block}, alone, wide=wide):
-            away = {name for name, home in placement.homes.items() if home == DISK} - wide - outline.lookups
-            left = room - resident_bytes(outline, placement.homes)[CPU] - _two_largest(outline, away) - block
-            more = fitting(outline, away, left if left > 0 and away else 0)
-            yield replace(placement, homes={**placement.homes, **dict.fromkeys(more, CPU)})
+    if _computing(budgets)[0] == CPU and room is not None:
+        (alone,) = _shares(outline, budgets, replace(terms, links=1))
+        yield from with_wide_streamed(
+            outline, room, lambda less, wide: _split(outline, {**budgets, CPU: less}, alone, wide=wide)
+        )
 
 
 def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
@@ -340,7 +302,8 @@ def _split(
     homes |= below(outline, [name for layer in outline.layers for name in layer.owned if name in away], main, budgets)
     first = main if to_main else next(filter(lambda device: device in homes.values(), accelerators), main)
     placement = _sharing(outline, Placement(homes, first), shares)
-    if (main in homes.values() or not to_main) and find_shortage(outline, placement, budgets, tight=bool(wide)) is None:
+    short = lay_out(outline, placement, budgets).shortage(tight=bool(wide))
+    if short is None and (main in homes.values() or not to_main):
         yield placement
 
 
@@ -359,6 +322,8 @@ def _streamed_of(
         return None
     tables = {name for layer in layers for name in layer.owned if device == CPU and name in outline.tables}
     stays = {name for layer in layers for name in layer.owned if plain_stays and name not in outline.packed} - tables
+    if device == CPU:  # what code makes is there anyway
+        stays |= outline.computed & {name for layer in layers for name in layer.owned}
     left = room - total_bytes(outline, stays)
     streamed = _least_streamed(outline, _without(outline, layers, tables | stays | wide), left, alone=alone)
     if streamed is None:

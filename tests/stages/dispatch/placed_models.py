@@ -17,11 +17,11 @@ from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton, parent
 from offstage.stages.machine.devices import Devices, Ledger
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Placement, reserves
+from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.serving import serve
-from offstage.stages.units import DeviceId
+from offstage.stages.units import CPU, DeviceId
 from tests.stages.shard_load.checkpoints import disk_weights
 
 X = torch.randn(3, 64)
@@ -83,10 +83,10 @@ def leave_empty(model: nn.Module, names: Collection[str]) -> None:
 
 def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapping[str, DeviceId]) -> DispatchPlan:
     outline = Outline(skeleton)
-    serving = serve(outline, homes, execution, io="direct")
+    serving = lay_out(outline, Placement(homes, CPU), execution=execution, io="direct").serving
     leaders = {skeleton.leader(name): home for name, home in homes.items()}
     computes = {layer.name: execution[parent(layer.tensors[0])] for layer in outline.layers if layer.tensors}
-    kept = reserves(outline, Placement(leaders, 0, computes=computes), {})
+    kept = lay_out(outline, Placement(leaders, 0, computes=computes), {}).reserves
     return make_dispatch_plan(skeleton, Plan("explicit", 0, homes, homes, execution, serving, {}, {}, kept, {}))
 
 

@@ -10,11 +10,16 @@ from offstage.stages.machine.hardware import hardware
 from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.machine.rates import Rates, read_rates
 from offstage.stages.plan.inputs import gather_inputs
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.predict import predict
+from offstage.stages.plan.serving import Io
 from offstage.stages.plan.stage import plan_from
+from offstage.stages.plan.work import Work
 
 
 def make_plan(
@@ -33,3 +38,12 @@ def make_plan(
     packing = choose_packing(storage, possible_packing(storage, outline, config), outline, rates)
     inputs = gather_inputs(with_copies(outline, packing), config, machine=machine, rates=rates, kernels=kernels)
     return plan_from(replace(inputs, packing=packing))
+
+
+def predicted(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, io: Io = "direct") -> Plan:
+    """Return ``plan`` with what is predicted of it where a request takes ``needs``."""
+    leaders = {name: home for name, home in plan.homes.items() if outline.skeleton.leader(name) == name}
+    packed = frozenset(name for name in plan.packed_on_host if outline.skeleton.leader(name) == name)
+    placement = Placement(leaders, plan.main_device, packed, unpacks=frozenset(plan.unpacking))
+    layout = lay_out(outline, placement, plan.budgets, io=io, homes=plan.homes, execution=plan.execution)
+    return predict(layout, plan, needs, rates)

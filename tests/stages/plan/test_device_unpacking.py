@@ -28,11 +28,44 @@ def halved(model: Outline, device: DeviceUnpacking | None = ON_DEVICE) -> Outlin
     return at_rest(model, {name: size // 2 for name, size in model.sizes.items()}, device=device, working=7)
 
 
-def planned(model: Outline, *, policy: Any = "optimal", rates: Rates = RATES, **max_memory: str) -> Plan:
+def planned(
+    model: Outline,
+    *,
+    policy: Any = "optimal",
+    rates: Rates = RATES,
+    overrides: Any = None,
+    generate: Any = None,
+    **max_memory: str,
+) -> Plan:
     budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
-    config = {"max_memory": budgets, "device_map": policy, "device_map_overrides": {}}
+    config = {
+        "max_memory": budgets,
+        "device_map": policy,
+        "device_map_overrides": overrides or {},
+        "generate": generate or {},
+    }
     hardware = {"devices": [{"memory": "1GB"}] * 2}
-    return make_plan(model, {**config, "hardware": hardware, "generate": {}, "storage": {"io": "direct"}}, rates=rates)
+    return make_plan(model, {**config, "hardware": hardware, "storage": {"io": "direct"}}, rates=rates)
+
+
+def test_an_entry_that_is_overridden_leaves_the_unpacking_where_it_was() -> None:
+    model = halved(stack(20))
+    plan = planned(model, overrides={"layers.7": "disk"}, _0="60")
+    assert plan.homes["layers.7.weight"] == "disk"
+    assert plan.unpacking == {0: 4}
+    assert "unpacking" not in plan.predicted["cpu"]
+
+
+def test_each_number_of_prompts_in_lockstep_has_a_plan_of_its_own() -> None:
+    """What unpacking on the accelerator is worth hangs on how many prompts share what it brings."""
+    model, rates = halved(stack(20)), replace(RATES, device=1100)
+    ask = {"prompts": [[1]] * 64, "max_new_tokens": 4, "exact": True}
+    sizes = (1, 2, 4, 8, 16, 32, 64, "auto")
+    chosen = {size: planned(model, rates=rates, generate={**ask, "lockstep": size}, _0="60") for size in sizes}
+    assert {bool(plan.unpacking) for size, plan in chosen.items() if size != "auto"} == {True, False}
+    auto = chosen.pop("auto")
+    assert auto.lockstep is not None
+    assert replace(auto, lockstep=None) == chosen[auto.lockstep]
 
 
 POLICIES = ["optimal", "sequential", "balanced", {"": "disk", "layers.0": 0}]

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import execution_devices, find_shortage
+from offstage.stages.plan.placement import execution_devices
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import host_layers
 from offstage.stages.plan.policies.explicit import override
 from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.placed_seconds import placed_seconds
 from offstage.stages.plan.stage import PlanStage
 from offstage.stages.plan.table import render
 from offstage.stages.plan.token_time import Brought, LayerOutput, waiting_seconds
+from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan
@@ -81,7 +82,7 @@ def test_the_number_is_that_of_trying_them_all(link: int, monkeypatch: pytest.Mo
             patched.setattr(host_layers, "_FEW", 10**6)
             patched.setattr(host_layers, "ALIKE", 1.0)
             best = with_host_layers(model, budgets, rates)
-        seconds, least = (placed_seconds(model, one, budgets, rates) for one in (found, best))
+        seconds, least = (forecast(lay_out(model, one, budgets), Step(), rates).seconds for one in (found, best))
         assert seconds <= host_layers.ALIKE * least
         counts.append(len(found.computes))
     assert counts[0] == 0 < counts[1]
@@ -98,12 +99,16 @@ def test_what_storage_bounds_stays_as_it_is() -> None:
 
 def test_activations_that_are_slow_to_cross_keep_layers_together_on_the_accelerator() -> None:
     model = llama()
-    light, heavy = (with_host_layers(model, BUDGETS, RATES, output=LayerOutput(bytes=count)) for count in (4096, 10**9))
+    light, heavy = (
+        with_host_layers(model, BUDGETS, RATES, step=Step(output=LayerOutput(bytes=count))) for count in (4096, 10**9)
+    )
     assert len(light.computes) > len(heavy.computes) == 0
 
 
 def test_where_many_share_what_is_brought_less_computes_on_the_host() -> None:
-    alone, together = (len(with_host_layers(llama(), BUDGETS, RATES, members=count).computes) for count in (1, 8))
+    alone, together = (
+        len(with_host_layers(llama(), BUDGETS, RATES, step=Step(members=count)).computes) for count in (1, 8)
+    )
     assert alone > together
 
 
@@ -122,7 +127,7 @@ def test_a_host_that_is_slower_than_the_link_is_only_waited_for() -> None:
 
 def test_a_pass_of_many_tokens_computes_less_on_the_host_than_it_reads() -> None:
     one, sixteen, many = (
-        len(with_host_layers(llama(), BUDGETS, RATES, output=LayerOutput(tokens=count)).computes)
+        len(with_host_layers(llama(), BUDGETS, RATES, step=Step(output=LayerOutput(tokens=count))).computes)
         for count in (1, 16, 2048)
     )
     assert one == sixteen > many == 0
@@ -243,12 +248,13 @@ def test_a_plan_fits_its_budgets_and_is_never_slower_than_that_of_exact(
     rates = Rates(host=host * 10**8, link=link * 10**8, device=100 * GB)
     exact, fastest = (
         optimal(model, budgets, rates),
-        with_host_layers(model, budgets, rates, output=LayerOutput(bytes=1000)),
+        with_host_layers(model, budgets, rates, step=Step(output=LayerOutput(bytes=1000))),
     )
-    if find_shortage(model, exact, budgets, tight=True) is None:
-        assert find_shortage(model, fastest, budgets, tight=True) is None
+    if lay_out(model, exact, budgets).shortage(tight=True) is None:
+        assert lay_out(model, fastest, budgets).shortage(tight=True) is None
         before, after = (
-            placed_seconds(model, one, budgets, rates, output=LayerOutput(bytes=1000)) for one in (exact, fastest)
+            forecast(lay_out(model, one, budgets), Step(output=LayerOutput(bytes=1000)), rates).seconds
+            for one in (exact, fastest)
         )
         assert after <= before
     assert all(fastest.homes[name] == CPU for layer in fastest.computes for name in model.below(layer))
@@ -258,4 +264,6 @@ def test_the_plan_predicts_what_the_policy_went_by() -> None:
     plan: Plan = make_plan(llama(), config())
     placement = with_host_layers(llama(), BUDGETS, RATES)
     assert set(placement.computes) == set(plan.host_layers)
-    assert plan.forecast["seconds_per_token"] == pytest.approx(placed_seconds(llama(), placement, BUDGETS, RATES))
+    assert plan.forecast["seconds_per_token"] == pytest.approx(
+        forecast(lay_out(llama(), placement, BUDGETS), Step(), RATES).seconds
+    )

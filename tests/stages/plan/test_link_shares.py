@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates, known_rates
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import find_shortage
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.link_shares import share_layers
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.placed_seconds import placed_seconds
 from offstage.stages.plan.table import render
 from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, outline
@@ -177,8 +177,8 @@ def test_plans_fit_and_are_never_slower_than_where_one_link_streams(seed: int) -
     rates = Rates(**plan.rates)
     alone = optimal(model, plan.budgets, rates, links=1)
     assert not alone.computes
-    assert find_shortage(model, alone, plan.budgets, tight=True) is not None or (
-        seconds(plan) <= placed_seconds(model, alone, plan.budgets, rates) * (1 + 1e-9)
+    assert lay_out(model, alone, plan.budgets).shortage(tight=True) is not None or (
+        seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)
     )
     for device, budget in plan.budgets.items():
         taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)
@@ -289,8 +289,8 @@ def test_plans_over_unlike_links_fit_and_are_never_slower_than_over_one(seed: in
         return
     rates = known_rates(plan.rates, plan.device_rates)
     alone = optimal(model, plan.budgets, rates, links=1)
-    assert find_shortage(model, alone, plan.budgets, tight=True) is not None or (
-        seconds(plan) <= placed_seconds(model, alone, plan.budgets, rates) * (1 + 1e-9)
+    assert lay_out(model, alone, plan.budgets).shortage(tight=True) is not None or (
+        seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)
     )
     for device, budget in plan.budgets.items():
         taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)

@@ -8,14 +8,12 @@ import pytest
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import ROOMY, Routing
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Placement, find_shortage, layer_reserves, streamed_bytes
-from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.policies.sequential import sequential
-from offstage.stages.plan.predict import predict
-from offstage.stages.plan.serving import serve
-from offstage.stages.plan.work import Work
+from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.empty_init.test_expert_lists import described
 from tests.stages.listed_experts import EXPERTS, LAYERS, TOP, WIDTH, mixture
@@ -32,10 +30,8 @@ def outline() -> Outline:
 
 def planned(here: Outline, *, tokens: int = 1) -> dict[str, float | int | str]:
     """Return what is forecast for a token where all is on disk."""
-    homes = dict.fromkeys(here.sizes, DISK)
-    execution = {name.rpartition(".")[0]: CPU for name in homes}
-    plan = Plan("explicit", CPU, homes, homes, execution, serve(here, homes, execution, io="direct"), {}, {}, {}, {})
-    return dict(predict(here, plan, Work(0), Rates(), routing=Routing(tokens)).forecast)
+    layout = lay_out(here, Placement(dict.fromkeys(here.sizes, DISK), CPU))
+    return forecast(layout, Step(Routing(tokens)), Rates()).figures
 
 
 def dense_bytes(here: Outline) -> int:
@@ -82,14 +78,14 @@ def test_all_experts_are_expected_where_nothing_says_how_many_a_token_uses() -> 
 def test_the_reserve_of_a_layer_is_for_two_of_its_experts() -> None:
     skeleton = describe(mixture(), no_split=["Block"], rehearsed=False)
     here = Outline(skeleton)
-    kept = layer_reserves(here, Placement(dict.fromkeys(here.sizes, DISK), CPU))
+    kept = lay_out(here, Placement(dict.fromkeys(here.sizes, DISK), CPU)).layer_reserves
     block = sum(size for name, size in here.sizes.items() if name.startswith("layers.0.") and name not in here.listed)
     assert kept == {CPU: block + ROOMY * EXPERT}
 
 
 def test_the_layers_that_the_fields_functions_see_have_all_their_experts() -> None:
     here = Outline(describe(mixture(), no_split=["Block"], rehearsed=False), gathers=False, routes=False)
-    kept = layer_reserves(here, Placement(dict.fromkeys(here.sizes, DISK), CPU))
+    kept = lay_out(here, Placement(dict.fromkeys(here.sizes, DISK), CPU)).layer_reserves
     assert kept[CPU] > EXPERTS * EXPERT
 
 
@@ -106,7 +102,7 @@ def test_optimal_keeps_what_every_token_needs_before_any_expert(main: DeviceId, 
     dense = sum(here.sizes[name] for name in here.sizes if name not in here.listed)
     budgets = {main: dense + experts * EXPERT, DISK: None}
     placement = optimal(here, budgets)
-    assert find_shortage(here, placement, budgets) is None
+    assert lay_out(here, placement, budgets).shortage() is None
     assert all(home == main for name, home in placement.homes.items() if name not in here.listed)
     near = sum(here.sizes[name] for name, home in placement.homes.items() if name in here.listed and home == main)
     assert (experts - ROOMY - 1) * EXPERT < near <= (experts - ROOMY) * EXPERT
@@ -117,14 +113,14 @@ def test_optimal_streams_no_more_for_a_token_than_sequential_under_any_budget() 
     whole = sum(here.sizes.values())
     for room in range(2 * EXPERT + EXPERT, whole, whole // 9):
         budgets = {CPU: room, DISK: None}
-        ours, theirs = (streamed_bytes(here, way(here, budgets)).bytes for way in (optimal, sequential))
+        ours, theirs = (traffic(lay_out(here, way(here, budgets)), PLAIN_STEP).bytes for way in (optimal, sequential))
         assert ours <= theirs
 
 
 def test_optimal_needs_room_for_two_experts_beside_the_largest_dense_part() -> None:
     here = blocks()
     budgets = {CPU: 3 * EXPERT, DISK: None}
-    assert find_shortage(here, optimal(here, budgets), budgets) is None
+    assert lay_out(here, optimal(here, budgets), budgets).shortage() is None
     assert budgets[CPU] < EXPERTS * EXPERT
 
 

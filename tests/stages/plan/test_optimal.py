@@ -6,22 +6,22 @@ from dataclasses import replace
 import pytest
 
 from offstage.pipeline.errors import BudgetError
+from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import (
     Placement,
-    find_shortage,
     held_bytes,
-    layer_reserves,
-    reserves,
     resident_bytes,
-    streamed_bytes,
 )
+from offstage.stages.plan.policies.balanced import balanced
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.policies.sequential import sequential
 from offstage.stages.plan.policies.subset_sums import subset_sums
+from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
 from offstage.stages.units import CPU, DISK, DeviceId
-from tests.stages.plan.skeletons import outline
+from tests.stages.plan.skeletons import at_rest, outline
 
 MLP, ATTENTION, EMBEDDING = 23_068_672, 8_388_608, 131_072_000
 
@@ -43,9 +43,9 @@ def test_less_is_streamed_than_with_whole_layers(host: int) -> None:
     budgets: dict[DeviceId, int | None] = {CPU: host, DISK: None}
     model = llama()
     ours, theirs = optimal(model, budgets), sequential(model, budgets)
-    assert find_shortage(model, ours, budgets) is None
+    assert lay_out(model, ours, budgets).shortage() is None
     assert resident_bytes(model, ours.homes)[DISK] < 0.95 * resident_bytes(model, theirs.homes)[DISK]
-    assert layer_reserves(model, ours)[CPU] < layer_reserves(model, theirs)[CPU]
+    assert lay_out(model, ours).layer_reserves[CPU] < lay_out(model, theirs).layer_reserves[CPU]
 
 
 def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
@@ -54,9 +54,9 @@ def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
     table = replace(skeleton.modules[1], looks_up=True)
     model = Outline(replace(skeleton, modules=(skeleton.modules[0], table, *skeleton.modules[2:])))
     ours, theirs = optimal(model, budgets), sequential(model, budgets)
-    assert find_shortage(model, ours, budgets) is None
+    assert lay_out(model, ours, budgets).shortage() is None
     assert ours.homes["embed.weight"] == DISK
-    assert streamed_bytes(model, ours).bytes < 0.9 * streamed_bytes(model, theirs).bytes
+    assert traffic(lay_out(model, ours), PLAIN_STEP).bytes < 0.9 * traffic(lay_out(model, theirs), PLAIN_STEP).bytes
 
 
 def test_the_same_part_of_every_layer_is_streamed() -> None:
@@ -77,7 +77,7 @@ def test_what_waits_on_host_and_disk_is_mixed_evenly() -> None:
     halves: list[dict[str, int]] = [{CPU: 0, DISK: 0}, {CPU: 0, DISK: 0}]
     for index, name in enumerate(name for name, home in placement.homes.items() if home in (CPU, DISK)):
         halves[index % 2][str(placement.homes[name])] += model.sizes[name]
-    assert find_shortage(model, placement, budgets) is None
+    assert lay_out(model, placement, budgets).shortage() is None
     assert held_bytes(model, placement.homes)[1] > 5.7 * 10**8
 
 
@@ -111,25 +111,46 @@ def test_what_is_less_than_a_layer_streams_part_by_part() -> None:
     tensors = {"layers.0.q.weight": 100, "layers.0.k.weight": 80, "layers.0.v.weight": 80, "head.weight": 120}
     model = outline(tensors, classes={"layers.0": "Layer"}, no_split=["Layer"])
     with pytest.raises(BudgetError, match="the least that works is 120 bytes"):
-        require_fit(model, optimal(model, {CPU: 119, DISK: None}), {CPU: 119, DISK: None})
+        require_fit(lay_out(model, optimal(model, {CPU: 119, DISK: None}), {CPU: 119, DISK: None}))
     for budget in (120, 259):
         budgets: dict[DeviceId, int | None] = {CPU: budget, DISK: None}
         placement = optimal(model, budgets)
-        require_fit(model, placement, budgets)
+        require_fit(lay_out(model, placement, budgets))
         assert set(placement.homes.values()) == {DISK}
-        assert reserves(model, placement, budgets) == {CPU: budget}
-        assert reserves(model, placement, {CPU: None}) == {CPU: 260}
+        assert lay_out(model, placement, budgets).reserves == {CPU: budget}
+        assert lay_out(model, placement, {CPU: None}).reserves == {CPU: 260}
 
 
 def test_what_is_there_beside_other_parts_has_its_place_beside_a_layer() -> None:
     model = outline({"table": 60, "layer.a.weight": 100, "layer.b.weight": 70}, classes={"layer": "L"}, no_split=["L"])
     placement = Placement(dict.fromkeys(model.sizes, DISK), CPU)
-    assert layer_reserves(model, placement) == {CPU: 170 + 60}
-    assert reserves(model, placement, {CPU: 0}) == {CPU: 100 + 60}, "the layer's own come and go"
+    assert lay_out(model, placement).layer_reserves == {CPU: 170 + 60}
+    assert lay_out(model, placement, {CPU: 0}).reserves == {CPU: 100 + 60}, "the layer's own come and go"
 
 
 def test_where_no_rehearsal_saw_what_borrows_what_a_whole_layer_is_there_at_once() -> None:
     model = outline({"layer.q.weight": 100, "layer.k.weight": 80}, classes={"layer": "Layer"}, no_split=["Layer"])
     blind = Outline(replace(model.skeleton, unrehearsed="no"))
     placement = Placement(dict.fromkeys(model.sizes, DISK), CPU)
-    assert [reserves(one, placement, {CPU: 0}) for one in (model, blind)] == [{CPU: 100}, {CPU: 180}]
+    assert [lay_out(one, placement, {CPU: 0}).reserves for one in (model, blind)] == [{CPU: 100}, {CPU: 180}]
+
+
+@pytest.mark.parametrize("members", [1, 8, 64])
+@pytest.mark.parametrize("seed", [3, 17, 41, 129])
+def test_none_is_sooner_by_what_the_plan_says_of_the_pass_at_hand(members: int, seed: int) -> None:
+    draw = random.Random(seed)
+    model, whole = llama(draw.choice([4, 12])), llama(12).skeleton.bytes
+    if draw.random() < 0.5:
+        model = at_rest(model, {name: size // 2 for name, size in model.sizes.items() if "norm" not in name})
+    budgets: dict[DeviceId, int | None] = {CPU: draw.randrange(whole // 10, whole), DISK: None}
+    if draw.random() < 0.5:
+        budgets = {0: draw.randrange(whole // 10, whole), **budgets}
+    rates, step = Rates(*(10 ** draw.uniform(8, 11) for _ in range(4))), Step(members=members)
+
+    def seconds(placement: Placement) -> float:
+        return forecast(lay_out(model, placement, budgets), step, rates).seconds
+
+    best = seconds(optimal(model, budgets, rates, step=step))
+    of_one = seconds(optimal(model, budgets, rates))
+    assert best <= min(of_one, seconds(sequential(model, budgets)), seconds(balanced(model, budgets)))
+    assert best < of_one or members == 1 or seed != 129, "what is best for one isn't for many"

@@ -15,19 +15,19 @@ from offstage.stages.machine.host_memory import Host
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.budgets import allow
 from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Placement, reserves, resident_bytes, streamed_bytes
+from offstage.stages.plan.placement import Placement, resident_bytes
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
-from offstage.stages.plan.predict import predict
-from offstage.stages.plan.serving import serve
 from offstage.stages.plan.table import packed_told
 from offstage.stages.plan.token_bound import bound_seconds
 from offstage.stages.plan.token_time import Brought, slowest, token_seconds
+from offstage.stages.plan.traffic import PLAIN_STEP, traffic
 from offstage.stages.plan.work import Work
-from offstage.stages.units import DeviceId
+from offstage.stages.units import CPU, DeviceId
 from tests.stages.plan.mixtures import mixture
-from tests.stages.plan.plans import make_plan
+from tests.stages.plan.plans import make_plan, predicted
 from tests.stages.plan.skeletons import at_rest, stack
 from tests.stages.plan.test_properties import cases
 
@@ -42,7 +42,7 @@ def planned(model: Outline, *, io: str = "direct", rates: Rates = RATES, **max_m
     hardware = {"devices": [{"memory": "1GB"}] * 2}
     budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
     config = {"max_memory": budgets, "device_map": "sequential", "device_map_overrides": {}, "hardware": hardware}
-    return predict(model, make_plan(model, {**config, "generate": {}, "storage": {"io": io}}), Work(0), rates)
+    return predicted(model, make_plan(model, {**config, "generate": {}, "storage": {"io": io}}), Work(0), rates)
 
 
 def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_the_unpacking() -> None:
@@ -108,8 +108,11 @@ def test_what_rests_packed_is_read_whole_where_others_are_mapped_or_looked_up() 
     homes: dict[str, DeviceId] = dict.fromkeys(model.sizes, "disk")
     execution: dict[str, DeviceId] = dict.fromkeys(model.direct, "cpu")
     mapped = {f"layers.{index}.weight": "map" for index in range(3)}
-    assert serve(model, homes, execution, io="mmap") == {**mapped, "layers.3.weight": "direct"}
-    plain = streamed_bytes(model, Placement(homes, "cpu"))
+    assert lay_out(model, Placement(homes, CPU), execution=execution, io="mmap").serving == {
+        **mapped,
+        "layers.3.weight": "direct",
+    }
+    plain = traffic(lay_out(model, Placement(homes, "cpu")), PLAIN_STEP)
     assert (plain.bytes, plain.packed, plain.unpacked) == (34, 4, 10)
 
 
@@ -224,14 +227,14 @@ def test_no_budget_is_exceeded_by_what_rests_packed(policy: str, case: Any) -> N
     outline, budgets = case
     placement = POLICIES[policy](outline, budgets)
     try:
-        require_fit(outline, placement, budgets)
+        require_fit(lay_out(outline, placement, budgets))
     except BudgetError:
         return
     held = _lying(outline, placement)
     assert held == {
         device: count for device, count in resident_bytes(outline, placement.homes, placement.packed).items() if count
     }
-    kept = reserves(outline, placement, budgets)
+    kept = lay_out(outline, placement, budgets).reserves
     for device in {*held, *kept}:
         budget = budgets[device]
         assert budget is None or held.get(device, 0) + kept.get(device, 0) <= budget

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from offstage.pipeline.errors import BudgetError
 from offstage.stages.dispatch.dispatch_plan import make_dispatch_plan
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Placement, execution_devices, layer_reserves
+from offstage.stages.plan.placement import Placement, execution_devices
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.explicit import override
 from offstage.stages.units import CPU, DISK
@@ -31,7 +36,7 @@ def test_a_layer_computes_where_the_placement_says_whatever_lies_where() -> None
     model, homes = stack(4), {f"layers.{index}.weight": CPU for index in range(4)}
     placement = Placement(homes, 0, computes={"layers.1": 1, "layers.2": CPU})
     assert list(execution_devices(model, placement).values()) == [0, 1, CPU, 0]
-    assert layer_reserves(model, placement) == {0: 10, 1: 10}
+    assert lay_out(model, placement).layer_reserves == {0: 10, 1: 10}
 
 
 def test_an_override_to_an_accelerator_has_the_layer_compute_there() -> None:
@@ -49,3 +54,17 @@ def test_each_accelerator_that_streams_has_its_reserve_in_the_plan_its_peak_and_
     assert [plan.predicted[device]["reserve"] for device in (0, 1, CPU)] == [20, 20, 0]
     assert plan.predicted[CPU]["staging"] == 40, "what is read for either passes through the host"
     assert make_dispatch_plan(model.skeleton, plan).reserves == plan.reserves
+
+
+def test_what_code_makes_counts_on_the_host_wherever_a_placement_has_it() -> None:
+    plain = outline({"a.weight": 10, "a.angles": 4, "b.weight": 10})
+    made = tuple(replace(spec, persistent=spec.name != "a.angles") for spec in plain.skeleton.tensors)
+    model = replace(plain, skeleton=replace(plain.skeleton, tensors=made))
+    plan = mapped(model, {"": "disk"}, cpu="14")
+    assert (plan.resident_bytes[CPU], plan.reserves[CPU]) == (4, 10)
+    assert plan.predicted[CPU]["weights"] == 4
+    with pytest.raises(BudgetError, match=r"can.t hold 4 B of weights .*the least that works is 14 bytes"):
+        mapped(model, {"": "disk"}, cpu="13")
+    assert mapped(model, {"a": "disk", "b": 0}, cpu="0", _0="24").homes["a.angles"] == CPU, (
+        "that no weights lie there is kept"
+    )

@@ -6,8 +6,9 @@ import pytest
 
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import execution_devices, fold, layer_reserves
+from offstage.stages.plan.placement import execution_devices, fold
 from offstage.stages.plan.policies import POLICIES
 from tests.stages.plan.skeletons import outline, stack
 
@@ -17,7 +18,7 @@ Budgets = Mapping[int | str, int | None]
 def placed(model: Outline, budgets: Budgets, policy: str = "sequential") -> dict[str, int | str]:
     budgets = {"disk": None, **budgets}
     placement = POLICIES[policy](model, budgets)
-    require_fit(model, placement, budgets)
+    require_fit(lay_out(model, placement, budgets))
     return fold(model, placement.homes)
 
 
@@ -62,7 +63,7 @@ def test_sequential_never_goes_back_to_an_earlier_device() -> None:
 
 def test_an_accelerator_too_small_for_anything_holds_nothing_and_the_next_is_the_main_device() -> None:
     placement = POLICIES["sequential"](stack(9), {0: 9, 1: 30, "cpu": 100, "disk": None})
-    assert (placement.main, layer_reserves(stack(9), placement)) == (1, {1: 10})
+    assert (placement.main, lay_out(stack(9), placement).layer_reserves) == (1, {1: 10})
 
 
 def test_an_accelerator_that_holds_only_the_reserve_still_computes() -> None:

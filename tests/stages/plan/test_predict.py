@@ -18,10 +18,10 @@ from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, loc
 from offstage.stages.plan.cache_ledger import BlockCache
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.predict import predict, work
+from offstage.stages.plan.predict import work
 from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
 from offstage.stages.plan.work import Work
-from tests.stages.plan.plans import make_plan
+from tests.stages.plan.plans import make_plan, predicted
 from tests.stages.plan.skeletons import outline
 
 NOTHING = (0, 0, 0, 0, 0, 0)
@@ -136,7 +136,7 @@ def test_a_peak_is_weights_reserve_cache_activations_and_the_process() -> None:
     names = [f"l.{index}" for index in range(4)]
     model = outline({f"{name}.w": 10 for name in names}, classes=dict.fromkeys(names, "Block"), no_split=["Block"])
     caches = tuple(BlockCache(name, 100, 90) for name in names)
-    plan = predict(model, planned(model, _0="20", _1="10", cpu="100"), Work(7, caches=caches), Rates())
+    plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), Work(7, caches=caches), Rates())
     assert plan.predicted[0] == {"weights": 10, "reserve": 10, "cache": 300, "activations": 7}
     assert plan.predicted[1] == {"weights": 10, "reserve": 0, "cache": 100, "activations": 7}
     assert plan.predicted["cpu"]["process"] == PROCESS_BYTES
@@ -147,9 +147,9 @@ def test_what_simulated_accelerators_hold_lies_on_the_host() -> None:
     names = [f"l.{index}" for index in range(4)]
     model = outline({f"{name}.w": 10 for name in names}, classes=dict.fromkeys(names, "Block"), no_split=["Block"])
     caches = tuple(BlockCache(name, 100, 90) for name in names)
-    plan = predict(model, planned(model, _0="20", _1="10", cpu="100"), Work(7, 3, caches=caches), Rates())
+    plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), Work(7, 3, caches=caches), Rates())
     assert plan.predicted["cpu"]["simulated"] == (10 + 10 + 300) + (10 + 100) + 7 + 3
-    alone = predict(model, replace(plan, ledgers={}), Work(7, 3, caches=caches), Rates())
+    alone = predicted(model, replace(plan, ledgers={}), Work(7, 3, caches=caches), Rates())
     assert "simulated" not in alone.predicted["cpu"], "a real accelerator's memory is its own"
 
 
@@ -157,10 +157,9 @@ def test_what_is_staged_on_the_host_is_predicted_unless_it_is_mapped() -> None:
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="35")
     assert plan.resident_bytes["cpu"] == 20
-    assert predict(model, plan, Work(0), Rates()).predicted["cpu"]["reserve"] == 15
-    mapped = replace(plan, serving=dict.fromkeys(plan.serving, "map"))
-    assert predict(model, mapped, Work(0), Rates()).predicted["cpu"]["reserve"] == 0
-    through = predict(model, planned(model, _0="30", cpu="5"), Work(0), Rates()).predicted
+    assert predicted(model, plan, Work(0), Rates()).predicted["cpu"]["reserve"] == 15
+    assert predicted(model, plan, Work(0), Rates(), io="mmap").predicted["cpu"]["reserve"] == 0
+    through = predicted(model, planned(model, _0="30", cpu="5"), Work(0), Rates()).predicted
     assert (through[0]["reserve"], through["cpu"]["staging"]) == (10, 10)
 
 
@@ -183,16 +182,16 @@ def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> No
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="30")
     rates = Rates(storage=10, host=1000, calls=10**9)
-    forecast = predict(model, plan, Work(0), rates).forecast
+    forecast = predicted(model, plan, Work(0), rates).forecast
     storage = {"bound": "storage", "storage_bandwidth_bytes_per_second": 10, "forwards_for_free": 2.0 / (40 / 1000)}
     assert forecast == {
         "streamed_bytes_per_token": 20,
         "seconds_per_token": pytest.approx(2.0 + 0.25 * 40 / 1000),
         **storage,
     }
-    assert predict(model, plan, Work(0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
+    assert predicted(model, plan, Work(0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
     linked = planned(model, _0="30", cpu="100")
-    assert predict(model, linked, Work(0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
+    assert predicted(model, linked, Work(0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
 
 
 def test_guesses_that_are_judged_in_lockstep_have_a_layers_keys_and_values_each_and_no_cache() -> None:

@@ -15,22 +15,20 @@ from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import (
     Budgets,
     Placement,
-    computed_bytes,
     execution_devices,
     fold,
     held_bytes,
     main_device,
-    reserves,
     resident_bytes,
-    streamed_bytes,
 )
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.explicit import explicit, spread
-from offstage.stages.plan.token_time import slowest, token_seconds
+from offstage.stages.plan.traffic import PLAIN_STEP, forecast
 from offstage.stages.units import DeviceId, in_tier_order
 from tests.conftest import LONG_FORM
 
@@ -89,7 +87,7 @@ def place(outline: Outline, budgets: Mapping[DeviceId, int | None], policy: str)
     """Return the placement, or None where the policy's answer is that none fits."""
     placement = POLICIES[policy](outline, budgets)
     try:
-        require_fit(outline, placement, budgets)
+        require_fit(lay_out(outline, placement, budgets))
     except BudgetError:
         return None
     return placement
@@ -104,7 +102,7 @@ def test_every_tensor_is_placed_once_and_no_budget_is_exceeded(policy: str, case
     if placement is None:
         return
     assert set(placement.homes) == {outline.skeleton.leader(name) for name in outline.sizes}
-    held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement, budgets)
+    held, kept = resident_bytes(outline, placement.homes), lay_out(outline, placement, budgets).reserves
     for device in {*held, *kept}:
         budget = budgets[device]
         assert budget is None or held.get(device, 0) + kept.get(device, 0) <= budget
@@ -170,14 +168,23 @@ def test_a_refusal_names_the_least_budget_that_works(case: Any) -> None:
     _, outline, budgets = case
     placement = POLICIES["sequential"](outline, budgets)
     try:
-        require_fit(outline, placement, budgets)
+        require_fit(lay_out(outline, placement, budgets))
     except BudgetError as error:
         words = str(error).split()
         device = words[0].removeprefix("max_memory.").rstrip(":")
         least = int(words[words.index("bytes", words.index("least")) - 1])
         key = int(device) if device.isdigit() else device
-        assert place(outline, {**budgets, key: least}, "sequential") is not None
-        assert place(outline, {**budgets, key: least - 1}, "sequential") is None
+        assert refused(outline, {**budgets, key: least}) != device
+        assert refused(outline, {**budgets, key: least - 1}) == device
+
+
+def refused(outline: Outline, budgets: Mapping[DeviceId, int | None]) -> str | None:
+    """Return which device's budget the policy that fills them in order calls too small; null where none is."""
+    try:
+        require_fit(lay_out(outline, POLICIES["sequential"](outline, budgets), budgets))
+    except BudgetError as error:
+        return str(error).split()[0].removeprefix("max_memory.").rstrip(":")
+    return None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -199,7 +206,7 @@ def test_it_is_as_good_as_accelerates_placement(policy: str, case: Any) -> None:
     weighty = {name: home for name, home in leaders.items() if outline.sizes[name]}  # nothing computes an empty tensor
     other = Placement(leaders, main_device(weighty))
     try:
-        require_fit(outline, other, budgets)
+        require_fit(lay_out(outline, other, budgets))
     except BudgetError:
         return
     ours = place(outline, budgets, policy)
@@ -211,8 +218,7 @@ def worth(outline: Outline, placement: Placement, budgets: Budgets, policy: str)
     """Return what the policy makes the most of: what is held, or for ``optimal`` the speed of a token."""
     if policy != "optimal":
         return held_bytes(outline, placement.homes)
-    streamed, held = streamed_bytes(outline, placement), computed_bytes(outline, placement)
-    return (-slowest(token_seconds(streamed, held, rates=Rates(), reserves=reserves(outline, placement, budgets)))[1],)
+    return (-forecast(lay_out(outline, placement, budgets), PLAIN_STEP, Rates()).seconds,)
 
 
 def spread_known(outline: Outline, device_map: Mapping[str, DeviceId]) -> dict[str, DeviceId]:

@@ -13,8 +13,9 @@ from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.skeleton import PackedSpec
 from offstage.stages.machine.row_ranges import LEAST_ROWS
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Placement, find_shortage, layer_reserves, reserves, resident_bytes
+from offstage.stages.plan.placement import Placement, resident_bytes
 from offstage.stages.plan.row_blocks import block_sizes, divisible
 from offstage.stages.units import CPU, DISK
 from tests.stages.plan.plans import make_plan
@@ -165,10 +166,10 @@ def test_what_is_kept_is_the_same_as_if_it_were_asked_at_once(away: list[bool], 
     for name in (name for name, home in homes.items() if home == DISK):
         module = name.partition(".")[0]
         parts[module] = parts.get(module, 0) + blocks.get(name, model.sizes[name])
-    least, layers = max(parts.values(), default=0), layer_reserves(model, placement)
+    least, layers = max(parts.values(), default=0), lay_out(model, placement).layer_reserves
     left = budget - resident_bytes(model, homes).get(CPU, 0)
     kept = {CPU: max(least, min(layers[CPU], left))} if parts else {}
-    assert reserves(model, placement, {CPU: budget, DISK: None}) == kept
-    short = find_shortage(model, placement, {CPU: budget, DISK: None}, tight=True)
+    assert lay_out(model, placement, {CPU: budget, DISK: None}).reserves == kept
+    short = lay_out(model, placement, {CPU: budget, DISK: None}).shortage(tight=True)
     assert (short is None) == (least <= left)
     assert short is None or short.kept == least

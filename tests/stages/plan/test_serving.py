@@ -7,10 +7,12 @@ from torch import nn
 
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.machine.host_memory import PROCESS_BYTES
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Placement, streamed_bytes
-from offstage.stages.plan.serving import Io, choose_io, serve
-from offstage.stages.units import DeviceId
+from offstage.stages.plan.placement import Placement
+from offstage.stages.plan.serving import Io, choose_io
+from offstage.stages.plan.traffic import PLAIN_STEP, traffic
+from offstage.stages.units import CPU, DeviceId
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack
 
@@ -30,7 +32,9 @@ class Model(nn.Module):
 def served(home: DeviceId, computes: DeviceId, io: Io = "direct") -> dict[str, str]:
     outline = Outline(describe(Model(), rehearsed=False))
     homes = dict.fromkeys(outline.sizes, home)
-    return dict(serve(outline, homes, dict.fromkeys(outline.direct, computes), io=io))
+    return dict(
+        lay_out(outline, Placement(homes, CPU), execution=dict.fromkeys(outline.direct, computes), io=io).serving
+    )
 
 
 TABLES = ("table.weight", "scaled.weight")
@@ -55,13 +59,20 @@ def test_an_accelerator_gets_what_is_on_disk_whole_and_copies_what_is_in_memory(
 def test_the_bytes_that_a_policy_goes_by_are_those_of_the_serving() -> None:
     outline = Outline(describe(Model(), rehearsed=False))
     homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in outline.skeleton.unique}
-    assert streamed_bytes(outline, Placement(homes, "cpu")).at_rest == {"disk": outline.sizes["head.weight"]}
+    assert traffic(lay_out(outline, Placement(homes, "cpu")), PLAIN_STEP).at_rest == {
+        "disk": outline.sizes["head.weight"]
+    }
 
 
 def test_embeddings_that_other_modules_read_are_streamed() -> None:
     skeleton = replace(describe(Model(), rehearsed=False), borrowers={"table": ("head",)})
     outline = Outline(skeleton)
-    found = serve(outline, dict.fromkeys(outline.sizes, "disk"), dict.fromkeys(outline.direct, "cpu"), io="direct")
+    found = lay_out(
+        outline,
+        Placement(dict.fromkeys(outline.sizes, "disk"), CPU),
+        execution=dict.fromkeys(outline.direct, "cpu"),
+        io="direct",
+    ).serving
     assert (found["table.weight"], found["scaled.weight"]) == ("direct", "rows")
 
 

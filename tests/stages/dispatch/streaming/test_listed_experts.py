@@ -13,10 +13,11 @@ from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton, parent
 from offstage.stages.machine.devices import Devices
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.serving import serve
-from offstage.stages.units import DeviceId
+from offstage.stages.units import CPU, DeviceId
 from tests.long_form import in_ci
 from tests.stages.dispatch.placed_models import to_disk
 from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, SortedExperts, mixture
@@ -63,7 +64,7 @@ class Listed:
         skeleton = described(style, codec, rehearsed=rehearsed)
         homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in skeleton.tensors}
         execution = {parent(name): computes for name in homes}
-        serving = serve(Outline(skeleton), homes, execution, io="direct")
+        serving = lay_out(Outline(skeleton), Placement(homes, CPU), execution=execution, io="direct").serving
         plan = Plan("explicit", computes, homes, homes, execution, serving, {}, {}, {}, {})
         dispatch = replace(make_dispatch_plan(skeleton, plan), staging_bytes=staging, reserves={0: staging})
         store = to_packed(codec) if codec else to_disk

@@ -11,10 +11,12 @@ from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton, parent
 from offstage.stages.machine.devices import Devices
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.serving import Io, serve
-from offstage.stages.units import DeviceId
+from offstage.stages.plan.serving import Io
+from offstage.stages.units import CPU, DeviceId
 from tests.stages.dispatch.placed_models import to_disk
 from tests.stages.shard_load.checkpoints import disk_weights
 
@@ -22,7 +24,7 @@ from tests.stages.shard_load.checkpoints import disk_weights
 def plan_with(skeleton: Skeleton, on_disk: set[str], io: Io) -> Plan:
     homes: dict[str, DeviceId] = {t.name: "disk" if t.name in on_disk else "cpu" for t in skeleton.tensors}
     execution: dict[str, DeviceId] = {parent(name): "cpu" for name in homes}
-    serving = serve(Outline(skeleton), homes, execution, io=io)
+    serving = lay_out(Outline(skeleton), Placement(homes, CPU), execution=execution, io=io).serving
     return Plan("explicit", "cpu", homes, homes, execution, serving, {}, {}, {}, {})
 
 

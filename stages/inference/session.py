@@ -1,0 +1,194 @@
+"""The placed model and what it is asked: what generating, scoring and calling a model have in common.
+
+A session answers all that is asked in one pass, is timed at it, and can do so again: only what a task's answer is
+differs. What a pass came to is written to the artifact in one form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from safetensors.torch import save_file
+
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.errors import named
+from offstage.pipeline.memory_monitor import held_bytes
+from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.hub import local_weights
+from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
+from offstage.stages.inference.cost import Metrics, expert_uses, run_metrics
+from offstage.stages.inference.inputs import InferenceInputs
+from offstage.stages.inference.progress import Progress, say_earlier
+from offstage.stages.inference.repeats import Outputs, Pass
+from offstage.stages.inference.timed_samples import TimedSample
+from offstage.stages.machine.probes import read_speed
+from offstage.stages.machine.processor import ProcessorMeter
+from offstage.stages.plan import plan as plans
+from offstage.stages.units import DISK
+
+Given = TypeVar("Given", bound=InferenceInputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one pass came to: its ``outputs`` as a record has them, and its ``metrics``.
+
+    ``first_token_seconds`` and ``token_seconds`` are as in ``TimedSample``. ``found`` is what the artifact has of it,
+    with ``files`` of tensors by their names; ``sums`` are the metrics that tell what came out, and not how long it
+    took.
+    """
+
+    outputs: Outputs
+    metrics: Metrics
+    found: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    sums: Metrics = field(default_factory=dict)
+    first_token_seconds: Sequence[float] = ()
+    token_seconds: Sequence[float] = ()
+
+
+Answering = Callable[[Progress, str], Answer]
+"""Answers all that ``Progress`` has no results of, under a title for the bar."""
+
+
+class ModelSession(ABC, Generic[Given]):
+    """The model placed by the stage dispatch, and what ``inputs`` ask of it as often as is wanted.
+
+    ``passes`` counts how often it was. ``results_file`` is the file that grows by a line for each of its ``units``;
+    null where an answer is one piece.
+    """
+
+    task: ClassVar[str]
+    units: ClassVar[str] = ""
+    results_file: ClassVar[str | None] = None
+
+    def __init__(self, inputs: Given, context: Context) -> None:
+        self.inputs, self.context, self.passes = inputs, context, 0
+        self.plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        self._storage_rate = self._measure_storage()  # before the weights take the memory that is planned
+
+    @cached_property
+    def dispatched(self) -> Dispatched:
+        """The placed model; its weights are loaded when it is asked for first."""
+        found: Dispatched = self.context.live("dispatch")
+        return found
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many units there are."""
+
+    @abstractmethod
+    def answer(self, progress: Progress, title: str) -> Answer:
+        """Answer all that ``progress`` has no results of, under ``title``."""
+
+    @contextmanager
+    def answering(self) -> Iterator[Answering]:
+        """Yield what answers, as often as it is called: what a task needs beside the model is there inside."""
+        yield self.answer
+
+    @contextmanager
+    def repeating(self) -> Iterator[Pass]:
+        """Yield what does all of it again."""
+        with self.answering() as answer:
+
+            def again(title: str) -> tuple[TimedSample, Outputs]:
+                found, sample = self._timed(answer, Progress(), title)
+                return sample, found.outputs
+
+            yield again
+
+    def perform(self, file: Path) -> None:
+        """Answer all that is asked, and write what came of it to ``file``.
+
+        Results are kept beside it as they come; those that are there already, of a run that was killed, are taken.
+        """
+        progress = Progress(file.with_name(self.results_file) if self.results_file else None)
+        earlier = say_earlier(progress.earlier, self.count, self.units)
+        with self.answering() as answer:
+            found, sample = self._timed(answer, progress, self.task)
+        for name, tensors in found.files.items():
+            with named(file.with_name(name)):
+                save_file(dict(tensors), file.with_name(name))
+        metrics = run_metrics(self.dispatched, {**found.sums, **found.metrics, **earlier})
+        told = {**found.found, "sample": sample.stored()}
+        save_result(file, self.dispatched, metrics=metrics, measured=sample.peaks, found=told)
+
+    def _timed(self, answer: Answering, progress: Progress, title: str) -> tuple[Answer, TimedSample]:
+        """Return the answer, and how its time went: when it began, who had the processor, how the machine was."""
+        dispatched, passes, is_whole = self.dispatched, self.passes, not progress.done
+        began, load, meter = datetime.now(UTC), os.getloadavg(), ProcessorMeter()
+        found = answer(progress, title)
+        self.passes += 1
+        use = meter.use()
+        return found, TimedSample(
+            measured=began.isoformat(timespec="milliseconds"),
+            passes_before=passes,
+            is_whole=is_whole,
+            metrics={
+                "load_seconds": dispatched.load_seconds,
+                "base_host_bytes": dispatched.base_bytes,
+                **found.metrics,
+            },
+            first_token_seconds=found.first_token_seconds,
+            token_seconds=found.token_seconds,
+            processor=use.told(),
+            machine={
+                "load_average": list(load),
+                "threads": torch.get_num_threads(),
+                "interop_threads": torch.get_num_interop_threads(),
+                "storage_bytes_per_second": self._storage_rate,
+            },
+            peaks=measured_peaks(self.context, dispatched),
+        )
+
+    def _measure_storage(self) -> int | None:
+        """Return the bytes a second at which the storage gives weights now; null where none are read from it."""
+        files = local_weights(self.inputs.model) if self.plan.resident_bytes.get(DISK) else []
+        return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None
+
+
+def save_result(
+    file: Path,
+    dispatched: Dispatched,
+    *,
+    metrics: Metrics,
+    measured: Mapping[str, int],
+    found: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``file``: ``found``, the ``metrics`` of the run, what devices held at most and what experts came to.
+
+    If there is a trace, ``trace.json`` is written beside it.
+    """
+    ends = {"metrics": metrics, "measured": dict(measured), "experts": expert_uses(dispatched)}
+    write_text(file, json.dumps({**(found or {}), **ends}, allow_nan=False) + "\n")
+    if dispatched.streamer.trace is not None:
+        dispatched.streamer.trace.save(file.with_name(TRACE_NAME))
+
+
+def measured_peaks(context: Context, dispatched: Dispatched) -> dict[str, int]:
+    """Return the peaks so far in bytes: of the host's anonymous memory, and of every accelerator in use, by device."""
+    peaks = {"cpu": context.host_peak()}
+    if torch.cuda.is_available():
+        peaks |= {str(i): torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())}
+    return peaks | {str(device): peak for device, peak in dispatched.devices.peaks.items()}
+
+
+def held_now(dispatched: Dispatched) -> dict[str, int]:
+    """Return what is held at this moment in bytes, by device: as ``measured_peaks``, of a system that tells."""
+    host = held_bytes()
+    held = {} if host is None else {"cpu": host}
+    if torch.cuda.is_available():
+        held |= {str(i): torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count())}
+    return held | {str(device): count for device, count in dispatched.devices.held.items()}

@@ -1,0 +1,474 @@
+"""The layout: where every tensor of a placement lies, how it gets to where it computes, what each device has room for.
+
+It is made by one walk over the layers, and everything else that is said of a placement is read from it: what a token
+brings (``traffic``), what each device holds at its peak (``memory``), whether budgets can hold it, and the plan.
+
+Each device that computes streamed tensors keeps room for them: the reserve. It is as large as the largest layer of
+them, so that what comes next is on its way while one part computes. Where the budget doesn't leave that, it is what it
+leaves, and at the least the tensors of one module, where those of a layer aren't wanted together. Of a mixture's
+experts a device that computes some which lie elsewhere needs room for a slot or two, however many a layer has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from offstage.stages.empty_init.skeleton import DeviceUnpacking, parent
+from offstage.stages.plan.expert_slots import LEAST, ROOMY, Pool, pools, slot_bytes
+from offstage.stages.plan.lasting_parts import place_lasting
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_devices
+from offstage.stages.plan.row_blocks import block_rows, least_sizes
+from offstage.stages.plan.serving import Io, Serving, is_streamed
+from offstage.stages.units import CPU, DEVICE_ALIGNMENT, DISK, DeviceId, in_tier_order
+
+Counts = Mapping[DeviceId, int]
+
+
+class Line(NamedTuple):
+    """One tensor by its ``name``, tied ones included: where it lies, ``bytes`` there, and where it computes, ``used``.
+
+    ``serving`` is how it gets there, null where it is resident. The bytes of tied ones are those of their ``leader``.
+    ``at_rest`` says that it lies packed, as it rests on disk. ``routed`` says, where that is experts of which a token
+    uses some, of how many it uses how many.
+    """
+
+    name: str
+    leader: str
+    layer: str
+    home: DeviceId
+    computes: DeviceId
+    serving: Serving | None
+    at_rest: bool
+    bytes: int
+    used: int
+    routed: tuple[int, int] | None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether all of it is brought in for each use."""
+        return is_streamed(self.serving)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether it is unpacked for each use."""
+        return self.at_rest and self.serving in ("direct", "packed", "experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one device has room for, in bytes: of its ``budget`` (null: unlimited) the ``weights`` that lie there, the
+    ``reserve`` for what is streamed, the ``slots`` for experts, and what it is ``unpacking`` by.
+    """
+
+    budget: int | None
+    weights: int
+    reserve: int = 0
+    slots: int = 0
+    unpacking: int = 0
+
+    @property
+    def left(self) -> int | None:
+        """What the budget leaves beside all of it; null where there is no limit."""
+        taken = self.weights + self.reserve + self.slots + self.unpacking
+        return None if self.budget is None else self.budget - taken
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ``lines`` of ``placement``, in the order of execution, and what follows from them under ``budgets``.
+
+    A device that ``budgets`` doesn't list holds nothing, except that disk is then unlimited.
+    """
+
+    outline: Outline
+    placement: Placement
+    lines: tuple[Line, ...]
+    budgets: Budgets = field(default_factory=dict)
+
+    @cached_property
+    def by_name(self) -> dict[str, Line]:
+        """The lines by the tensors' names."""
+        return {line.name: line for line in self.lines}
+
+    @cached_property
+    def execution(self) -> dict[str, DeviceId]:
+        """Where each module computes that holds tensors itself."""
+        return {module: self.by_name[names[0]].computes for module, names in self.outline.direct.items() if names}
+
+    @cached_property
+    def serving(self) -> dict[str, Serving]:
+        """How each tensor is served that isn't resident where it computes, by module."""
+        lines = (self.by_name[name] for names in self.outline.direct.values() for name in names)
+        return {line.name: line.serving for line in lines if line.serving is not None}
+
+    @cached_property
+    def weights(self) -> dict[DeviceId, int]:
+        """The bytes that lie on each device, in the order of the tiers; tied tensors count once."""
+        held = dict.fromkeys(in_tier_order(line.home for line in self.lines), 0)
+        for line in self.lines:
+            held[line.home] += line.bytes if line.name == line.leader else 0
+        return held
+
+    @cached_property
+    def streamed(self) -> tuple[Line, ...]:
+        """Those of which all is brought in for each use."""
+        return tuple(line for line in self.lines if line.is_streamed)
+
+    @cached_property
+    def offloaded_experts(self) -> dict[str, DeviceId]:
+        """The modules whose experts are brought one by one, and where they compute."""
+        return {parent(line.name): line.computes for line in self.lines if line.serving == "experts"}
+
+    @cached_property
+    def pools(self) -> dict[DeviceId, Pool]:
+        """What slots are for on each device that computes experts which lie elsewhere."""
+        return pools(self.outline, self.offloaded_experts)
+
+    def least_slots(self, count: int = LEAST) -> dict[DeviceId, int]:
+        """Return the bytes of ``count`` slots of each kind on each device that has some."""
+        return {device: min(count * pool.unit_bytes, pool.bytes) for device, pool in self.pools.items()}
+
+    @property
+    def layer_reserves(self) -> Counts:
+        """The bytes of the largest streamed layer on each device that computes one, and what is there beside it."""
+        return self._at_once[0]
+
+    def kept_free(self, slots: int = LEAST) -> dict[DeviceId, int]:
+        """Return the bytes that each device is to keep free of weights: a layer's reserve, and so many ``slots``."""
+        made = Counter({CPU: self._made_there})
+        return dict(Counter(self.layer_reserves) + Counter(self.least_slots(slots)) + made)
+
+    def shortage(self, *, slots: int = LEAST, tight: bool = False) -> Shortage | None:
+        """Return the first device that can't hold its weights, its reserve and so many ``slots``; null where all can.
+
+        The reserve is a layer's; if ``tight``, the least.
+        """
+        kept, least = self.layer_reserves, self.least_slots(slots)
+        rooms = {device: self._left(device, least) for device in in_tier_order([*self.weights, *kept, *least])}
+        kept = self._least_reserves(rooms) if tight else kept
+        for device, room in rooms.items():
+            if room is not None and kept.get(device, 0) > room:
+                found = self.weights.get(device, 0), kept.get(device, 0), least.get(device, 0)
+                return Shortage(device, self.budgets.get(device) or 0, *found)
+        return None
+
+    @cached_property
+    def reserves(self) -> dict[DeviceId, int]:
+        """The bytes that each device keeps free which computes what is streamed.
+
+        That is a layer's, or what the budget leaves beside the weights and a slot, if that is less; but at the least
+        what is in use at once.
+        """
+        slots = self.least_slots()
+        found = {
+            device: count if device not in self.budgets or self.budgets[device] is None
+            else min(count, self._left(device, slots) or 0)
+            for device, count in self.layer_reserves.items()
+        }  # fmt: skip
+        least = self._least_reserves(found)
+        return {device: max(least[device], count) for device, count in found.items()}
+
+    @cached_property
+    def unpacking(self) -> dict[DeviceId, int]:
+        """The bytes by which accelerators unpack that are to, where their budgets leave them."""
+        slots = Counter(self.least_slots()) + Counter(self.reserves)
+        wanted = self.unpacking_rooms if self.placement.unpacks else {}
+        lefts = {device: self._left(device, slots) for device in wanted}
+        return {
+            device: room
+            for device, room in wanted.items()
+            if device in self.placement.unpacks and ((left := lefts[device]) is None or room <= left)
+        }
+
+    @cached_property
+    def unpacking_rooms(self) -> dict[DeviceId, int]:
+        """The bytes by which each accelerator could unpack what comes to it packed."""
+        found: dict[DeviceId, list[DeviceUnpacking]] = {}
+        for line in self.lines if self.outline.packed else ():
+            packed = self.outline.packed.get(line.name)
+            if line.at_rest and line.computes != CPU and packed and packed.device:
+                found.setdefault(line.computes, []).append(packed.device)
+        parts = ("landing_bytes", "scratch_bytes", "table_bytes")
+        return {
+            device: sum(max(getattr(one, part) for one in needs) for part in parts) for device, needs in found.items()
+        }
+
+    def moved_bytes(self, line: Line) -> int | None:
+        """Return what a device moves in its memory to unpack the tensor; null where the host unpacks it, or nobody."""
+        packed = self.outline.packed[line.name].device if line.is_unpacked else None
+        unpacks = self.outline.unpacks or self.unpacking
+        return packed.moved_bytes if packed and line.computes in unpacks else None
+
+    @cached_property
+    def slots(self) -> dict[DeviceId, int]:
+        """The bytes of slots on each device that computes experts which lie elsewhere: what its budget leaves."""
+        kept, found = Counter(self.reserves) + Counter(self.unpacking), {}
+        for device, pool in self.pools.items():
+            ahead = max(0, self._two_parts - kept[device]) if device == CPU else 0
+            found[device] = slot_bytes(pool, self._left(device, kept), staged=ahead)
+        return found
+
+    @cached_property
+    def rooms(self) -> dict[DeviceId, Room]:
+        """What every device has room for that has a budget, or holds something."""
+        return {
+            device: Room(
+                self.budgets.get(device),
+                self.weights.get(device, 0),
+                *(counts.get(device, 0) for counts in (self.reserves, self.slots, self.unpacking)),
+            )
+            for device in in_tier_order([*self.budgets, *self.weights])
+        }
+
+    @cached_property
+    def block_rows(self) -> dict[str, int]:
+        """How many rows of a weight come at a time, of those that not even the reserve can hold whole."""
+        brought = [line.name for line in self.lines if line.serving in ("direct", "copy", "packed")]
+        least = self.placement.least_blocks
+        return block_rows(self.outline, brought, self.execution, self.reserves, least=least)
+
+    @property
+    def staging_bytes(self) -> int:
+        """The bytes that the host may hold for streamed weights, where it computes some.
+
+        They are its reserve, and what is left of its budget, slots aside.
+        """
+        room = self.rooms.get(CPU, Room(None, 0))
+        if room.budget is None or not (room.reserve or self.placement.main == CPU):
+            return room.reserve
+        return max(room.reserve, room.budget - room.weights - room.slots)
+
+    @property
+    def host_layers(self) -> tuple[str, ...]:
+        """The layers that compute on the host because they lie there, beside accelerators."""
+        placement = self.placement
+        return tuple(name for name, device in placement.computes.items() if device == CPU != placement.main)
+
+    @cached_property
+    def _made_there(self) -> int:
+        """The bytes of buffers on the host that the placement has on disk: no checkpoint has them, code made them."""
+        made = (self.by_name[name] for name in self.outline.computed if self.placement.homes.get(name) == DISK)
+        return sum(line.bytes for line in made if line.home == CPU)
+
+    def _left(self, device: DeviceId, beside: Counts) -> int | None:
+        """Return what the budget of ``device`` leaves beside the weights that lie there and what else is ``beside``."""
+        budget = self.budgets.get(device, None if device == DISK else 0)
+        if budget is None:
+            return None
+        held = self.weights.get(device, 0)
+        if device == CPU and not budget:  # that no weights are to lie there is no reason to refuse what code makes
+            held -= self._made_there
+        return budget - held - beside.get(device, 0)
+
+    @property
+    def _two_parts(self) -> int:
+        """The bytes of the two largest parts that the host reads for each use: what one module holds is a part."""
+        parts = Counter[str]()
+        for line in self.lines:
+            if line.serving in ("direct", "packed"):
+                parts[parent(line.name)] += line.used
+        return sum(sorted(parts.values())[-2:])
+
+    @cached_property
+    def _at_once(self) -> tuple[Counts, Counts]:
+        """What each device needs room for of what is streamed: a layer's, and the least that works."""
+        return self._needed(self.outline.sizes)
+
+    def _least_reserves(self, rooms: Mapping[DeviceId, int | None]) -> Counts:
+        """Return the least that each device can keep, of what all ``rooms`` (null is unlimited) have.
+
+        Where one hasn't, parts of what is divisible are blocks of rows: no sooner is it asked what is.
+        """
+        layers, parts = self._at_once
+        fits = all((room := rooms[device]) is None or count <= room for device, count in parts.items())
+        return parts if fits or parts is layers else self._needed(least_sizes(self.outline))[1]
+
+    def _needed(self, sizes: Mapping[str, int]) -> tuple[Counts, Counts]:
+        """Return the bytes of the largest layer that each device computes of what is streamed, and the least it can
+        keep.
+
+        That is the largest part, where each is alone while its module runs: a part is what one module holds, so much of
+        each tensor at once as ``sizes`` say; where several are there together, it is what these take. Where no
+        rehearsal saw how it is, and where experts are modules in a list, it is as much as for a layer. What is there
+        beside a layer counts.
+        """
+        outline = self.outline
+        together: dict[tuple[str, DeviceId], dict[str, None]] = {}
+        whole: dict[str, Counter[DeviceId]] = defaultdict(Counter)
+        parts: dict[str, Counter[DeviceId]] = whole if sizes is outline.sizes else defaultdict(Counter)
+        for line in self.streamed:
+            together.setdefault((line.layer, line.computes), {})[line.leader] = None
+            module = parent(line.name)
+            whole[module][line.computes] += line.used
+            if parts is not whole:
+                divided = sizes[line.name] < line.used
+                parts[line.name if divided else module][line.computes] += sizes[line.name]
+        layers = _largest({device: _at_once(outline, leaders)} for (_, device), leaders in together.items())
+        if outline.skeleton.unrehearsed is not None:
+            return layers, layers
+        layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each tensor
+        beside = _beside(outline, whole)
+        least = _least_staging(outline, whole) if beside else _largest(whole.values())
+        kept = (layers + beside) | least
+        if outline.listed:
+            return kept, kept
+        return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else least
+
+
+def lay_out(
+    outline: Outline,
+    placement: Placement,
+    budgets: Budgets | None = None,
+    *,
+    io: Io = "direct",
+    homes: Mapping[str, DeviceId] | None = None,
+    execution: Mapping[str, DeviceId] | None = None,
+    apart: Collection[str] = (),
+) -> Layout:
+    """Return the layout of ``placement``: the one walk over what every tensor's line is.
+
+    What the host reads from disk is read by ``io``. The ``homes`` of names that aren't their leader's, and an
+    ``execution`` of modules that isn't that of their layers, are those of a map that is followed to the letter. What is
+    kept ``apart`` on the host is brought for each use where the host computes, too.
+    """
+    computing = execution_devices(outline, placement) if execution is None else {}
+    homes = placement.homes if homes is None else homes
+    lines = []
+    for layer in outline.layers:
+        for name in layer.tensors:
+            leader = outline.skeleton.leader(name)
+            home = homes[name] if name in homes else homes[leader]
+            if home == DISK and name in outline.computed:  # no checkpoint has it: it is where the constructor made it
+                home = CPU
+            computes = computing[layer.name] if execution is None else execution[parent(name)]
+            packed = home == CPU and leader in placement.packed
+            served = _serving(outline, name, home, computes, io=io, homes=homes, packed=placement.packed)
+            lines.append(
+                Line(
+                    name=name,
+                    leader=leader,
+                    layer=layer.name,
+                    home=home,
+                    computes=computes,
+                    serving="copy" if served is None and name in apart else served,
+                    at_rest=name in outline.packed and (home == DISK or packed),
+                    bytes=(outline.rest_sizes if home == DISK or packed else outline.sizes)[name],
+                    used=outline.sizes[name],
+                    routed=_routed(outline, name, served),
+                )
+            )
+    return Layout(outline, placement, tuple(lines), budgets or {})
+
+
+def _serving(
+    outline: Outline,
+    name: str,
+    home: DeviceId,
+    computes: DeviceId,
+    *,
+    io: Io,
+    homes: Mapping[str, DeviceId],
+    packed: Collection[str],
+) -> Serving | None:
+    """Return how the tensor ``name`` gets from its ``home`` to where it ``computes``; null where it is resident.
+
+    Experts are brought one by one if all of their tensors lie elsewhere or ``packed``. Where a map keeps some of them,
+    the others are streamed whole: an expert is brought with all it has, or not.
+    """
+    rests_here = home == CPU and outline.skeleton.leader(name) in packed
+    if home == computes and not rests_here:
+        return None
+    if name in outline.expert_tensors:
+        tensors = outline.experts[parent(name)].tensors
+        if all(homes[other] != computes or other in packed for other in tensors):
+            return "experts"
+    if home != DISK:
+        return "packed" if rests_here else "copy"
+    if computes != CPU:
+        return "direct"
+    if name in outline.lookups:
+        return "rows"
+    return "map" if io == "mmap" and name not in outline.packed else "direct"
+
+
+def _routed(outline: Outline, name: str, serving: Serving | None) -> tuple[int, int] | None:
+    """Return of how many experts a token uses how many, if the tensor ``name`` is used so: not if all are streamed."""
+    if name in outline.expert_tensors:
+        if is_streamed(serving):
+            return None
+        experts = outline.experts[parent(name)]
+        return experts.count, experts.per_token
+    return outline.listed.get(name)
+
+
+def _largest(counts: Iterable[Counts]) -> Counter[DeviceId]:
+    """Return the most that one of ``counts`` has on each device. (Placements are tried by thousands, of ten thousand
+    parts: as many new counters take most of a plan's time.)
+    """
+    found: Counter[DeviceId] = Counter()
+    for sizes in counts:
+        for device, size in sizes.items():
+            if size > found[device]:
+                found[device] = size
+    return +found
+
+
+def _at_once(outline: Outline, leaders: Iterable[str]) -> int:
+    """Return the most bytes of the tensors ``leaders`` of one layer that there must be room for at once.
+
+    Experts that are modules in a list are called one after the other: two may be there.
+    """
+    whole, experts = 0, Counter[str]()
+    for leader in leaders:
+        if leader in outline.listed:
+            experts[outline.skeleton.expert_of[parent(leader)]] += outline.sizes[leader]
+        else:
+            whole += outline.sizes[leader]
+    return whole + sum(sorted(experts.values())[-ROOMY:])
+
+
+def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
+    """Return the most bytes of streamed ``parts`` that are there together, beside the largest, on each device.
+
+    A part is there while its module runs, or one that borrows its weights; those of modules around that are there too.
+    """
+    callers: dict[str, list[Counter[DeviceId]]] = {}
+    for module, sizes in parts.items():
+        for caller in (module, *outline.skeleton.borrowers.get(module, ())):
+            callers.setdefault(caller, []).append(sizes)
+    found: Counter[DeviceId] = Counter()
+    for caller in callers:
+        around = outline.around[caller]
+        if len(around) == len(callers[caller]) == 1:
+            continue
+        running = [sizes for above in around for sizes in callers.get(above, ())]
+        for device in set().union(*running) if len(running) > 1 else ():
+            together = [sizes[device] for sizes in running]
+            found[device] = max(found[device], sum(together) - max(together))
+    return +found
+
+
+def _least_staging(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
+    """Return the least bytes that hold whatever is there at once of streamed ``parts``, on each device.
+
+    Each begins where that device has parts begin; what rests of the host's is on top of its staging memory.
+    """
+    by_device: dict[DeviceId, dict[str, int]] = {}
+    for name, sizes in parts.items():
+        for device, size in sizes.items():
+            by_device.setdefault(device, {})[name] = size
+    return Counter(
+        {
+            device: place_lasting(
+                {name: (name, *outline.skeleton.borrowers.get(name, ())) for name in sizes},
+                sizes,
+                alignment=1 if device == CPU else DEVICE_ALIGNMENT,
+            ).least
+            for device, sizes in by_device.items()
+        }
+    )

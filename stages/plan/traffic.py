@@ -1,0 +1,189 @@
+"""What a token moves: the bytes that are brought to where they are used, and those that are read where they lie.
+
+Both are read from a layout, line by line. Of a mixture's experts they are expectations: routing is taken as uniform,
+which is the worst case for any rule of eviction, since an expert is then in a slot as often as any other of its layer,
+once slots are full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.expert_slots import SINGLE, UNIFORM, Routing, hit_rates
+from offstage.stages.plan.layout import Layout, Line
+from offstage.stages.plan.token_time import (
+    ONE_TOKEN,
+    Brought,
+    HostShare,
+    LayerOutput,
+    expected_seconds,
+    forwards_for_free,
+    slowest,
+    token_seconds,
+)
+from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pass of decoding, in which each of ``members`` in lockstep has a token for every sequence.
+
+    Its tokens use a mixture's experts as ``routing`` says. A layer hands ``output`` to the next. One that ``decodes``
+    isn't the first, and needs nothing that only a prompt does. Where ``pages_stay``, what is mapped is in memory then.
+    """
+
+    routing: Routing = SINGLE
+    members: int = 1
+    output: LayerOutput = ONE_TOKEN
+    decodes: bool = True
+    pages_stay: bool = False
+
+
+PLAIN_STEP = Step()
+"""One token of one sequence."""
+
+
+def traffic(layout: Layout, step: Step) -> Brought:
+    """Return what ``step`` brings: of experts those that are wanted and in no slot, all of what else is streamed."""
+    outline, routing, found = layout.outline, step.routing, Brought()
+    kept = hit_rates(outline, layout.offloaded_experts, pools=layout.pools, slots=layout.slots, routing=routing)
+    on_host = set(layout.host_layers)
+    for layer, lines in groupby(_needed(layout, step), key=lambda line: line.layer):
+        there = list(lines)
+        for line in there:
+            if line.serving is None or line.serving == "rows":
+                continue
+            share, count = routing.share(*line.routed) if line.routed else 1.0, 1
+            if line.serving == "experts":
+                rate = kept[parent(line.name)]
+                found.note_experts(line.computes, line.used * share, line.bytes * share * (1 - rate), rate=rate)
+                share, count = share * (1 - rate), outline.experts[parent(line.name)].count
+            moved = layout.moved_bytes(line)
+            found.add(
+                DISK if line.home == DISK and not (step.pages_stay and line.serving == "map") else CPU,
+                line.bytes * share,
+                computes=line.computes,
+                unpacked=line.used * share if line.is_unpacked else None,
+                moved=None if moved is None else moved * share,
+                tensors=share * count,
+                ahead=line.routed is None,
+            )
+        if layer in on_host:
+            found.compute_on_host(_read_bytes(layout, there, routing))
+    return found
+
+
+def used_bytes(layout: Layout, step: Step, brought: Brought) -> dict[DeviceId, int]:
+    """Return the bytes that a token reads on each device which computes with what it holds; of experts those it uses.
+
+    What waits on the host for an accelerator isn't among them, nor are tables, of which next to nothing is read; what
+    is found in slots is, as ``brought`` has it.
+    """
+    on_host = {line.leader for line in layout.lines if line.computes == CPU}
+    used = {device: 0.0 for device in layout.rooms if device != DISK}
+    for line in _needed(layout, step):
+        elsewhere = line.name != line.leader or line.home == DISK or line.serving == "experts"
+        if elsewhere or line.leader in layout.outline.tables:
+            continue
+        if line.home != CPU or line.leader in on_host:
+            used[line.home] += line.bytes * (step.routing.share(*line.routed) if line.routed else 1)
+    for device, count in brought.in_slots.items():
+        if device in used:
+            used[device] += count
+    return {device: round(count) for device, count in used.items()}
+
+
+def host_share(layout: Layout, step: Step) -> HostShare | None:
+    """Return what the host computes of a token beside accelerators; null where it computes nothing, or all.
+
+    For each of its layers the output of another goes there, and its own comes back.
+    """
+    if not layout.host_layers:
+        return None
+    there = [line for line in layout.lines if line.computes == CPU]
+    layers = {line.layer for line in there}
+    return HostShare(_read_bytes(layout, there, step.routing), 2 * len(layers), step.output)
+
+
+def host_calls(layout: Layout, routing: Routing) -> float:
+    """Return how many calls of modules that hold weights the host computes for a token."""
+    shares = {parent(name): routing.share(*experts) for name, experts in layout.outline.listed.items()}
+    return sum(shares.get(name, 1) for name in layout.outline.skeleton.calls if layout.execution.get(name) == CPU)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is expected of ``step``: what it brings, the bytes that it has ``used`` where they lie, what the host does
+    beside accelerators, and the ``seconds`` of a token by what takes them, at some ``rates``.
+    """
+
+    step: Step
+    rates: Rates
+    brought: Brought
+    used: dict[DeviceId, int]
+    on_host: HostShare | None
+    terms: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a token: what placements are chosen by, and what the plan says."""
+        return expected_seconds(self.terms)
+
+    @property
+    def link_bytes(self) -> dict[DeviceId, int]:
+        """The bytes that go over the link of each accelerator for a token."""
+        links = self.brought.links
+        return {device: round(links[device] / self.step.members) for device in in_tier_order(links)}
+
+    @property
+    def figures(self) -> dict[str, float | int | str]:
+        """What the plan says of it, by name."""
+        brought, members, share = self.brought, self.step.members, self.on_host
+        found: dict[str, float | int | str] = {"streamed_bytes_per_token": round(brought.bytes / members)}
+        if brought.unpacked:
+            found["packed_bytes_per_token"] = round(brought.packed / members)
+            found["unpacked_bytes_per_token"] = round(brought.unpacked / members)
+        if brought.moved:
+            found["device_unpacked_bytes_per_token"] = round(brought.unpacked_there / members)
+            found["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
+        if brought.hit_rate is not None:
+            found["expert_bytes_per_token"] = round(brought.expert_bytes / members)
+            found |= {"expert_hit_rate": round(brought.hit_rate, 4), "expert_routing": UNIFORM}
+        if share is not None:
+            found["host_read_bytes_per_token"] = round(share.read_bytes)
+            found["crossing_bytes_per_token"] = round(share.crossings * self.step.output.bytes)
+            found["crossings_per_token"] = share.crossings
+        found |= {"seconds_per_token": self.seconds, "bound": slowest(self.terms)[0]}
+        if brought.bytes:
+            found["forwards_for_free"] = round(forwards_for_free(self.terms, members), 2)
+        if brought.at_rest.get(DISK):
+            found["storage_bandwidth_bytes_per_second"] = self.rates.storage
+        return found
+
+
+def forecast(layout: Layout, step: Step, rates: Rates) -> Forecast:
+    """Return what is expected of ``step`` where weights lie as ``layout`` says: the one answer to how long it takes."""
+    brought, share = traffic(layout, step), host_share(layout, step)
+    used = used_bytes(layout, step, brought)
+    beside: Any = {"on_host": share, "host_calls": host_calls(layout, step.routing)}
+    terms = token_seconds(brought, used, rates=rates, members=step.members, reserves=layout.reserves, **beside)
+    return Forecast(step, rates, brought, used, share, terms)
+
+
+def _needed(layout: Layout, step: Step) -> Iterable[Line]:
+    """Return the lines of what ``step`` needs: of an encoder's nothing after the first pass."""
+    once = frozenset(layout.outline.skeleton.once) if step.decodes else frozenset()
+    return (line for line in layout.lines if parent(line.name) not in once) if once else layout.lines
+
+
+def _read_bytes(layout: Layout, lines: Iterable[Line], routing: Routing) -> float:
+    """Return what a pass reads of ``lines`` where they lie: of tables, looked up by rows, next to nothing."""
+    tables = layout.outline.lookups
+    return sum(
+        line.used * (routing.share(*line.routed) if line.routed else 1) for line in lines if line.name not in tables
+    )
