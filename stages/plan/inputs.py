@@ -351,7 +351,8 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
     held = whole if most is None else min(most, whole)
     process = machine.host.process_bytes + outline.unpacking_bytes
-    free = machine.free(CPU) - held - needs.bytes - process
+    libraries = -allowance.terms.get(str(CPU), {}).get("libraries", 0)  # theirs, and not the weights' pages'
+    free = machine.free(CPU) - held - needs.bytes - process - libraries
     return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
 
 

@@ -207,8 +207,7 @@ def _larger_plan(inputs: PlanInputs, size: int, placements: _Placements) -> plan
     with suppress(BudgetError):
         demand = inputs.demands[size]
         plan = _plan_for(inputs, size, demand, placements)
-        allowance = _beside_staging(inputs, demand.allowance, plan)
-        if allowance is not None:
+        if (allowance := _beside_staging(inputs, demand.allowance, plan)) is not None:
             plan = _plan_for(inputs, size, replace(demand, allowance=allowance), placements)
         return plan if has_room(plan, inputs.rooms) else None
     return None
@@ -219,25 +218,23 @@ def _least_plan(inputs: PlanInputs, size: int | None, demand: Demand, placements
 
     Raises ``BudgetError``, with the machine's limit, where there can be none.
     """
+    divided = None
     try:
         whole = _at_least(inputs, size, demand, placements)
     except BudgetError:
-        divided = _by_blocks(inputs, size, demand, placements)
-        if divided is None:
+        if (divided := _by_blocks(inputs, size, demand, placements)) is None:
             raise
         return divided
-    if not whole.forecast["streamed_bytes_per_token"]:
-        return whole
     with suppress(BudgetError):
-        divided = _by_blocks(inputs, size, demand, placements)
-        return min([whole, *([divided] if divided else [])], key=lambda plan: plan.forecast["seconds_per_token"])
-    return whole
+        divided = _by_blocks(inputs, size, demand, placements) if whole.forecast["streamed_bytes_per_token"] else None
+    return min(filter(None, (whole, divided)), key=lambda plan: plan.forecast["seconds_per_token"])
 
 
 def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan | None:
     """Return the plan of which the widest weights come by blocks of rows, null where that leaves no more to weights.
 
     What products with such a weight take beside it is as much as for a block then, and no longer the widest of all.
+    A mixture's widest weight has a place before slots are many: what that would take is then left over.
     """
     outline, asked = inputs.outline, demand.allowance
     if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
@@ -245,10 +242,13 @@ def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placements:
     needed = host_needed(inputs.works[size](least_blocks(outline)))
     if host_needed(demand.work) - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
         return None
-    allowance = replace(asked.beside("request", needed), by_blocks=True)
-    plan = _at_least(inputs, size, replace(demand, allowance=allowance), placements)
-    taken = host_needed(inputs.works[size](block_sizes(outline, plan.block_rows)))
-    return plan if taken <= needed else None
+    asked = replace(asked.beside("request", needed), by_blocks=True)
+    for spare in range(0, (room := asked.budgets[CPU] or 0) // 2 + 1, max(1, room // 8)):
+        allowance = asked.beside("spare", spare) if spare else asked
+        plan = _at_least(inputs, size, replace(demand, allowance=allowance), placements)
+        if host_needed(inputs.works[size](block_sizes(outline, plan.block_rows))) <= needed:
+            return plan
+    return None
 
 
 def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
