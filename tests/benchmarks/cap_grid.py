@@ -110,7 +110,7 @@ KINDS: Mapping[str, Kind] = {
         GENERATE,
         _from_least("600MB 800MB 1GB 1.5GB 2GiB 3GB"),
     ),
-    "codec": Kind(_dense, (*GENERATE, "storage.codec=zstd"), _from_least("600MB 800MB 1GB 1.5GB 2GiB 3GB")),
+    "codec": Kind(_dense, (*GENERATE, "storage.codec=zstd"), _from_least("750MB 800MB 1GB 1.5GB 2GiB 3GB")),
     "score": Kind(_dense, SCORE, _from_least("600MB 800MB 1.2GB 1.8GB 2.5GB 4GB")),
     "mixture score": Kind(_mixture, SCORE, _from_least("800MB 1.2GB 1.8GB 3GB")),
     "finetune": Kind(
