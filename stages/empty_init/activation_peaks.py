@@ -15,7 +15,7 @@ is no part of a moment: a plan counts what all blocks keep, of which those that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -295,7 +295,7 @@ def _tally(
 ) -> _Forward:
     with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
         fakes, given = fake_weights(model), new_cache(model) if caches else {}
-        tally, decoding = _Tally(), list[_Instant]()
+        tally = _Tally()
         held = [*fakes.values(), *(mode.from_tensor(buffer) for buffer in model.buffers())]
         for tensor in held:
             tally.meet(tensor, counts=False)
@@ -306,13 +306,19 @@ def _tally(
             del output
             left = tally.leftover(kept.values(), encoded=encoded)
             moments, tally.moments = tally.moments, []
-            if follows is not None and kept and not encoded:
-                with suppress(*REFUSALS):  # then less is known of decoding
-                    follows(model, **kept)
-                    most = max(left.bytes, tally.leftover(kept.values(), encoded=0).bytes)
-                    decoding = [instant._replace(live=max(0, instant.live - most)) for instant in tally.moments]
+            follows = None if encoded or not kept else follows
+            decoding = [] if follows is None else _decoding(tally, partial(follows, model), kept, left.bytes)
         mode.tally = None
         return _Forward([instant._replace(live=instant.live - left.bytes) for instant in moments], left, decoding)
+
+
+def _decoding(tally: _Tally, follows: Callable[..., object], kept: Mapping[str, Any], left: int) -> list[_Instant]:
+    """Return the instants of a forward that ``follows`` over what was ``kept``; none where code refuses it."""
+    with suppress(*REFUSALS):
+        follows(**kept)
+        most = max(left, tally.leftover(kept.values(), encoded=0).bytes)
+        return [instant._replace(live=max(0, instant.live - most)) for instant in tally.moments]
+    return []
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from offstage.pipeline.environment import has_accelerator_driver
 from offstage.stages.machine.host_memory import Host, host_memory
-from offstage.stages.units import DeviceId, parse_size
+from offstage.stages.units import CPU, DeviceId, parse_size
 
 UNNAMED = "simulated"
 """An accelerator that the config lists without a name."""
@@ -40,6 +40,13 @@ class Hardware:
 
     accelerators: tuple[Accelerator, ...]
     host: Host
+
+    def free(self, device: DeviceId) -> int:
+        """Return the bytes that ``device`` has free, as plans go by them: coarsely where others take of it too."""
+        if device == CPU:
+            return self.host.available_bytes if self.host.limit else coarse(self.host.available_bytes)
+        accelerator = self.accelerators[int(device)]
+        return accelerator.free_bytes if accelerator.simulated else coarse(accelerator.free_bytes)
 
 
 def hardware(config: Mapping[str, Any]) -> Hardware:

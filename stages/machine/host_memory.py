@@ -28,6 +28,9 @@ TRAINING_BYTES = 40 * 10**6
 _OWN_BYTES = PROCESS_BYTES * 5 // 4
 """The most that counts as the process itself; a quarter more, since a rehearsal leaves some behind."""
 
+_STEP_BYTES = 16 * 2**20
+"""In which a group's bytes are counted: half of it is within the margin that budgets leave."""
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -52,10 +55,19 @@ def host_memory(root: Path = Path("/")) -> Host:
     for allowed, group, folder in memory_limits(root):
         stat = _table(folder / "memory.stat")
         held = sum(stat.get(name, 0) for name in group.interface.held)
-        left, total = allowed - max(0, held - own), min(total, allowed)
+        left, total = allowed - _steadily(held - own), min(total, allowed)
         if left < available:
             available, limit = left, str(folder / group.interface.limit)
     return Host(total, max(0, min(available, total)), limit=limit)
+
+
+def _steadily(others: int) -> int:
+    """Return what ``others`` in a group hold, in whole steps: two plans of one group must find the same memory.
+
+    The kernel adds up what processes hold now and then, so that a group's count and its process's are some megabytes
+    apart.
+    """
+    return max(0, round(others / _STEP_BYTES) * _STEP_BYTES)
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -10,32 +10,47 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offstage.pipeline.errors import ConfigError
-from offstage.stages.machine.hardware import Hardware, coarse, coarse_step
+from offstage.stages.machine.hardware import Hardware, coarse_step
+from offstage.stages.machine.host_memory import Host
 from offstage.stages.plan.outline import Layer
 from offstage.stages.plan.placement import Homes
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order, parse_device, parse_size
 
 MARGIN = 0.05
-"""The share of an automatic host budget's memory that is left to the rest of the system."""
+"""The share of a device's free memory that automatic budgets leave to whoever else takes of it."""
 
 LEAST_MARGIN = 0.02
-"""The share of it that is left even where memory is short: the kernel's own pages count too."""
+"""The share that they leave where nobody else does, under a cap, and where memory is short.
 
-LIBRARY_BYTES = 300 * 10**6
+Peaks are predicted within it, and the kernel's own pages (page tables, files) count too.
+"""
+
+LIBRARY_BYTES = 90 * 10**6
 """The file pages of torch and the other libraries that a forward runs through again and again.
 
 They are page cache and not the process's own, but a cgroup pays for them, and without them every call would read its
-own code from storage.
+own code from storage. A run has mapped 105 to 120 MB of them after its first tokens, of which a second of decoding
+touches 15; but where the storage reads 8 MB around each page that is wanted, each drives others out. With 84 MB left to
+them a token took as long as with more, and 0.4 million pages were read again in all.
+"""
+
+LEAST_LIBRARY_BYTES = 75 * 10**6
+"""What they are left at the least. With 74 MB 2.7 million pages were read again, and a token took twice as long; with
+64 and less 10 million and more, and a dense model's and a mixture's tokens took minutes in place of a second.
 """
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """``budgets`` by device (null: unlimited), the ``terms`` of automatic ones, and ``notes`` in words."""
+    """``budgets`` by device (null: unlimited), the ``terms`` of automatic ones, and ``notes`` in words.
+
+    ``by_blocks`` says that the request is what it takes where the widest weights come by blocks of rows.
+    """
 
     budgets: Mapping[DeviceId, int | None]
     terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    by_blocks: bool = False
 
     @property
     def host_room(self) -> int:
@@ -57,18 +72,26 @@ class Allowance:
             short -= min(count, short)
         pages = f"{format_bytes(-spared['libraries'])} are left to libraries' pages"
         note = f"the host's memory is short: its budget is the least that works, {format_bytes(needed)}, and {pages}"
-        return Allowance({**self.budgets, CPU: needed}, {**self.terms, str(CPU): spared}, (*self.notes, note))
+        return self._with_host(spared, needed, notes=(*self.notes, note))
+
+    def beside(self, term: str, count: int) -> Allowance:
+        """Return this with an automatic budget of the host that leaves ``count`` bytes for that ``term``."""
+        terms = {**self.terms[str(CPU)], term: -count}
+        return self._with_host(terms, max(0, sum(terms.values())), notes=self.notes)
+
+    def _with_host(self, terms: Mapping[str, int], budget: int, *, notes: tuple[str, ...]) -> Allowance:
+        return replace(self, budgets={**self.budgets, CPU: budget}, terms={**self.terms, str(CPU): terms}, notes=notes)
 
 
 def _spared(terms: Mapping[str, int]) -> dict[str, int]:
     """Return what an automatic budget can do with less of than it leaves, of its ``terms``: the margin comes first."""
-    least = round(terms.get("available", 0) * LEAST_MARGIN)
-    return {"margin": max(0, -terms.get("margin", 0) - least), "libraries": -terms.get("libraries", 0)}
+    least = {"margin": round(terms.get("available", 0) * LEAST_MARGIN), "libraries": LEAST_LIBRARY_BYTES}
+    return {name: max(0, -terms.get(name, 0) - count) for name, count in least.items()}
 
 
-def least_available(needed: int) -> float:
-    """Return the bytes that the host must have available for ``needed`` of them: on the grid, and beside the margin."""
-    return needed / (1 - LEAST_MARGIN) * coarse_step()
+def least_available(needed: int, host: Host) -> float:
+    """Return the bytes that ``host`` must have available for ``needed`` of them, and what is left in any case."""
+    return (needed + LEAST_LIBRARY_BYTES) / (1 - LEAST_MARGIN) * (1.0 if host.limit else coarse_step())
 
 
 def allow(
@@ -124,32 +147,36 @@ def size_of(device: DeviceId, machine: Hardware) -> int | None:
 
 def _automatic(machine: Hardware, needed: int, host_needed: int, unpacking: int) -> Allowance:
     terms: dict[str, dict[str, int]] = {}
-    for index, accelerator in enumerate(machine.accelerators):
-        free = accelerator.free_bytes if accelerator.simulated else coarse(accelerator.free_bytes)
-        terms[str(index)] = {"free": free, "request": -needed, "margin": -round(free * MARGIN)}
-    free = coarse(machine.host.available_bytes)
+    for index in range(len(machine.accelerators)):
+        free = machine.free(index)
+        terms[str(index)] = {"free": free, "request": -needed, "margin": -_margin(index, machine)}
+    free = machine.free(CPU)
     terms["cpu"] = {
         "available": free,
         "process": -machine.host.process_bytes,
         "libraries": -LIBRARY_BYTES,
         "request": -host_needed,
-        "margin": -round(free * MARGIN),
+        "margin": -_margin(CPU, machine),
     } | ({"unpacking": -unpacking} if unpacking else {})
     budgets: dict[DeviceId, int | None] = {parse_device(key): max(0, sum(of.values())) for key, of in terms.items()}
     return Allowance(_ordered({**budgets, DISK: None}), terms)
 
 
 def rooms(machine: Hardware, *, leaves: bool) -> dict[DeviceId, int]:
-    """Return what each device has for weights and all else, coarsely.
+    """Return what each device has for weights and all else, as plans go by it.
 
     ``leaves`` says that what automatic budgets leave to the rest of the system is left: the margin, and libraries.
     """
-    free: dict[DeviceId, int] = {CPU: coarse(machine.host.available_bytes)}
-    for index, device in enumerate(machine.accelerators):
-        free[index] = device.free_bytes if device.simulated else coarse(device.free_bytes)
+    devices: list[DeviceId] = [CPU, *range(len(machine.accelerators))]
     libraries = {CPU: LIBRARY_BYTES}
-    left = {device: round(count * MARGIN) + libraries.get(device, 0) if leaves else 0 for device, count in free.items()}
-    return {device: max(0, count - left[device]) for device, count in free.items()}
+    left = {each: _margin(each, machine) + libraries.get(each, 0) if leaves else 0 for each in devices}
+    return {each: max(0, machine.free(each) - left[each]) for each in devices}
+
+
+def _margin(device: DeviceId, machine: Hardware) -> int:
+    """Return the bytes of ``device`` that are left to others, or for noise where its memory is this run's own."""
+    capped = device == CPU and machine.host.limit
+    return round(machine.free(device) * (LEAST_MARGIN if capped else MARGIN))
 
 
 def _ordered(budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 
 from offstage.pipeline.errors import BudgetError, ConfigError, closest
@@ -21,18 +22,19 @@ LISTED = 8
 
 
 class ShortageError(BudgetError):
-    """A device's budget is less than the least that works."""
+    """A device's budget is less than the least that works; what that means is ``told`` otherwise where it is known."""
 
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(_told(shortage))
+    def __init__(self, shortage: Shortage, told: str = "") -> None:
+        super().__init__(told or _told(shortage))
         self.shortage = shortage
 
 
 def host_is_short(shortage: Shortage, terms: Mapping[str, int], host: Host) -> BudgetError:
     """Return the error of a ``host`` that can't give the least that works, whose budget was worked out by ``terms``."""
-    taken = [(name, -terms[name]) for name in ("process", "request", "unpacking") if terms.get(name)]
+    taken = [(name, -terms[name]) for name in ("process", "request", "unpacking", "staging") if terms.get(name)]
     beside = "".join(f"{format_bytes(count)} for its {name}, " for name, count in taken)
-    enough = math.ceil(least_available(shortage.least + sum(count for _, count in taken)))
+    enough = least_available(shortage.least + sum(count for _, count in taken), host)
+    enough = math.ceil(enough / mmap.PAGESIZE) * mmap.PAGESIZE  # a group's limit is rounded down to whole pages
     return BudgetError(
         f"{_limit(host)}: {format_bytes(host.available_bytes)} are free on the host, and the run takes {beside}"
         f"{_wants(shortage)}; the least that works is {enough} bytes ({format_bytes(enough)}), or ask for less: "
@@ -185,7 +187,7 @@ def require_writable(plan: Plan, written: Mapping[str, str]) -> None:
 
 
 def require_resident(plan: Plan, learning: Sequence[str]) -> None:
-    """Raise ``BudgetError`` where a weight that is ``learning`` isn't resident, with the least budget by which all are.
+    """Raise ``ShortageError`` where a weight that is ``learning`` isn't resident, with the budget by which all are.
 
     What is brought in for each use is what the checkpoint holds: what it has learnt would be lost.
     """
@@ -196,8 +198,9 @@ def require_resident(plan: Plan, learning: Sequence[str]) -> None:
     computed = {line.leader: line.used for line in plan.tensors.values() if line.computes == device}
     least = sum(computed.values())
     more = f" and {len(away) - 1} more" if len(away) > 1 else ""
-    raise BudgetError(
+    raise ShortageError(
+        Shortage(device, plan.budgets.get(device) or 0, least, 0, 0),
         f"max_memory.{device}: {away[0]!r}{more} would wait on {plan.tensors[away[0]].home}, and what is streamed can't"
         f" learn; the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside streamed"
-        " weights: finetune.lora={r: 8}"
+        " weights: finetune.lora={r: 8}",
     )

@@ -7,7 +7,7 @@ plan of their key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 from offstage.stages.checkpoints.hub import local_weights
 from offstage.stages.inputs.finetune_options import Learns
-from offstage.stages.machine.hardware import Accelerator, Hardware, coarse, hardware
+from offstage.stages.machine.hardware import Accelerator, Hardware, hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, identity, local_kernels
 from offstage.stages.machine.process_memory import process_bytes
@@ -161,7 +161,6 @@ def gather_inputs(
             needs, ratio = training_needs(training, outline, config, machine, kernels, library=library)
         demands[size] = _demand(outline, given, machine, needs, asked, _step(outline, geometry, request))
     chosen = None not in requests
-    free = rooms(machine, leaves=chosen and bool(given.max_memory))
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
@@ -170,11 +169,7 @@ def gather_inputs(
         demands=demands,
         lockstep=chosen and lockstep_is_chosen(config),
         count=read_request(config).prompts if chosen else 0,
-        rooms={
-            device: room
-            for device, room in free.items()
-            if any(_most_held(outline, demand, machine, device) > room for demand in demands.values())
-        },
+        rooms=_scarce(rooms(machine, leaves=chosen and bool(given.max_memory)), outline, demands.values(), machine),
         learns=what_learns(config),
         offload_ratio=ratio,
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
@@ -237,13 +232,12 @@ def _demand(
 ) -> Demand:
     """Return what ``requests`` come to, whose ``needs`` are known."""
     on_device = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
-    on_host = on_device + needs.scratch_bytes + needs.result_bytes + needs.library_bytes
     host_computes = given.execution == options.FASTEST or not machine.accelerators
     allowance = allow(
         given.max_memory,
         machine,
         needed=on_device,
-        host_needed=on_host if host_computes else 0,
+        host_needed=host_needed(needs) if host_computes else 0,
         unpacking=outline.unpacking_bytes,
     )
     streaming = _streaming(machine, outline, allowance, needs)
@@ -314,6 +308,11 @@ def with_row_blocks(outline: Outline, config: Config, cache: Path, machine: Hard
     return replace(outline, exact=lru_cache(partial(exact_dtypes, cache / MEASURED, dtypes)))
 
 
+def host_needed(needs: MemoryNeeds) -> int:
+    """Return what the request takes beside weights on a host that computes."""
+    return needs.bytes - needs.offloaded_bytes
+
+
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: MemoryNeeds) -> dict[str, int]:
     """Return the least that the host streams where it holds all that it may, and what is free for its pages then.
 
@@ -323,8 +322,20 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
     held = whole if most is None else min(most, whole)
     process = machine.host.process_bytes + outline.unpacking_bytes
-    free = coarse(machine.host.available_bytes) - held - needs.bytes - process
+    libraries = -allowance.terms.get(str(CPU), {}).get("libraries", 0)  # theirs, and not the weights' pages'
+    free = machine.free(CPU) - held - needs.bytes - process - libraries
     return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
+
+
+def _scarce(
+    free: Mapping[DeviceId, int], outline: Outline, demands: Collection[Demand], machine: Hardware
+) -> dict[DeviceId, int]:
+    """Return what is ``free`` where that may be too little for one of ``demands``."""
+    return {
+        device: room
+        for device, room in free.items()
+        if any(_most_held(outline, demand, machine, device) > room for demand in demands)
+    }
 
 
 def _most_held(outline: Outline, demand: Demand, machine: Hardware, device: DeviceId) -> int:

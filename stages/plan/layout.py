@@ -200,7 +200,8 @@ class Layout:
     def block_rows(self) -> dict[str, int]:
         """How many rows of a weight come at a time, of those that not even the reserve can hold whole."""
         brought = [line.name for line in self.lines if line.serving in ("direct", "copy", "packed")]
-        return block_rows(self.outline, brought, self.execution, self.reserves)
+        least = self.placement.least_blocks
+        return block_rows(self.outline, brought, self.execution, self.reserves, least=least)
 
     @property
     def host_layers(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
-from offstage.stages.empty_init.skeleton import CacheSpec
+from offstage.stages.empty_init.skeleton import CacheSpec, Moment
 from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import Geometry, Request
@@ -95,7 +95,7 @@ def memory_needs(
     layers = {"": max(1, geometry.layers)}  # of what isn't known by blocks
     calls = request.members * request.forwards
     copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // calls
-    moments = outline.skeleton.moments
+    moments = _moments(outline, geometry, request, width=width)
     found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
     if not found:
         tokens = request.sequences * max(request.prompt, request.length)
@@ -124,6 +124,17 @@ def memory_needs(
         request.all_assistant_bytes,
         caches=caches,
     )
+
+
+def _moments(outline: Outline, geometry: Geometry, request: Request, *, width: int) -> list[Moment]:
+    """Return the moments of the rehearsal's forward that one of ``request`` has too.
+
+    Where one forward is all, and gives the logits of all positions, none has a head that is given the last one alone.
+    """
+    moments, head = list(outline.skeleton.moments), geometry.hidden * geometry.vocabulary * width
+    if request.length or request.positions == 1:
+        return moments
+    return [one for one in moments if not (one.kernel.startswith("strided ") and one.right_bytes(1, 1) == head)]
 
 
 def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:

@@ -157,6 +157,12 @@ class Outline:
         return frozenset(looked_up) - {name for name, packed in self.packed.items() if not packed.by_row}
 
     @cached_property
+    def tables(self) -> frozenset[str]:
+        """The leaders of tensors that are only looked up, under all their names: on disk they cost next to nothing."""
+        leaders = {self.skeleton.leader(name) for name in self.lookups}
+        return frozenset(name for name in leaders if self.lookups.issuperset(self.skeleton.names_of(name)))
+
+    @cached_property
     def experts(self) -> dict[str, ExpertsSpec]:
         """The modules whose experts can be brought one by one, in the order of registration."""
         return {spec.module: spec for spec in self.skeleton.experts} if self.routes else {}

@@ -31,7 +31,8 @@ class Placement:
 
     Of those on the host some lie there ``packed``: as they rest on disk, to be unpacked for each use. ``computes`` has
     the layers, by name, that compute elsewhere than ``execution_device`` would have them by where their tensors lie.
-    Accelerators that are among ``unpacks`` unpack there what comes to them packed, where they have the room.
+    Accelerators that are among ``unpacks`` unpack there what comes to them packed, where they have the room. What comes
+    by blocks of rows does so by the ``least_blocks`` where products with it are to take little beside it.
     """
 
     homes: Homes
@@ -39,6 +40,7 @@ class Placement:
     packed: frozenset[str] = frozenset()
     computes: Mapping[str, DeviceId] = field(default_factory=dict)
     unpacks: frozenset[DeviceId] = frozenset()
+    least_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

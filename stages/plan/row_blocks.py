@@ -46,13 +46,27 @@ def least_sizes(outline: Outline) -> dict[str, int]:
     return {name: min(size, blocks.get(name, size)) for name, size in outline.sizes.items()}
 
 
+def least_blocks(outline: Outline) -> dict[int, int]:
+    """Return the bytes of the weights that could be brought by blocks of rows, and those of a block, at the least.
+
+    It isn't asked in which dtypes products are exact so.
+    """
+    blocks = {spec.name: LEAST_ROWS * _row_bytes(outline, spec.name) for spec in _possible(outline)}
+    return {outline.sizes[name]: count for name, count in blocks.items() if count < outline.sizes[name]}
+
+
 def block_rows(
-    outline: Outline, brought: Collection[str], execution: Mapping[str, DeviceId], reserves: Mapping[DeviceId, int]
+    outline: Outline,
+    brought: Collection[str],
+    execution: Mapping[str, DeviceId],
+    reserves: Mapping[DeviceId, int],
+    *,
+    least: bool = False,
 ) -> dict[str, int]:
     """Return how many rows of a weight come at a time, for those of ``brought`` whose module has more than the reserve.
 
     ``execution`` has where each module computes, ``reserves`` what each device keeps free. The next block comes while
-    one computes, where two have room.
+    one computes, where two have room. Blocks are the ``least`` where a product with one is to take little beside it.
     """
     modules: dict[str, list[str]] = {}
     for name in brought:
@@ -63,7 +77,8 @@ def block_rows(
         if sum(outline.sizes[name] for name in names) > room:
             divided = divisible(outline).intersection(names)
             beside = sum(outline.sizes[name] for name in names if name not in divided)
-            found |= {name: _rows(outline, name, room - beside) for name in names if name in divided}
+            left = 0 if least else room - beside
+            found |= {name: _rows(outline, name, left) for name in names if name in divided}
     return found
 
 

@@ -18,6 +18,7 @@ from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.assembly import assemble
+from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
@@ -31,6 +32,7 @@ from offstage.stages.plan.inputs import (
     PlanInputs,
     gather_inputs,
     host_kernels,
+    host_needed,
     known_machine,
     machine_rates,
     with_row_blocks,
@@ -39,7 +41,7 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, execution_device
+from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_device
 from offstage.stages.plan.plan import SIMULATED, own_parts
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.cpu_offload_gb import cpu_offload_gb
@@ -52,12 +54,17 @@ from offstage.stages.plan.request.choose import PlanOption, brings_more, choose
 from offstage.stages.plan.request.media_demand import media_demand
 from offstage.stages.plan.request.requests import asking
 from offstage.stages.plan.request.training import training_demand
-from offstage.stages.plan.row_blocks import block_sizes
+from offstage.stages.plan.row_blocks import block_sizes, least_blocks
 from offstage.stages.plan.token_time import ONE_TOKEN
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
-_Placed = Callable[[tuple[tuple[DeviceId, int | None], ...], Step], Placement]
+STAGING = "staging"
+"""What the host's staging memory is called in a plan's ledger, and among the terms of its budget."""
+_WORTH_BLOCKS = 0.01
+"""The share of the host's memory that blocks of rows must save, before a plan by them is made."""
+_Placed = Callable[[tuple[tuple[DeviceId, int | None], ...], Step, bool], Placement]
+"""Places what budgets allow for a step; the last says whether the widest weights come by blocks of rows."""
 
 
 class PlanStage(Stage[PlanInputs]):
@@ -148,7 +155,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     _require_devices(inputs.choice, inputs.overrides, inputs.machine)
     placed = cache(partial(_placed, inputs))
     *larger, least = inputs.demands
-    found = {least: _least_plan(inputs, least, placed)}
+    found = {least: _least_plan(inputs, least, inputs.demands[least], placed)}
     for size in reversed(larger):
         option = _larger_plan(inputs, size, placed)
         if option is not None and (not inputs.lockstep or brings_more(option, found.values())):
@@ -163,29 +170,100 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
 def _larger_plan(inputs: PlanInputs, size: int | None, placed: _Placed) -> PlanOption | None:
     """Return the plan for batches of ``size``, or so many in lockstep; null where there is no room for it."""
     with suppress(BudgetError):
-        option = _plan_for(inputs, size, inputs.demands[size], placed)
+        demand = inputs.demands[size]
+        option = _plan_for(inputs, size, demand, placed)
+        if (allowance := _beside_staging(inputs, demand.allowance, option.plan)) is not None:
+            option = _plan_for(inputs, size, replace(demand, allowance=allowance), placed)
         return option if has_room(option.plan, inputs.rooms) else None
     return None
 
 
-def _least_plan(inputs: PlanInputs, size: int | None, placed: _Placed) -> PlanOption:
-    """Return the plan for batches of ``size``, the least: a budget that was worked out then is as large as it must be.
+def _least_plan(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
+    """Return the plan for batches of ``size``, the least; of two that a budget which is worked out allows, the sooner.
+
+    Raises ``BudgetError``, with the machine's limit, where there can be none.
+    """
+    divided = None
+    try:
+        whole = _at_least(inputs, size, demand, placed)
+    except BudgetError:
+        if (divided := _by_blocks(inputs, size, demand, placed)) is None:
+            raise
+        return divided
+    with suppress(BudgetError):
+        streams = whole.plan.forecast["streamed_bytes_per_token"]
+        divided = _by_blocks(inputs, size, demand, placed) if streams else None
+    return min(filter(None, (whole, divided)), key=lambda option: option.seconds)
+
+
+def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption | None:
+    """Return the plan of which the widest weights come by blocks of rows, null where that leaves no more to weights.
+
+    What products with such a weight take beside it is as much as for a block then, and no longer the widest of all.
+    A mixture's widest weight has a place before slots are many: what that would take is then left over.
+    """
+    outline, asked = inputs.outline, demand.allowance
+    if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
+        return None
+    needed = host_needed(inputs.needs(demand, least_blocks(outline)))
+    if host_needed(demand.needs) - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
+        return None
+    asked = replace(asked.beside("request", needed), by_blocks=True)
+    for spare in range(0, (room := asked.budgets[CPU] or 0) // 2 + 1, max(1, room // 8)):
+        allowance = asked.beside("spare", spare) if spare else asked
+        option = _at_least(inputs, size, replace(demand, allowance=allowance), placed)
+        if host_needed(inputs.needs(demand, block_sizes(outline, option.plan.block_rows))) <= needed:
+            return option
+    return None
+
+
+def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
+    """Return the plan for batches of ``size``: a budget that was worked out then is as large as it must be.
 
     Raises ``BudgetError``, with the machine's limit, where that can't be.
     """
-    demand = inputs.demands[size]
     asked = demand.allowance
     while True:
         try:
-            return _plan_for(inputs, size, demand, placed)
+            option = _plan_for(inputs, size, demand, placed)
         except ShortageError as error:
             device, terms = error.shortage.device, asked.terms.get(str(error.shortage.device))
             allowance = asked.with_least(device, error.shortage.least)
             if allowance is None and terms and device == CPU:
-                raise host_is_short(error.shortage, terms, inputs.machine.host) from error
+                demand = replace(demand, allowance=asked)
+                short, taken = _least_that_works(inputs, size, demand, error.shortage, placed)
+                raise host_is_short(short, taken, inputs.machine.host) from error
             if allowance is None:
                 raise
-            demand = replace(demand, allowance=allowance)
+        else:
+            allowance = _beside_staging(inputs, asked, option.plan)
+            if allowance is None:
+                return option
+            asked = allowance
+        demand = replace(demand, allowance=allowance)
+
+
+def _least_that_works(
+    inputs: PlanInputs, size: int | None, demand: Demand, short: Shortage, placed: _Placed
+) -> tuple[Shortage, Mapping[str, int]]:
+    """Return what is ``short`` of the host's memory, and the terms beside it: some are known once there is a plan."""
+    asked = demand.allowance
+    enough = replace(asked, budgets={**asked.budgets, CPU: short.least})
+    try:
+        option = _plan_for(inputs, size, replace(demand, allowance=enough), placed)
+    except ShortageError as error:
+        return error.shortage, asked.terms[str(CPU)]
+    return short, (_beside_staging(inputs, asked, option.plan) or asked).terms[str(CPU)]
+
+
+def _beside_staging(inputs: PlanInputs, asked: Allowance, plan: plans.Plan) -> Allowance | None:
+    """Return what is ``asked`` with an automatic budget that leaves what experts pass through on the host in ``plan``.
+
+    Whether they do is known once they are placed. Null where nothing is left to change.
+    """
+    terms = asked.terms.get(str(CPU))
+    staging = 0 if inputs.machine.accelerators else plan.predicted[CPU].get(STAGING, 0)
+    return asked.beside(STAGING, staging) if terms and staging > -terms.get(STAGING, 0) else None
 
 
 def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
@@ -193,7 +271,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Pla
     outline, fastest = inputs.outline, inputs.execution == options.FASTEST
     # Where a layer computes is settled but for ``fastest``, so how long many tokens take changes nothing of the rest.
     moving = demand.step if fastest else replace(demand.step, output=ONE_TOKEN)
-    placement = placed(tuple(demand.allowance.budgets.items()), moving)
+    placement = placed(tuple(demand.allowance.budgets.items()), moving, demand.allowance.by_blocks)
     policy, blocks = inputs.choice.policy, [layer for layer in outline.layers if layer.name in outline.blocks]
     whole = blocks or outline.layers
     computing = set(placement.computes.values())
@@ -220,32 +298,34 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Pla
     return PlanOption(plan, full * float(plan.forecast["seconds_per_token"]) + last)
 
 
-def _placed(inputs: PlanInputs, allowed: tuple[tuple[DeviceId, int | None], ...], step: Step) -> Placement:
+def _placed(
+    inputs: PlanInputs, allowed: tuple[tuple[DeviceId, int | None], ...], step: Step, by_blocks: bool
+) -> Placement:
     """Return the placement that was asked for. An adapter that learns stays where it computes, whatever a map says."""
     outline, kept = inputs.outline, inputs.learning if inputs.learns == "adapter" else ()
     taken = sum(outline.sizes[name] for name in kept)
     left = {device: room if room is None else max(0, room - taken) for device, room in allowed}
-    placement = override(outline, _place(inputs, step, left), inputs.overrides)
+    placement = override(outline, _place(inputs, step, left, by_blocks), inputs.overrides)
     at_home = {name: execution_device(outline, outline.layer_of[name], placement) for name in kept}
     return replace(placement, homes={**placement.homes, **at_home})
 
 
-def _place(inputs: PlanInputs, step: Step, allowed: Budgets) -> Placement:
+def _place(inputs: PlanInputs, step: Step, allowed: Budgets, by_blocks: bool) -> Placement:
     """Return the placement of the policy in the budgets ``allowed``, accelerators unpacking where that is sooner."""
     return with_unpacking(
         inputs.outline,
         allowed,
-        lambda outline, budgets: _place_in(inputs, step, outline, budgets),
+        lambda outline, budgets: _place_in(inputs, step, outline, budgets, by_blocks),
         lambda outline, placement, budgets: forecast(lay_out(outline, placement, budgets), step, inputs.rates).seconds,
     )
 
 
-def _place_in(inputs: PlanInputs, step: Step, outline: Outline, allowed: Budgets) -> Placement:
+def _place_in(inputs: PlanInputs, step: Step, outline: Outline, allowed: Budgets, by_blocks: bool) -> Placement:
     choice = inputs.choice
     if inputs.execution == options.FASTEST:
         return with_host_layers(outline, allowed, inputs.rates, step=step)
     if choice.policy == "optimal":
-        return optimal(outline, allowed, inputs.rates, step=step)
+        return optimal(outline, allowed, inputs.rates, step=step, by_blocks=by_blocks)
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
     if choice.policy == options.OFFLOAD:

@@ -86,12 +86,14 @@ def traffic(layout: Layout, step: Step) -> Brought:
 def used_bytes(layout: Layout, step: Step, brought: Brought) -> dict[DeviceId, int]:
     """Return the bytes that a token reads on each device which computes with what it holds; of experts those it uses.
 
-    What waits on the host for an accelerator isn't among them; what is found in slots is, as ``brought`` has it.
+    What waits on the host for an accelerator isn't among them, nor are tables, of which next to nothing is read; what
+    is found in slots is, as ``brought`` has it.
     """
     on_host = {line.leader for line in layout.lines if line.computes == CPU}
     used = {device: 0.0 for device in layout.rooms if device != DISK}
     for line in _needed(layout, step):
-        if line.name != line.leader or line.home == DISK or line.serving == "experts":
+        elsewhere = line.name != line.leader or line.home == DISK or line.serving == "experts"
+        if elsewhere or line.leader in layout.outline.tables:
             continue
         if line.home != CPU or line.leader in on_host:
             share = step.routing.share(*line.routed) if line.routed else 1

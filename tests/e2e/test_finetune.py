@@ -16,7 +16,7 @@ from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.stages.finetune import training
 from offstage.stages.finetune.sequences import derive, pick
 from offstage.stages.finetune.steps import Trainer
-from offstage.stages.plan.budgets import LIBRARY_BYTES, MARGIN
+from offstage.stages.plan.budgets import LEAST_MARGIN, LIBRARY_BYTES
 from tests.benchmarks.caps import can_cap
 from tests.e2e.conftest import Finished, Replay, kill_when, start, wait_for
 
@@ -359,7 +359,7 @@ def test_a_ratio_left_open_is_the_least_that_fits(deep: tuple[str, ...], offstag
     assert json.loads(artifact(roomy).joinpath("plan.json").read_text())["offload_ratio"] == 0
     whole, ratios = roomy.record["memory"]["predicted"]["cpu"], []
     for less in (30_000_000, 60_000_000):
-        memory = (whole - less + LIBRARY_BYTES) / (1 - MARGIN) * 1.05  # what is free is told coarsely
+        memory = (whole - less + LIBRARY_BYTES) / (1 - LEAST_MARGIN)
         done = offstage_here(*given, f"hardware.host={{memory: {round(memory)}}}")
         assert done.code == 0, done.err
         plan = json.loads(artifact(done).joinpath("plan.json").read_text())

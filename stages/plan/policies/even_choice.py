@@ -60,8 +60,3 @@ def below(outline: Outline, names: Sequence[str], main: DeviceId, budgets: Budge
             homes[name], held = CPU, held + size
     late = [name for name in names if homes[name] == DISK]
     return {**homes, **dict.fromkeys(fitting(outline, late, room - held), CPU)}
-
-
-def is_table(outline: Outline, leader: str) -> bool:
-    """Return whether the tensor is only looked up, under each of its names: on disk it costs next to nothing."""
-    return outline.lookups.issuperset(outline.skeleton.names_of(leader))

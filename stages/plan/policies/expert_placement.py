@@ -15,7 +15,7 @@ from offstage.stages.plan.expert_slots import LEAST, pools, roomy_slots
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, execution_device, resident_bytes
-from offstage.stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
+from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
 from offstage.stages.units import CPU, DISK, DeviceId
 
 
@@ -84,7 +84,7 @@ def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) ->
     room = _less(budgets.get(CPU, 0), held)
     homes = {**dense.homes, **near, **below(outline, left, dense.main, {CPU: room})}
     if outline.experts and dense.main == CPU and room is not None:
-        tables = {name for name, home in dense.homes.items() if home == CPU and is_table(outline, name)}
+        tables = {name for name, home in dense.homes.items() if home == CPU and name in outline.tables}
         spare = room + total_bytes(outline, tables) - total_bytes(outline, left)
         homes |= dict.fromkeys(tables - fitting(outline, tables, spare), DISK)
     return replace(dense, homes=homes)

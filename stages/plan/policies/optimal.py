@@ -25,7 +25,7 @@ as it is used, the rest holding packed what would be on disk.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -36,13 +36,14 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
 from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, held_bytes, resident_bytes
 from offstage.stages.plan.policies.balanced import balanced
-from offstage.stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
+from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
 from offstage.stages.plan.policies.expert_placement import SlottedMixture
 from offstage.stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
 from offstage.stages.plan.policies.packed_experts import with_experts_packed
 from offstage.stages.plan.policies.sequential import sequential
 from offstage.stages.plan.policies.spreading import fastest_first
 from offstage.stages.plan.policies.subset_sums import subset_sums
+from offstage.stages.plan.policies.wide_weights import two_largest, with_wide_streamed
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -60,11 +61,12 @@ _SHARES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What placements are compared by, and how many ``links`` may stream; null: those of all accelerators."""
+    """What placements are compared by, and what ``optimal`` was asked for."""
 
     rates: Rates
     links: int | None
     step: Step
+    by_blocks: bool
 
 
 def optimal(
@@ -74,14 +76,18 @@ def optimal(
     *,
     links: int | None = None,
     step: Step = PLAIN_STEP,
+    by_blocks: bool = False,
 ) -> Placement:
     """Return the placement of the fewest seconds a token. Where nothing must be streamed it is the balanced one.
 
     Among placements that are equally fast (the host's memory may bound both) the one with the least to stream. At most
-    so many ``links`` stream; null: those of all accelerators.
+    so many ``links`` stream; null: those of all accelerators. If ``by_blocks``, the widest weights come by blocks of
+    rows where that is possible, however much the budget can hold: products with them take less beside it then.
     """
-    terms = _Terms(rates or Rates(), links, step)
+    terms = _Terms(rates or Rates(), links, step, by_blocks)
     placement = _as_used(outline, budgets, terms)
+    if by_blocks:
+        return replace(placement, least_blocks=True)
     if outline.experts:
         return with_experts_packed(outline, placement, budgets, terms.rates, terms.step)
     if not (_stored_packed(outline, placement) or outline.unpacks) or not budgets.get(CPU):
@@ -102,11 +108,9 @@ def _with_packed(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[
         room = least + max(0, budget - least) * share // _SHARES
         placement = _as_used(outline, {**budgets, CPU: min(room, budget)}, terms)
         stored = _stored_packed(outline, placement)
-        held, kept = (
-            resident_bytes(outline, placement.homes).get(CPU, 0),
-            lay_out(outline, placement).kept_free().get(CPU, 0),
-        )
-        ahead = max(0, _two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
+        held = resident_bytes(outline, placement.homes).get(CPU, 0)
+        kept = lay_out(outline, placement).kept_free().get(CPU, 0)
+        ahead = max(0, two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
         packed = fitting(outline, stored - outline.lookups, budget - held - kept - ahead, at_rest=True)
         yield replace(placement, homes={**placement.homes, **dict.fromkeys(packed, CPU)}, packed=frozenset(packed))
 
@@ -115,20 +119,12 @@ def _stored_packed(outline: Outline, placement: Placement) -> set[str]:
     return {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
 
 
-def _two_largest(outline: Outline, names: Iterable[str]) -> int:
-    """Return the bytes in use of the two largest parts of ``names``: one is read while the other computes."""
-    parts: Counter[str] = Counter()
-    for name in names:
-        parts[parent(name)] += outline.sizes[name]
-    return sum(sorted(parts.values())[-2:])
-
-
 def _beside_packed(outline: Outline, budgets: Budgets) -> int:
     """Return what the host holds, where it computes, if all that rests packed is streamed, and no more than that."""
     if _computing(budgets)[0] != CPU:
         return 0
     leaders = {name for layer in outline.layers for name in layer.owned}
-    stays = {name for name in leaders if name not in outline.packed and not is_table(outline, name)}
+    stays = {name for name in leaders if name not in outline.packed and name not in outline.tables}
     placement = Placement({name: CPU if name in stays else DISK for name in leaders}, CPU)
     return total_bytes(outline, stays) + lay_out(outline, placement).kept_free().get(CPU, 0)
 
@@ -145,8 +141,10 @@ def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     if not outline.experts:
         found += _partly_resident(outline, budgets, terms)
     found.append(whole)
-    if all(lay_out(outline, placement, budgets).shortage() is not None for placement in found):
-        found = [*_part_by_part(outline, budgets, terms)] or found
+    if terms.by_blocks:
+        found = [*_by_blocks(outline, budgets, terms)] or found
+    elif all(lay_out(outline, placement, budgets).shortage() is not None for placement in found):
+        found = [*_part_by_part(outline, budgets, terms), *_by_blocks(outline, budgets, terms)] or found
     return min(found, key=lambda placement: _cost(outline, placement, budgets, terms))
 
 
@@ -155,10 +153,8 @@ def _resident(outline: Outline, budgets: Budgets, terms: _Terms, even: Placement
     if not terms.rates.devices:
         return even
     swift = sequential(outline, fastest_first(outline, budgets, terms.rates))
-    found = (
-        [even] if lay_out(outline, swift).kept_free() or lay_out(outline, swift, budgets).shortage() else [even, swift]
-    )
-    return min(found, key=lambda placement: _cost(outline, placement, budgets, terms))
+    worse = lay_out(outline, swift).kept_free() or lay_out(outline, swift, budgets).shortage()
+    return min([even] if worse else [even, swift], key=lambda placement: _cost(outline, placement, budgets, terms))
 
 
 def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -193,6 +189,16 @@ def _part_by_part(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator
         placement = _sharing(outline, Placement(homes, main), shares)
         if lay_out(outline, placement, budgets).shortage(tight=True) is None:
             yield placement
+
+
+def _by_blocks(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
+    """Yield the placements on the host of which the widest weights come by blocks of rows, and others partly stay."""
+    room = budgets.get(CPU)
+    if _computing(budgets)[0] == CPU and room is not None:
+        (alone,) = _shares(outline, budgets, replace(terms, links=1))
+        yield from with_wide_streamed(
+            outline, room, lambda less, wide: _split(outline, {**budgets, CPU: less}, alone, wide=wide)
+        )
 
 
 def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
@@ -270,17 +276,25 @@ def _evened(
         shares = replace(shares, partly=again)
 
 
-def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: bool = False) -> Iterator[Placement]:
+def _split(
+    outline: Outline,
+    budgets: Budgets,
+    shares: _Shares,
+    *,
+    plain_stays: bool = False,
+    wide: frozenset[str] = frozenset(),
+) -> Iterator[Placement]:
     """Yield the placement of partly resident layers, if the budgets can hold one.
 
-    If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes.
+    If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes. What is ``wide`` is
+    streamed in any case, by blocks of rows.
     """
     main, accelerators = _computing(budgets)
     homes, away, alone = dict(shares.whole), set[str](), len(shares.partly) == 1
     to_main = alone and main in shares.partly
     for device, layers in shares.partly.items():
         room = budgets.get(device, 0)
-        streamed = _streamed_of(outline, layers, device, room, plain_stays=plain_stays, alone=alone)
+        streamed = _streamed_of(outline, layers, device, room, plain_stays=plain_stays, alone=alone, wide=wide)
         if streamed is None:
             return
         homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
@@ -288,24 +302,33 @@ def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: 
     homes |= below(outline, [name for layer in outline.layers for name in layer.owned if name in away], main, budgets)
     first = main if to_main else next(filter(lambda device: device in homes.values(), accelerators), main)
     placement = _sharing(outline, Placement(homes, first), shares)
-    if (main in homes.values() or not to_main) and lay_out(outline, placement, budgets).shortage() is None:
+    short = lay_out(outline, placement, budgets).shortage(tight=bool(wide))
+    if short is None and (main in homes.values() or not to_main):
         yield placement
 
 
 def _streamed_of(
-    outline: Outline, layers: Sequence[Layer], device: DeviceId, room: int | None, *, plain_stays: bool, alone: bool
+    outline: Outline,
+    layers: Sequence[Layer],
+    device: DeviceId,
+    room: int | None,
+    *,
+    plain_stays: bool,
+    alone: bool,
+    wide: frozenset[str],
 ) -> set[str] | None:
     """Return the tensors of ``layers`` that are streamed to ``device``, if others fit into its ``room``, or null."""
     if room is None:
         return None
-    tables = {name for layer in layers for name in layer.owned if device == CPU and is_table(outline, name)}
+    tables = {name for layer in layers for name in layer.owned if device == CPU and name in outline.tables}
     stays = {name for layer in layers for name in layer.owned if plain_stays and name not in outline.packed} - tables
     if device == CPU:  # what code makes is there anyway
         stays |= outline.computed & {name for layer in layers for name in layer.owned}
     left = room - total_bytes(outline, stays)
-    streamed = _least_streamed(outline, _without(outline, layers, tables | stays), left, alone=alone)
+    streamed = _least_streamed(outline, _without(outline, layers, tables | stays | wide), left, alone=alone)
     if streamed is None:
         return None
+    streamed |= wide
     kept = sum(layer.bytes for layer in layers) - total_bytes(outline, streamed | tables)
     return streamed | (tables - fitting(outline, tables, 0 if streamed else room - kept))
 

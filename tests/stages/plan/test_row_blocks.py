@@ -23,6 +23,8 @@ from tests.stages.plan.plans import make_plan
 WIDTH, WORDS = 16, 8200
 HEAD, BIAS = WORDS * WIDTH * 4, WORDS * 4
 LEAST = LEAST_ROWS * WIDTH * 4
+SMALL = (WIDTH + 1) * WIDTH * 4
+"""The bytes of the other layer."""
 
 
 class Tuned(nn.Linear):
@@ -92,13 +94,13 @@ def test_the_least_is_a_block_and_what_is_beside_it_instead_of_the_weight(bias: 
         assert bool(plan(model, least).block_rows) == bool(divisible(model))
 
 
-def test_blocks_are_as_large_as_two_have_room_and_whole_where_the_weight_has() -> None:
+def test_blocks_are_as_large_as_two_have_room_beside_what_stays_and_whole_where_the_weight_has() -> None:
     model = outline()
     for budget, rows in (
         (LEAST, LEAST_ROWS),
         (2 * LEAST - 1, LEAST_ROWS),
-        (4 * LEAST, 2 * LEAST_ROWS),
-        (HEAD - 1, 4 * LEAST_ROWS),
+        (4 * LEAST + SMALL, 2 * LEAST_ROWS),
+        (HEAD - 1, 2 * LEAST_ROWS),
         (HEAD, 0),
     ):
         found = plan(model, budget).block_rows

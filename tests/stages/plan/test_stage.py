@@ -204,11 +204,11 @@ def short_host(memory: int) -> Any:
 
 
 def test_a_worked_out_budget_is_the_least_that_works_where_the_host_has_no_more() -> None:
-    roomy, tight = short_host(2 * 10**9), short_host(370 * 10**6)
+    roomy, tight = short_host(2 * 10**9), short_host(430 * 10**6)
     assert roomy.devices["cpu"].weights == 9 * 10**7
     assert tight.budgets["cpu"] == tight.devices["cpu"].reserve == 3 * 10**7
     assert sum(tight.devices["cpu"].budget_terms.values()) == 3 * 10**7
-    assert sum(tight.predicted["cpu"].values()) < 370 * 10**6
+    assert sum(tight.predicted["cpu"].values()) < (430 - 75) * 10**6, "libraries are left so much in any case"
     assert any("the host's memory is short" in note for note in tight.notes)
     assert not any("short" in note for note in roomy.notes)
 
@@ -240,4 +240,4 @@ def test_simulated_accelerators_have_ledgers_and_a_note() -> None:
 def test_an_automatic_budget_leaves_room_for_the_libraries() -> None:
     terms = make_plan(stack(3), config(max_memory=None)).devices["cpu"].budget_terms
     assert list(terms) == ["available", "process", "libraries", "request", "margin"]
-    assert terms["libraries"] <= -250 * 10**6
+    assert -100 * 10**6 <= terms["libraries"] <= -80 * 10**6, "75 MB is what a mixture needs"

@@ -11,7 +11,7 @@ from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.skeleton import Moment
 from offstage.stages.machine.hardware import coarse
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.budgets import LIBRARY_BYTES
+from offstage.stages.plan.budgets import LEAST_MARGIN, LIBRARY_BYTES
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.request.choose import batch_sizes
@@ -52,11 +52,11 @@ WHOLE = {"cpu": "400MB"}
 """A budget that holds all weights."""
 
 
-@pytest.mark.parametrize(("memory", "size"), [("2GiB", 96), ("1.5GiB", 48), ("1300MB", 16), ("900MB", 1)])
+@pytest.mark.parametrize(("memory", "size"), [("2GiB", 128), ("1.5GiB", 64), ("1300MB", 32), ("800MB", 1)])
 def test_beside_a_given_budget_it_is_the_largest_that_fits(memory: str, size: int) -> None:
     plan = planned(memory, max_memory=WHOLE)
     assert (plan.batch_size, plan.devices["cpu"].weights) == (size, 400 * MB)
-    room = coarse(parse_size(memory)) * 0.95 - LIBRARY_BYTES
+    room = parse_size(memory) * (1 - LEAST_MARGIN) - LIBRARY_BYTES
     larger = min(one for one in batch_sizes(500) if one > size)
     assert held(plan) <= room or size == 1, "the margin goes before a run is refused"
     assert held(plan) + (larger - size) * A_SEQUENCE > room
@@ -90,7 +90,7 @@ def test_a_batch_that_leaves_no_weights_on_the_accelerator_does_not_move_the_wor
 def test_the_same_inputs_come_to_the_same_size_and_copies_count() -> None:
     one = planned("2GiB", max_memory=WHOLE)
     assert one == planned("2GiB", max_memory=WHOLE)
-    assert planned("2GiB", max_memory=WHOLE, generate={"num_beams": 4}).batch_size == 24
+    assert planned("2GiB", max_memory=WHOLE, generate={"num_beams": 4}).batch_size == 32
     assert planned("2GiB", max_memory=WHOLE, generate={"exact": True}).batch_size == 1
     assert planned("2GiB", max_memory=WHOLE, generate={"prompts": [[1]] * 5}).batch_size == 5
 

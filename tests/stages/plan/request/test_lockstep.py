@@ -75,12 +75,12 @@ def test_auto_takes_as_many_as_pay(storage: int, least: int, most: int) -> None:
 def test_auto_takes_no_more_than_fit() -> None:
     rates = Rates(storage=10 * MB, host=1000 * MB, link=1000 * MB, device=10_000 * MB)
     wide, narrow = (
-        planned("auto", rates=rates, memory=memory, max_memory={"cpu": "110MB"}) for memory in ("100GB", "1GB")
+        planned("auto", rates=rates, memory=memory, max_memory={"cpu": "110MB"}) for memory in ("100GB", "750MB")
     )
     assert wide.lockstep == 64
     assert narrow.lockstep is not None
     assert 1 < narrow.lockstep < 64
-    assert sum(narrow.predicted["cpu"].values()) <= 10**9
+    assert sum(narrow.predicted["cpu"].values()) <= 75 * 10**7
 
 
 def test_sizes_are_each_doubling_and_all() -> None:
@@ -106,7 +106,10 @@ def test_a_number_or_auto_passes(good: object) -> None:
     ("node", "words"),
     [
         ({"lockstep": "auto", "batch_size": "auto"}, "batch_size is auto too"),
-        ({"lockstep": 2, "assistant_model": "/small"}, "with assistant_model prompts are answered one at a time"),
+        (
+            {"lockstep": 2, "assistant_model": "/small", "speculation": "batched"},
+            "with assistant_model and speculation=batched prompts are answered one at a time",
+        ),
         ({"lockstep": 2, "cache_implementation": "static"}, "a model has one static cache"),
     ],
 )
