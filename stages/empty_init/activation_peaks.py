@@ -307,12 +307,12 @@ def _tally(
             left = tally.leftover(kept.values(), encoded=encoded)
             moments, tally.moments = tally.moments, []
             follows = None if encoded or not kept else follows
-            decoding = [] if follows is None else _decoding(tally, partial(follows, model), kept, left.bytes)
+            decoding = [] if follows is None else _followed(tally, partial(follows, model), kept, left.bytes)
         mode.tally = None
         return _Forward([instant._replace(live=instant.live - left.bytes) for instant in moments], left, decoding)
 
 
-def _decoding(tally: _Tally, follows: Callable[..., object], kept: Mapping[str, Any], left: int) -> list[_Instant]:
+def _followed(tally: _Tally, follows: Callable[..., object], kept: Mapping[str, Any], left: int) -> list[_Instant]:
     """Return the instants of a forward that ``follows`` over what was ``kept``; none where code refuses it."""
     with suppress(*REFUSALS):
         follows(**kept)
