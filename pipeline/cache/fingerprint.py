@@ -38,8 +38,8 @@ def fingerprint(value: object) -> str:
     """Return 64 hex characters (SHA-256) that stand for ``value``.
 
     Taken are None, bool, int, float, str, bytes, list, tuple, mappings and sets (in any order), members of an
-    Enum, paths, and instances of dataclasses, nested as they like. A str is not a path, 1 is neither "1" nor
-    True nor 1.0, and a list is no tuple; 0.0 and -0.0 differ, every nan is one.
+    Enum, paths, and instances of dataclasses by the fields that they are compared by, nested as they like. A str is not
+    a path, 1 is neither "1" nor True nor 1.0, and a list is no tuple; 0.0 and -0.0 differ, every nan is one.
 
     Raises:
         TypeError: a part of the value is of another type, contains itself, or is nested more than 100 deep.
@@ -122,7 +122,7 @@ def _entries(value: Mapping[object, object], place: _Place) -> Iterable[bytes]:
 
 
 def _fields(value: object, place: _Place) -> Iterable[bytes]:
-    names = [field.name for field in dataclasses.fields(value)]  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(value) if field.compare]  # type: ignore[arg-type]
     return (
         _pack("field", _text(name), _encode(getattr(value, name), place.inside(value, f".{name}")))
         for name in sorted(names)

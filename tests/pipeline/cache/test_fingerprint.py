@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from enum import Enum, Flag, IntEnum
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
@@ -302,3 +302,9 @@ def test_the_order_of_insertion_is_no_part_of_it(value: dict[str, int], random: 
 @given(st.integers(), st.integers())
 def test_integers_of_any_size_are_told_apart(one: int, other: int) -> None:
     assert (fingerprint(one) == fingerprint(other)) == (one == other)
+
+
+def test_a_field_that_is_not_compared_is_no_part_of_it() -> None:
+    kind = make_dataclass("Kind", [("x", int), ("beside", object, field(compare=False))])
+    assert fingerprint([kind(1, object())]) == fingerprint([kind(1, 2)])
+    assert fingerprint([kind(1, 2)]) != fingerprint([kind(2, 2)])
