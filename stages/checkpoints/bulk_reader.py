@@ -2,9 +2,9 @@
 
 What the page cache holds is copied from there, straight into the tensors. All else is read directly (``O_DIRECT``),
 since the page cache would only hold a second copy of weights that are in memory already. A tensor whose memory is laid
-out for it (``Room``) is read into in place. Others, small ones and such as must be cast, come by way of an aligned
-buffer, neighbours together; so does what rests packed, and the thread that read it unpacks it to where it stays. So the
-memory held is that of the tensors and the few buffers.
+out for it (``TensorRoom``) is read into in place. Others, small ones and such as must be cast, come by way of an
+aligned buffer, neighbours together; so does what rests packed, and the thread that read it unpacks it to where it
+stays. So the memory held is that of the tensors and the few buffers.
 """
 
 from __future__ import annotations

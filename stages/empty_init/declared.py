@@ -28,7 +28,7 @@ from offstage.stages.checkpoints.quantization import method_of
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.empty_init.adapted_model import without_adapter
 from offstage.stages.empty_init.experts import is_experts
-from offstage.stages.empty_init.names import Naming, Step, name_tensors
+from offstage.stages.empty_init.names import Naming, NamingStep, name_tensors
 
 _LINEAR = "Linear"
 _SECONDS, _NAME_SECONDS = 2.0, 0.001
@@ -123,7 +123,7 @@ def _quantised(
         }
 
 
-def _owner(step: Step, modules: Mapping[str, nn.Module]) -> str | None:
+def _owner(step: NamingStep, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the linear layer or the experts that ``step`` makes weights of; null for whatever else it makes."""
     for target in step.targets:
         name, _, attribute = target.rpartition(".")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offstage.stages.checkpoints.packed import AtRest
-from offstage.stages.empty_init.names import Step
+from offstage.stages.empty_init.names import NamingStep
 
 Places = Callable[[torch.Tensor], Iterator[tuple[str, torch.Tensor]]]
 
@@ -26,7 +26,7 @@ class Piece:
     places: Places
 
 
-def sources_in_order(step: Step, entries: Mapping[str, AtRest]) -> tuple[str, ...]:
+def sources_in_order(step: NamingStep, entries: Mapping[str, AtRest]) -> tuple[str, ...]:
     """Return the sources of ``step`` in the order in which the one tensor that it makes is these, one after the other.
 
     Empty if its operations aren't all known, or don't leave each source as it is, in one piece.
@@ -40,7 +40,7 @@ def sources_in_order(step: Step, entries: Mapping[str, AtRest]) -> tuple[str, ..
     return tuple(name for name, _ in sorted(views, key=lambda place: place[1].storage_offset()))
 
 
-def as_piece(step: Step, entries: Mapping[str, AtRest]) -> Piece | None:
+def as_piece(step: NamingStep, entries: Mapping[str, AtRest]) -> Piece | None:
     """Return the one target of ``step`` as places for its sources, or null if its operations aren't all known."""
     if len(step.targets) != 1:
         return None

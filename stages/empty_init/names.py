@@ -34,7 +34,7 @@ class Converter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class NamingStep:
     """How some of the model's tensors are made from some of the checkpoint's.
 
     ``targets`` maps the model's names to the shapes that come out; ``sources`` lists (pattern, name in the
@@ -59,7 +59,7 @@ class Naming:
     ``source`` is what they are names of, and ``together`` what doesn't belong together where they don't fit, in words.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[NamingStep, ...]
     unexpected: tuple[str, ...]
     source: str = "checkpoint"
     together: str = "config.json and the weights"
@@ -72,7 +72,7 @@ def name_tensors(model: nn.Module, entries: Mapping[str, AtRest]) -> Naming:
     if isinstance(model, PreTrainedModel):
         return _converted(model, entries)
     expected = model.state_dict().keys()
-    steps = tuple(Step({name: entry.shape}, (("", name),)) for name, entry in entries.items() if name in expected)
+    steps = tuple(NamingStep({name: entry.shape}, (("", name),)) for name, entry in entries.items() if name in expected)
     return Naming(steps, tuple(name for name in entries if name not in expected))
 
 
@@ -148,17 +148,17 @@ class _Renamer:
 
 def _step(
     rename: _Renamer, target: str, index: int, sources: list[tuple[str, str]], entries: Mapping[str, AtRest]
-) -> Step:
+) -> NamingStep:
     if index < 0:
         if len(sources) > 1:
             names = " and ".join(repr(name) for _, name in sources)
             raise CheckpointError(f"{entries[sources[1][1]].file.path}: {names} are both the model's {target!r}")
-        return Step({target: entries[sources[0][1]].shape}, tuple(sources))
+        return NamingStep({target: entries[sources[0][1]].shape}, tuple(sources))
     converter: Converter = deepcopy(rename.converters[index])
     looks = tuple((pattern, entries[name].shape, entries[name].dtype) for pattern, name in sources)
     look = index, tuple(rename.expected[target].shape), looks
     if look in rename.shapes:
-        return Step({target: rename.shapes[look]}, tuple(sources), converter)
+        return NamingStep({target: rename.shapes[look]}, tuple(sources), converter)
     rehearsed = deepcopy(converter)
     for pattern, name in sources:
         entry = entries[name]
@@ -169,7 +169,7 @@ def _step(
         raise _unmade(target, sources, entries) or error from error
     if list(shapes) == [target] and _only_moves(converter):
         rename.shapes[look] = shapes[target]
-    return Step(shapes, tuple(sources), converter)
+    return NamingStep(shapes, tuple(sources), converter)
 
 
 def _only_moves(converter: Any) -> bool:

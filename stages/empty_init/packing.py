@@ -22,7 +22,7 @@ from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.adapted_model import without_adapter
 from offstage.stages.empty_init.declared import DeclaredCheckpoint
 from offstage.stages.empty_init.merges import sources_in_order
-from offstage.stages.empty_init.names import Step, name_tensors
+from offstage.stages.empty_init.names import NamingStep, name_tensors
 from offstage.stages.empty_init.skeleton import DeviceUnpacking, PackedSpec, Skeleton, TensorSpec
 
 
@@ -52,7 +52,7 @@ def with_packed(
     return replace(skeleton, tensors=tuple(replace(spec, packed=found[spec.name]) for spec in skeleton.tensors))
 
 
-def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_expert: bool) -> PackedSpec | None:
+def _packed(step: NamingStep, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_expert: bool) -> PackedSpec | None:
     """Return what the tensor ``spec`` rests in; null where it is as it is used, or is made anew of what ``step`` has.
 
     Several sources, one after the other, are read as they are ``by_expert``.

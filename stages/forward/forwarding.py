@@ -22,7 +22,7 @@ from offstage.stages.forward.joined import Joined
 from offstage.stages.forward.labels import say
 from offstage.stages.inference.cost import ForwardCost, Metrics
 from offstage.stages.inference.progress import Progress
-from offstage.stages.inference.session import Answer, ModelSession
+from offstage.stages.inference.session import ModelSession, PassResult
 from offstage.stages.machine.aligned_memory import byte_view
 
 
@@ -39,13 +39,13 @@ class ForwardSession(ModelSession[ForwardInputs]):
         """How many rows are given."""
         return count_rows(self.inputs.given)
 
-    def answer(self, progress: Progress, title: str) -> Answer:
+    def answer(self, progress: Progress, title: str) -> PassResult:
         """Call the model with all that is given."""
         cost, joined, together = self._call(title)
         tensors = joined.tensors()
         told = _told_all(tensors)
         rows: Metrics = {"rows": sum(map(len, together)), "rows_per_second": cost.results_per_second}
-        return Answer(
+        return PassResult(
             outputs=told,
             metrics={"forward_seconds": cost.seconds, "forwards": cost.forwards, **rows, **cost.metrics()},
             found={

@@ -13,7 +13,7 @@ from offstage.stages.generate.assistant import Assistant, loaded_assistant
 from offstage.stages.generate.decoding import Decoding
 from offstage.stages.generate.inputs import GENERATIONS, GenerateInputs
 from offstage.stages.inference.progress import Progress
-from offstage.stages.inference.session import Answer, Answering, ModelSession
+from offstage.stages.inference.session import Answering, ModelSession, PassResult
 from offstage.stages.inference.tokens import check_words
 
 _TOLD = ("prompt", "prompt_tokens", "text", "token_ids", "logprobs", "batch")
@@ -52,8 +52,8 @@ class GenerationSession(ModelSession[GenerateInputs]):
         with loaded_assistant(self.inputs.asked.assistant_model, self.context) as assistant:
             yield lambda progress, title: self.answer(progress, title, assistant)
 
-    def answer(self, progress: Progress, title: str, assistant: Assistant | None = None) -> Answer:
-        """Answer every prompt that ``progress`` has no answer to; what is kept as it comes is shown as it comes."""
+    def answer(self, progress: Progress, title: str, assistant: Assistant | None = None) -> PassResult:
+        """PassResult every prompt that ``progress`` has no answer to; what is kept as it comes is shown as it comes."""
         free = float(self.plan.forecast.get("forwards_for_free", 0))
         decoding = Decoding(self.dispatched, self.inputs, self._tokenizer, assistant, free=free)
         show = self.context.show_text if progress.is_kept else None
@@ -61,7 +61,7 @@ class GenerationSession(ModelSession[GenerateInputs]):
         outputs: list[dict[str, Any]] = [
             {name: row[name] for name in _TOLD if name in row} for row in progress.settle()
         ]
-        return Answer(
+        return PassResult(
             outputs=outputs,
             metrics=decoding.cost.metrics(self.plan),
             found={"outputs": outputs, "is_chat": self.is_chat},

@@ -41,7 +41,7 @@ Given = TypeVar("Given", bound=InferenceInputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PassResult:
     """What one pass came to: its ``outputs`` as a record has them, and its ``metrics``.
 
     ``first_token_seconds`` and ``token_seconds`` are as in ``TimedSample``. ``found`` is what the artifact has of it,
@@ -58,7 +58,7 @@ class Answer:
     token_seconds: Sequence[float] = ()
 
 
-Answering = Callable[[Progress, str], Answer]
+Answering = Callable[[Progress, str], PassResult]
 """Answers all that ``Progress`` has no results of, under a title for the bar."""
 
 
@@ -90,8 +90,8 @@ class ModelSession(ABC, Generic[Given]):
         """How many units there are."""
 
     @abstractmethod
-    def answer(self, progress: Progress, title: str) -> Answer:
-        """Answer all that ``progress`` has no results of, under ``title``."""
+    def answer(self, progress: Progress, title: str) -> PassResult:
+        """PassResult all that ``progress`` has no results of, under ``title``."""
 
     @contextmanager
     def answering(self) -> Iterator[Answering]:
@@ -110,7 +110,7 @@ class ModelSession(ABC, Generic[Given]):
             yield again
 
     def perform(self, file: Path) -> None:
-        """Answer all that is asked, and write what came of it to ``file``.
+        """PassResult all that is asked, and write what came of it to ``file``.
 
         Results are kept beside it as they come; those that are there already, of a run that was killed, are taken.
         """
@@ -125,7 +125,7 @@ class ModelSession(ABC, Generic[Given]):
         told = {**found.found, "sample": sample.stored()}
         save_result(file, self.dispatched, metrics=metrics, measured=sample.peaks, found=told)
 
-    def _timed(self, answer: Answering, progress: Progress, title: str) -> tuple[Answer, TimedSample]:
+    def _timed(self, answer: Answering, progress: Progress, title: str) -> tuple[PassResult, TimedSample]:
         """Return the answer, and how its time went: when it began, who had the processor, how the machine was."""
         dispatched, passes, is_whole = self.dispatched, self.passes, not progress.done
         began, load, meter = datetime.now(UTC), os.getloadavg(), ProcessorMeter()

@@ -98,14 +98,14 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TensorRoom:
     """A new contiguous cpu tensor and the aligned ``memory`` around it; null where that is torch's own."""
 
     tensor: torch.Tensor
     memory: memoryview | None = None
 
 
-def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Room:
+def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> TensorRoom:
     """Return memory for a tensor that lies at ``offset`` in its file, not yet written to.
 
     ``offset`` is a multiple of the dtype's size. The memory lives as long as the tensor. It begins as far from a
@@ -114,9 +114,9 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> 
     """
     length, skipped = math.prod(shape) * dtype.itemsize, offset % ALIGNMENT
     if length < _SMALL_BYTES:
-        return Room(_small_tensor(shape, dtype, offset % TENSOR_ALIGNMENT))
+        return TensorRoom(_small_tensor(shape, dtype, offset % TENSOR_ALIGNMENT))
     memory = private_memory(align_up(skipped + length))
-    return Room(tensor_in(memory, skipped, dtype, shape), memoryview(memory))
+    return TensorRoom(tensor_in(memory, skipped, dtype, shape), memoryview(memory))
 
 
 def _small_tensor(shape: tuple[int, ...], dtype: torch.dtype, skipped: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from offstage.pipeline.errors import BudgetError
-from offstage.stages.machine.aligned_memory import Bytes, Room, private_bytes, room_for
+from offstage.stages.machine.aligned_memory import Bytes, TensorRoom, private_bytes, room_for
 from offstage.stages.units import CPU, DeviceId, format_bytes, parse_device
 
 AnyDevice = int | str | torch.device
@@ -53,7 +53,7 @@ class Ledger:
         """Return a copy of ``tensor`` that lies on the device; a ``BudgetError`` where there is no room for it."""
         return self.room(tuple(tensor.shape), tensor.dtype).tensor.copy_(tensor)
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Room:
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> TensorRoom:
         """Return memory of the device for a tensor that lies at ``offset`` in its file; see ``room_for``."""
         count = math.prod(shape) * dtype.itemsize
         with self._lock:  # nobody takes the room between the look and the taking
@@ -129,7 +129,7 @@ class Devices:
         except torch.OutOfMemoryError as error:
             raise full(device, tensor.nbytes) from error
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: DeviceId, *, offset: int = 0) -> Room:
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: DeviceId, *, offset: int = 0) -> TensorRoom:
         """Return memory on ``device`` for a tensor that lies at ``offset`` in its file; see ``room_for``."""
         ledger, target = self._ledgers.get(device), self.torch_device(device)
         if ledger is not None:
@@ -137,7 +137,7 @@ class Devices:
         if target.type == "cpu":
             return room_for(shape, dtype, offset=offset)
         try:
-            return Room(torch.empty(shape, dtype=dtype, device=target))
+            return TensorRoom(torch.empty(shape, dtype=dtype, device=target))
         except torch.OutOfMemoryError as error:
             raise full(device, math.prod(shape) * dtype.itemsize) from error
 

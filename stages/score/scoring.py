@@ -15,7 +15,7 @@ from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inference.cost import ForwardCost, Metrics
 from offstage.stages.inference.progress import Progress, Row
-from offstage.stages.inference.session import Answer, ModelSession
+from offstage.stages.inference.session import ModelSession, PassResult
 from offstage.stages.inference.tokens import check_words
 from offstage.stages.inputs.batches import by_length
 from offstage.stages.inputs.texts import ScoredText
@@ -51,13 +51,13 @@ class ScoringSession(ModelSession[ScoreInputs]):
         """How many windows there are."""
         return len(self._windows)
 
-    def answer(self, progress: Progress, title: str) -> Answer:
+    def answer(self, progress: Progress, title: str) -> PassResult:
         """Score every window, in batches, those apart that ``progress`` has."""
         cost = self._score(progress, title)
         texts = _texts(self.inputs, progress.settle())
         sums = TextScore.together([TextScore.of(text["log_likelihoods"], text["bytes"]) for text in texts]).metrics()
         timed: Metrics = {"score_seconds": cost.seconds, "scored_tokens_per_second": cost.results_per_second}
-        return Answer(
+        return PassResult(
             outputs=[told_text(text) for text in texts],
             metrics={**timed, **cost.metrics()},
             found={"texts": texts},

@@ -16,7 +16,7 @@ from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.adapted_model import Unadapted, without_adapter
-from offstage.stages.empty_init.names import Naming, Step
+from offstage.stages.empty_init.names import Naming, NamingStep
 from offstage.stages.empty_init.skeleton import Skeleton, parent
 from offstage.stages.shard_load.checkpoint_match import match_checkpoint
 from offstage.stages.shard_load.sources import Load, prepare
@@ -58,7 +58,9 @@ def _naming(unadapted: Unadapted, entries: Mapping[str, AtRest]) -> Naming:
     known = {outer: outer for outer in unadapted.names.values()} | dict(unadapted.added)
     targets = {name: known.get(name.removeprefix(_PREFIX)) for name in entries}
     return Naming(
-        steps=tuple(Step({target: entries[name].shape}, (("", name),)) for name, target in targets.items() if target),
+        steps=tuple(
+            NamingStep({target: entries[name].shape}, (("", name),)) for name, target in targets.items() if target
+        ),
         unexpected=tuple(name for name, target in targets.items() if target is None),
         source="adapter",
         together="model.adapter and model.path",

@@ -17,7 +17,7 @@ from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.packed import AtRest
-from offstage.stages.empty_init.names import Naming, Step, ignorable, name_tensors
+from offstage.stages.empty_init.names import Naming, NamingStep, ignorable, name_tensors
 from offstage.stages.empty_init.siblings import missing_sibling
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 
@@ -36,11 +36,11 @@ class CheckpointMatch:
     tied tensor in the model, and so must hold the same values.
     """
 
-    origins: Mapping[str, tuple[Step, str]]
+    origins: Mapping[str, tuple[NamingStep, str]]
     twins: tuple[tuple[str, str], ...] = ()
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[NamingStep, ...]:
         """The steps, each once, in the order of ``origins``."""
         return tuple({id(step): step for step, _ in self.origins.values()}.values())
 
@@ -83,7 +83,7 @@ def match_checkpoint(
     may_miss, may_exceed = ignorable(model)
     made = {target: step for step in naming.steps for target in step.targets}
     misfits = _Misfits(unexpected=[n for n in naming.unexpected if not (may_exceed and may_exceed.search(n))])
-    origins: dict[str, tuple[Step, str]] = {}
+    origins: dict[str, tuple[NamingStep, str]] = {}
     twins: list[tuple[str, str]] = []
     for names, spec in _loaded(skeleton):
         present = [name for name in names if name in made]
@@ -95,7 +95,7 @@ def match_checkpoint(
         if not present and not optional:
             misfits.missing.append(spec.name)
         if not present and optional and spec.kind == "parameter":
-            origins[spec.name] = (Step({spec.name: spec.shape}, ()), spec.name)
+            origins[spec.name] = (NamingStep({spec.name: spec.shape}, ()), spec.name)
     if not strict:
         _warn(checkpoint, "were not used when loading, the model has no place for them", misfits.unexpected)
     if partial:
@@ -115,13 +115,15 @@ def _loaded(skeleton: Skeleton) -> Iterable[tuple[tuple[str, ...], TensorSpec]]:
             yield skeleton.names_of(spec.name), spec
 
 
-def _twins(made: Mapping[str, Step], present: list[str]) -> list[tuple[str, str]]:
+def _twins(made: Mapping[str, NamingStep], present: list[str]) -> list[tuple[str, str]]:
     """Return the pairs of sources that must be equal; where a converter made one of them there is none to compare."""
     sources = [made[name].source_names[0] for name in present if made[name].converter is None]
     return [(sources[0], other) for other in sources[1:]]
 
 
-def _check_fit(misfits: _Misfits, spec: TensorSpec, *, step: Step, target: str, entries: Mapping[str, AtRest]) -> None:
+def _check_fit(
+    misfits: _Misfits, spec: TensorSpec, *, step: NamingStep, target: str, entries: Mapping[str, AtRest]
+) -> None:
     shape = step.targets[target]
     if shape != spec.shape:
         missing = missing_sibling(step.sources) if step.converter else None
@@ -179,10 +181,12 @@ def _raise_misfits(checkpoint: Checkpoint, skeleton: Skeleton, misfits: _Misfits
     )
 
 
-def _by_place(origins: Mapping[str, tuple[Step, str]], entries: Mapping[str, AtRest]) -> dict[str, tuple[Step, str]]:
+def _by_place(
+    origins: Mapping[str, tuple[NamingStep, str]], entries: Mapping[str, AtRest]
+) -> dict[str, tuple[NamingStep, str]]:
     """Return ``origins`` in the order in which the first sources lie in the files, so that reads run forward."""
 
-    def place(item: tuple[str, tuple[Step, str]]) -> tuple[str, int]:
+    def place(item: tuple[str, tuple[NamingStep, str]]) -> tuple[str, int]:
         sources = item[1][0].source_names
         return (entries[sources[0]].file.name, entries[sources[0]].begin) if sources else ("", 0)
 

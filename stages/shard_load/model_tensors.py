@@ -23,7 +23,7 @@ from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from offstage.stages.checkpoints.readers import SourceReader
 from offstage.stages.empty_init.merges import as_piece
-from offstage.stages.empty_init.names import Step, convert
+from offstage.stages.empty_init.names import NamingStep, convert
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.aligned_memory import HostBlock, room_for
 from offstage.stages.machine.devices import Devices
@@ -51,7 +51,7 @@ def make_tensors(
     steps = [step for step in load.match.steps if any(name in wanted for name in leaders[id(step)].values())]
     with byte_bar(doing, sum(map(load.source_bytes, steps))) as bar, BulkReader() as bulk:
         for batch in _batches(load, steps, wanted):
-            if isinstance(batch, Step):
+            if isinstance(batch, NamingStep):
                 yield from _build(load, batch, wanted, bulk, bar)
                 continue
             pieces = _pieces(load, batch, wanted, devices=devices, host=host)
@@ -61,7 +61,7 @@ def make_tensors(
                 yield name, pieces.pop(name).target
 
 
-def _batches(load: Load, steps: Sequence[Step], wanted: Sources) -> Iterator[dict[str, AtRest] | Step]:
+def _batches(load: Load, steps: Sequence[NamingStep], wanted: Sources) -> Iterator[dict[str, AtRest] | NamingStep]:
     """Yield each step by which a tensor must be built, and where those lie that can be read in bulk together."""
     batch: dict[str, AtRest] = {}
     waiting = 0
@@ -81,7 +81,7 @@ def _batches(load: Load, steps: Sequence[Step], wanted: Sources) -> Iterator[dic
         yield batch
 
 
-def _plain_source(load: Load, step: Step) -> AtRest | None:
+def _plain_source(load: Load, step: NamingStep) -> AtRest | None:
     """Return where the one tensor that ``step`` makes is read from in bulk; null where it must be built."""
     source = load.extent_of(step)
     if isinstance(source, PackedTensor):
@@ -106,7 +106,7 @@ def _pieces(
 
 
 def _build(
-    load: Load, step: Step, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
+    load: Load, step: NamingStep, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in wanted}
     dtypes = {target: wanted[name].spec.dtype for target, name in leaders.items()}
@@ -137,7 +137,7 @@ def _fill(
 
 
 def build(
-    model: nn.Module, step: Step, *, reader: SourceReader, dtypes: Mapping[str, str], fill: Fill
+    model: nn.Module, step: NamingStep, *, reader: SourceReader, dtypes: Mapping[str, str], fill: Fill
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield those targets of ``step`` that ``dtypes`` names, in these dtypes, contiguous, on the cpu.
 
@@ -160,7 +160,9 @@ def build(
         del tensor  # or it would be held while the next one is made
 
 
-def _converted(model: nn.Module, step: Step, *, reader: SourceReader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _converted(
+    model: nn.Module, step: NamingStep, *, reader: SourceReader, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Return what the step's converter makes, its sources cast before as transformers casts them."""
     converter, layer = deepcopy(step.converter), next(iter(step.targets))
     assert converter is not None

@@ -24,7 +24,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
 from offstage.stages.checkpoints.readers import SourceReader, open_reader, open_stored_reader, read_extent
 from offstage.stages.empty_init.merges import sources_in_order
-from offstage.stages.empty_init.names import Step
+from offstage.stages.empty_init.names import NamingStep
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
 from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
 from offstage.stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
@@ -154,19 +154,19 @@ class Load:
         """Return all names that the tensor of ``source`` has where what is loaded is used, tied ones included."""
         return [self.outer_name(name) for name in self.skeleton.names_of(source.spec.name)]
 
-    def step_of(self, source: TensorSource) -> Step:
+    def step_of(self, source: TensorSource) -> NamingStep:
         """Return the step that makes the tensor of ``source``."""
         return self.match.origins[source.spec.name][0]
 
-    def pieces_of(self, step: Step) -> tuple[str, ...]:
+    def pieces_of(self, step: NamingStep) -> tuple[str, ...]:
         """Return the tensors of the checkpoint that the one which ``step`` makes is, one after the other, if any."""
         return sources_in_order(step, self.reader.entries)
 
-    def source_bytes(self, step: Step) -> int:
+    def source_bytes(self, step: NamingStep) -> int:
         """Return the bytes of the tensors in the checkpoint that ``step`` reads, as they rest."""
         return sum(rest_bytes(self.reader.entries[name]) for name in step.source_names)
 
-    def extent_of(self, step: Step) -> AtRest | None:
+    def extent_of(self, step: NamingStep) -> AtRest | None:
         """Return where the one tensor lies that ``step`` takes as it is; null if it makes one, or in a pickle."""
         names = self.pieces_of(step) if len(step.sources) == 1 else ()
         extent = self.source_extent(names[0]) if names else None

@@ -25,7 +25,7 @@ from offstage.stages.dispatch.transfer.ring import Ring
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _RingEntry:
     """A part in the ring, or in memory ``beyond`` it, and how many calls use it."""
 
     transfer: Transfer
@@ -52,7 +52,7 @@ class WeightCache:
         self._layouts, self._mover, self._ring, self.experts = layouts, mover, ring, experts
         self._in_slots = experts.parts if experts is not None else {}
         self._schedule = Schedule(order, {*passing, *self._in_slots})
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _RingEntry] = {}
         self._bytes = [mover.bytes_of(layout) for layout in layouts]
         self._lent: int | None = None  # the part that a backward pass has, until it asks for another one
 
@@ -201,13 +201,13 @@ class WeightCache:
                 self._drop(part)
                 self._ask_ahead()
 
-    def _ask(self, part: int, region: torch.Tensor, *, is_beyond: bool = False) -> _Held:
+    def _ask(self, part: int, region: torch.Tensor, *, is_beyond: bool = False) -> _RingEntry:
         """Have ``part`` brought into ``region``."""
-        held = self._held[part] = _Held(Transfer(region), is_beyond)
+        held = self._held[part] = _RingEntry(Transfer(region), is_beyond)
         self._mover.fetch(self._layouts[part], held.transfer)
         return held
 
-    def _wait_for(self, part: int, held: _Held) -> None:
+    def _wait_for(self, part: int, held: _RingEntry) -> None:
         """Wait until ``part`` is there. One that failed is given up, so that a later use asks for it again."""
         with ExitStack() as undo:
             undo.callback(self._drop, part)
@@ -215,7 +215,7 @@ class WeightCache:
             undo.pop_all()
         held.transfer.work.clear()
 
-    def _on_demand(self, part: int) -> _Held:
+    def _on_demand(self, part: int) -> _RingEntry:
         """Ask for ``part`` now. What was brought ahead makes room for it, the last first; else it gets new memory."""
         region = self._make_room(part) if part not in self._in_slots else None
         if region is not None:

@@ -14,7 +14,7 @@ from transformers.core_model_loading import (
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.empty_init.merges import sources_in_order
-from offstage.stages.empty_init.names import Step
+from offstage.stages.empty_init.names import NamingStep
 from offstage.stages.shard_load import model_tensors
 from offstage.stages.shard_load.model_tensors import build
 
@@ -59,10 +59,10 @@ def test_a_merge_is_what_transformers_makes_and_holds_no_source(chain: str, dtyp
     torch.manual_seed(0)
     reader = MemoryReader({name: torch.randn(4, 6) for _, name in names})
     converter = WeightConverter(patterns, "a.merged", operations)
-    step = Step({"a.merged": ()}, tuple(names), converter)
+    step = NamingStep({"a.merged": ()}, tuple(names), converter)
     wanted = model_tensors._converted(Model(), step, reader=reader, dtype=getattr(torch, dtype))["a.merged"]
     reader.whole = 0
-    step = Step({"a.merged": tuple(wanted.shape)}, tuple(names), converter)
+    step = NamingStep({"a.merged": tuple(wanted.shape)}, tuple(names), converter)
     ((name, made),) = build(Model(), step, reader=reader, dtypes={"a.merged": dtype}, fill=reader.fill)
     assert (name, made.dtype, made.is_contiguous()) == ("a.merged", wanted.dtype, True)
     assert torch.equal(made, wanted)
@@ -74,7 +74,7 @@ def test_a_tensor_is_transposed_where_its_shape_asks_for_that(stored: tuple[int,
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.empty(4, 6))})
     model.config = None
     reader = MemoryReader({"w": torch.randn(stored)})
-    step = Step({"w": (4, 6)}, (("w", "w"),), WeightConverter("w", "w", [Transpose(0, 1, check_dims=True)]))
+    step = NamingStep({"w": (4, 6)}, (("w", "w"),), WeightConverter("w", "w", [Transpose(0, 1, check_dims=True)]))
     ((_, made),) = build(model, step, reader=reader, dtypes={"w": "float32"}, fill=reader.fill)
     assert torch.equal(made, model_tensors._converted(model, step, reader=reader, dtype=torch.float32)["w"])
     assert sources_in_order(step, reader.entries) == (("w",) if stored == (4, 6) else ())
@@ -83,7 +83,7 @@ def test_a_tensor_is_transposed_where_its_shape_asks_for_that(stored: tuple[int,
 def test_a_split_is_left_to_transformers() -> None:
     reader = MemoryReader({"a.qkv": torch.arange(12.0).view(6, 2)})
     converter = WeightConverter("a.qkv", ["a.q", "a.k", "a.v"], [Chunk(0)])
-    step = Step({f"a.{n}": (2, 2) for n in "qkv"}, (("a.qkv", "a.qkv"),), converter)
+    step = NamingStep({f"a.{n}": (2, 2) for n in "qkv"}, (("a.qkv", "a.qkv"),), converter)
     dtypes = {"a.k": "float16", "a.v": "float32"}
     made = dict(build(Model(), step, reader=reader, dtypes=dtypes, fill=reader.fill))
     assert torch.equal(made["a.k"], torch.arange(4.0, 8.0).view(2, 2).half())

@@ -23,7 +23,7 @@ from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.adapted_model import add_adapter
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.merges import sources_in_order
-from offstage.stages.empty_init.names import Step
+from offstage.stages.empty_init.names import NamingStep
 from offstage.stages.shard_load import OffloadedWeightsLoader
 from offstage.stages.shard_load.adapter import prepare_adapted
 from offstage.stages.shard_load.checkpoint_in_model import fill_model
@@ -263,5 +263,5 @@ def test_sources_that_do_not_lie_in_one_piece_have_no_order(chain: str) -> None:
     patterns = ["a.*.w1", "a.*.w3"] if chain == "joined within their steps" else ["a.*.w1"]
     named = [(f"a.*.{name[-2:]}", name) for name in sources if f"a.*.{name[-2:]}" in patterns]
     shape = {"transposed": (2, 6, 4), "joined within their steps": (2, 4, 12)}.get(chain, (4, 2, 6))
-    step = Step({"a.merged": shape}, tuple(named), WeightConverter(patterns, "a.merged", OTHER_CHAINS[chain]))
+    step = NamingStep({"a.merged": shape}, tuple(named), WeightConverter(patterns, "a.merged", OTHER_CHAINS[chain]))
     assert sources_in_order(step, MemoryReader(sources).entries) == ()
