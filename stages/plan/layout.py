@@ -1,7 +1,7 @@
 """The layout: where every tensor of a placement lies, how it gets to where it computes, what each device has room for.
 
 It is made by one walk over the layers, and everything else that is said of a placement is read from it: what a token
-brings (``traffic``), what each device holds at its peak (``memory``), whether budgets can hold it, and the plan.
+brings (``traffic``), what each device holds at its peak (``ledger``), whether budgets can hold it, and the plan.
 
 Each device that computes streamed tensors keeps room for them: the reserve. It is as large as the largest layer of
 them, so that what comes next is on its way while one part computes. Where the budget doesn't leave that, it is what it
@@ -179,8 +179,9 @@ class Layout:
     def slots(self) -> dict[DeviceId, int]:
         """The bytes of slots on each device that computes experts which lie elsewhere: what its budget leaves."""
         kept, found = Counter(self.reserves) + Counter(self.unpacking), {}
+        read = (line.name for line in self.lines if line.serving in ("direct", "packed"))
         for device, pool in self.pools.items():
-            ahead = max(0, self._two_parts - kept[device]) if device == CPU else 0
+            ahead = max(0, self.outline.two_largest(read) - kept[device]) if device == CPU else 0
             found[device] = slot_bytes(pool, self._left(device, kept), staged=ahead)
         return found
 
@@ -223,15 +224,6 @@ class Layout:
         if device == CPU and not budget:  # that no weights are to lie there is no reason to refuse what code makes
             held -= self._made_there
         return budget - held - beside.get(device, 0)
-
-    @property
-    def _two_parts(self) -> int:
-        """The bytes of the two largest parts that the host reads for each use: what one module holds is a part."""
-        parts = Counter[str]()
-        for line in self.lines:
-            if line.serving in ("direct", "packed"):
-                parts[parent(line.name)] += line.used
-        return sum(sorted(parts.values())[-2:])
 
     @cached_property
     def _at_once(self) -> tuple[Counts, Counts]:

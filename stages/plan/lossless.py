@@ -75,14 +75,16 @@ def possible_packing(
 
 
 def choose_packing(
-    asked: StorageConfig, possible: LosslessPacking | None, outline: Outline, rates: Rates
+    asked: StorageConfig, possible: LosslessPacking | None, packed: Outline, rates: Rates
 ) -> LosslessPacking | None:
-    """Return ``possible`` where it is asked for, or pays; null where what is streamed stays as it is."""
+    """Return ``possible`` where it is asked for, or pays; null where what is streamed stays as it is.
+
+    ``packed`` is the model ``with_copies`` of what is possible.
+    """
     if possible is None or asked.codec == NAME:
         return possible
-    packed = with_copies(outline, possible).packed
-    used, rests = sum(outline.sizes[name] for name in packed), sum(spec.bytes for spec in packed.values())
-    return possible if pays(used, rests, rates, tensors=len(packed)) else None
+    used, rests = sum(packed.sizes[name] for name in packed.packed), sum(spec.bytes for spec in packed.packed.values())
+    return possible if pays(used, rests, rates, tensors=len(packed.packed)) else None
 
 
 def pays(used: int, rests: int, rates: Rates, *, tensors: int = 0) -> bool:

@@ -11,7 +11,7 @@ follows it with its other tensors too (the bias of a tied head lies beside the e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -76,11 +76,6 @@ class Outline:
     def rest_sizes(self) -> dict[str, int]:
         """Bytes of every tensor by name, as it rests on disk."""
         return self.sizes | {name: packed.bytes for name, packed in self.packed.items()}
-
-    def moved_bytes(self, name: str, device: DeviceId) -> int | None:
-        """Return what ``device`` moves in its memory to unpack the tensor ``name``; null where the host unpacks it."""
-        packed = self.packed.get(name)
-        return packed.device.moved_bytes if packed and packed.device and device in self.unpacks else None
 
     @property
     def unpacking_bytes(self) -> int:
@@ -203,18 +198,15 @@ class Outline:
         experts = tuple(spec for spec in self.skeleton.experts if spec.tensors[0] not in names)
         return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=experts))
 
-    @cached_property
-    def without_first_pass(self) -> Outline:
-        """The model without what only the first pass of a decoding uses: an encoder."""
-        once = frozenset(self.skeleton.once)
-        return self.without([name for name in self.sizes if parent(name) in once]) if once else self
+    def two_largest(self, names: Iterable[str]) -> int:
+        """Return the bytes in use of the two largest parts of ``names``: one is read while the other computes.
 
-    @cached_property
-    def token_bytes(self) -> int:
-        """The bytes that one token computes with: of experts those that it uses."""
-        stacked = sum(spec.per_token * self.expert_kinds[module].bytes for module, spec in self.experts.items())
-        listed = sum(self.sizes[name] * used // count for name, (count, used) in self.listed.items())
-        return self.dense.skeleton.bytes + stacked + listed
+        A part is what one module holds.
+        """
+        parts: Counter[str] = Counter()
+        for name in names:
+            parts[parent(name)] += self.sizes[name]
+        return sum(sorted(parts.values())[-2:])
 
     @cached_property
     def computed(self) -> frozenset[str]:

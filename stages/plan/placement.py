@@ -19,8 +19,6 @@ from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 Budgets = Mapping[DeviceId, int | None]
 """Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""
 
-_Reserves = tuple[dict[DeviceId, int], Mapping[DeviceId, int]]
-
 Homes = Mapping[str, DeviceId]
 """Leader of a tied group, or a tensor's own name → the device where it lies."""
 

@@ -110,7 +110,7 @@ class PlanStage(Stage[PlanInputs]):
         packing = possible_packing(storage, outline, config, context.cache)
         packed = with_copies(outline, packing)
         rates = machine_rates(config, machine, context.cache, packed)
-        packing = choose_packing(storage, packing, outline, rates)
+        packing = choose_packing(storage, packing, packed, rates)
         outline = with_row_blocks(packed if packing else outline, config, context.cache, machine)
         weighed: Any = {"skeleton": stored.key, "live": partial(context.live, EmptyInitStage.name)}
         return gather_inputs(

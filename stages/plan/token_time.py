@@ -130,20 +130,6 @@ class Brought:
         """Note that the host reads and computes so much then, beside accelerators: links bring what comes after."""
         self.runs.append((CPU, read_bytes))
 
-    def include(self, other: Brought) -> None:
-        """Count all that ``other`` has, too."""
-        self.at_rest.update(other.at_rest)
-        self.used.update(other.used)
-        self.packed += other.packed
-        self.unpacked += other.unpacked
-        self.runs += other.runs
-        self.unpacked_there += other.unpacked_there
-        self.saved.update(other.saved)
-        self.moved.update(other.moved)
-        self.tensors += other.tensors
-        self.when_called += other.when_called
-        self.unpacked_when_called += other.unpacked_when_called
-
     @property
     def bytes(self) -> float:
         """What is brought in all, as it rests."""

@@ -114,10 +114,6 @@ class Loops:
         for function in (*unpackers, library.merge_planes):
             function.restype = None
 
-    def has_dtype(self, dtype: str) -> bool:
-        """Return whether what comes out can be of ``dtype``."""
-        return dtype in _DTYPES
-
     def can_scale(self, code: str, dtype: str, block_columns: int) -> bool:
         """Return whether there is a loop for such codes, a scale for so many of them, to ``dtype``."""
         return dtype in _DTYPES and (code in _OF_EIGHT_BITS or block_columns % 2 == 0)

@@ -24,33 +24,27 @@ as it is used, the rest holding packed what would be on disk.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.filling import fill
-from offstage.stages.plan.layout import lay_out
+from offstage.stages.plan.layout import Layout, lay_out
 from offstage.stages.plan.outline import Layer, Outline
 from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, held_bytes, resident_bytes
 from offstage.stages.plan.policies.balanced import balanced
 from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
 from offstage.stages.plan.policies.expert_placement import SlottedMixture
+from offstage.stages.plan.policies.least_streamed import least_streamed
 from offstage.stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
 from offstage.stages.plan.policies.packed_experts import with_experts_packed
 from offstage.stages.plan.policies.sequential import sequential
 from offstage.stages.plan.policies.spreading import fastest_first
-from offstage.stages.plan.policies.subset_sums import subset_sums
-from offstage.stages.plan.policies.wide_weights import two_largest, with_wide_streamed
+from offstage.stages.plan.policies.wide_weights import with_wide_streamed
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 
-_TRIES = 8
-"""How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
-_PARTS, _PARTS_PACKED = 2, 4
-"""How many of the largest parts are to have room at once: one computes while others are read, or read and unpacked."""
 _EVENED = 3
 """How often layers are shared out anew to several links, by what each was to bring."""
 _NO_MATTER = 10**15
@@ -93,8 +87,8 @@ def optimal(
     if not (_stored_packed(outline, placement) or outline.unpacks) or not budgets.get(CPU):
         return placement
     found = [placement, *_with_packed(outline, budgets, terms)]
-    fitting = [one for one in found if lay_out(outline, one, budgets).shortage() is None]
-    return min(fitting, key=lambda one: _cost(outline, one, budgets, terms), default=placement)
+    fitting = [layout for one in found if (layout := lay_out(outline, one, budgets)).shortage() is None]
+    return _best(fitting, terms) if fitting else placement
 
 
 def _with_packed(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -110,7 +104,7 @@ def _with_packed(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[
         stored = _stored_packed(outline, placement)
         held = resident_bytes(outline, placement.homes).get(CPU, 0)
         kept = lay_out(outline, placement).kept_free().get(CPU, 0)
-        ahead = max(0, two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
+        ahead = max(0, outline.two_largest(stored - outline.lookups) - kept) if placement.main == CPU else 0
         packed = fitting(outline, stored - outline.lookups, budget - held - kept - ahead, at_rest=True)
         yield replace(placement, homes={**placement.homes, **dict.fromkeys(packed, CPU)}, packed=frozenset(packed))
 
@@ -143,9 +137,11 @@ def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     found.append(whole)
     if terms.by_blocks:
         found = [*_by_blocks(outline, budgets, terms)] or found
-    elif all(lay_out(outline, placement, budgets).shortage() is not None for placement in found):
-        found = [*_part_by_part(outline, budgets, terms), *_by_blocks(outline, budgets, terms)] or found
-    return min(found, key=lambda placement: _cost(outline, placement, budgets, terms))
+    layouts = [lay_out(outline, placement, budgets) for placement in found]
+    if not terms.by_blocks and all(layout.shortage() is not None for layout in layouts):
+        tight = [*_part_by_part(outline, budgets, terms), *_by_blocks(outline, budgets, terms)]
+        layouts = [lay_out(outline, placement, budgets) for placement in tight] or layouts
+    return _best(layouts, terms)
 
 
 def _resident(outline: Outline, budgets: Budgets, terms: _Terms, even: Placement) -> Placement:
@@ -153,8 +149,10 @@ def _resident(outline: Outline, budgets: Budgets, terms: _Terms, even: Placement
     if not terms.rates.devices:
         return even
     swift = sequential(outline, fastest_first(outline, budgets, terms.rates))
-    worse = lay_out(outline, swift).kept_free() or lay_out(outline, swift, budgets).shortage()
-    return min([even] if worse else [even, swift], key=lambda placement: _cost(outline, placement, budgets, terms))
+    layout = lay_out(outline, swift, budgets)
+    if layout.kept_free() or layout.shortage():
+        return even
+    return _best([lay_out(outline, even, budgets), layout], terms)
 
 
 def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -173,11 +171,16 @@ def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[P
         yield from mixture.placements()
 
 
-def _cost(outline: Outline, placement: Placement, budgets: Budgets, terms: _Terms) -> tuple[float, float, int, int]:
+def _best(layouts: Sequence[Layout], terms: _Terms) -> Placement:
+    """Return the placement of those of ``layouts`` that costs the least, the first of them."""
+    return min(layouts, key=lambda layout: _cost(layout, terms)).placement
+
+
+def _cost(layout: Layout, terms: _Terms) -> tuple[float, float, int, int]:
     """Return what makes a placement worse: seconds a token, bytes streamed, those from disk, bytes not accelerated."""
-    expected = forecast(lay_out(outline, placement, budgets), terms.step, terms.rates)
-    brought = expected.brought
-    return expected.seconds, brought.bytes, brought.at_rest.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
+    expected = forecast(layout, terms.step, terms.rates)
+    accelerated, *_ = held_bytes(layout.outline, layout.placement.homes)
+    return expected.seconds, expected.brought.bytes, expected.brought.at_rest.get(DISK, 0), -accelerated
 
 
 def _part_by_part(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -325,7 +328,7 @@ def _streamed_of(
     if device == CPU:  # what code makes is there anyway
         stays |= outline.computed & {name for layer in layers for name in layer.owned}
     left = room - total_bytes(outline, stays)
-    streamed = _least_streamed(outline, _without(outline, layers, tables | stays | wide), left, alone=alone)
+    streamed = least_streamed(outline, _without(outline, layers, tables | stays | wide), left, alone=alone)
     if streamed is None:
         return None
     streamed |= wide
@@ -346,55 +349,3 @@ def _others(outline: Outline, budgets: Budgets, others: Sequence[DeviceId]) -> t
     homes = fill(outline, {**{device: budgets[device] for device in others}, DISK: None})
     kept = {name: home for name, home in homes.items() if home != DISK}
     return kept, [layer for layer in outline.layers if not kept.keys() & set(layer.owned)]
-
-
-def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alone: bool = True) -> set[str] | None:
-    """Return the tensors to stream, so that the others and the staging memory fit into ``room`` bytes, or null.
-
-    The staging memory is to hold two of the largest parts, so that one is read while the other computes, or four where
-    what rests packed is unpacked meanwhile; where only a single layer's worth fits, that. Where the device isn't
-    ``alone`` it is enough: what comes next is read while others compute.
-    """
-    shapes = [_shape(outline, layer) for layer in layers]
-    kinds = {shape: subset_sums([size for size, _ in shape]) for shape in dict.fromkeys(shapes)}
-    total, counts = sum(layer.bytes for layer in layers), Counter(shapes)
-    parts = _PARTS_PACKED if any(name in outline.packed for layer in layers for name in layer.owned) else _PARTS
-    roomy: list[set[str]] = []
-    tight: list[set[str]] = []
-    for reserve in sorted({count for kind in kinds.values() for count in kind.sums}):
-        most = sum(count * kinds[shape].largest(reserve) for shape, count in counts.items())
-        spare = room - reserve - (total - most)
-        if spare < 0:
-            continue
-        chosen = {shape: kind.within(reserve) for shape, kind in kinds.items()}
-        away = {layer.owned[place] for layer, shape in zip(layers, shapes, strict=True) for place in chosen[shape]}
-        extra = max(0, _largest_parts(chosen, counts, parts) - reserve) if alone else 0
-        found = roomy if extra <= spare else tight
-        if len(found) < _TRIES:
-            found.append(away - fitting(outline, away, max(0, spare - extra)))
-        if len(roomy) == _TRIES:
-            break
-    return min(roomy or tight, key=lambda away: sum(outline.rest_sizes[name] for name in away), default=None)
-
-
-Shape = tuple[tuple[int, int], ...]
-"""A layer's tensors: the size of each, and the number of the module in the layer that holds it."""
-
-
-def _shape(outline: Outline, layer: Layer) -> Shape:
-    modules = list(dict.fromkeys(map(parent, layer.owned)))
-    return tuple((outline.sizes[name], modules.index(parent(name))) for name in layer.owned)
-
-
-def _largest_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, int], most: int) -> int:
-    """Return the bytes of the ``most`` largest parts, where ``chosen`` are the positions streamed of each shape.
-
-    A part is what streams together: the tensors of one module.
-    """
-    parts: list[int] = []
-    for shape, places in chosen.items():
-        held: Counter[int] = Counter()
-        for size, module in (shape[place] for place in places):
-            held[module] += size
-        parts += list(held.values()) * min(most, counts[shape])
-    return sum(sorted(parts)[-most:])

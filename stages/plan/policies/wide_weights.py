@@ -6,11 +6,9 @@ else; and a product with it can take as much again beside it, where a kernel cop
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement, resident_bytes
 from offstage.stages.plan.policies.even_choice import fitting
@@ -31,17 +29,9 @@ def with_wide_streamed(outline: Outline, room: int, split: Split) -> Iterator[Pl
         block = max(least[name] for leader in wide for name in outline.skeleton.names_of(leader))
         for placement in split(room - block, wide):
             away = {name for name, home in placement.homes.items() if home == DISK} - wide - outline.lookups
-            left = room - resident_bytes(outline, placement.homes)[CPU] - two_largest(outline, away) - block
+            left = room - resident_bytes(outline, placement.homes)[CPU] - outline.two_largest(away) - block
             more = fitting(outline, away, max(0, left))
             yield replace(placement, homes={**placement.homes, **dict.fromkeys(more, CPU)})
-
-
-def two_largest(outline: Outline, names: Collection[str]) -> int:
-    """Return the bytes in use of the two largest parts of ``names``: one is read while the other computes."""
-    parts: Counter[str] = Counter()
-    for name in names:
-        parts[parent(name)] += outline.sizes[name]
-    return sum(sorted(parts.values())[-2:])
 
 
 def _wide_sets(outline: Outline) -> Iterator[frozenset[str]]:

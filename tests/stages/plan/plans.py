@@ -39,7 +39,8 @@ def make_plan(
     """
     rates = rates or read_rates(config.get("hardware") or {})
     storage, machine = read(PlanConfig, config).storage, hardware(config)
-    packing = choose_packing(storage, possible_packing(storage, outline, config), outline, rates)
+    possible = possible_packing(storage, outline, config)
+    packing = choose_packing(storage, possible, with_copies(outline, possible), rates)
     outline = with_copies(outline, packing)
     inputs = gather_inputs(outline, config, machine=machine, rates=rates, kernels=kernels, packing=packing)
     return plan_from(inputs)

@@ -115,7 +115,8 @@ def test_auto_weighs_what_does_not_shrink_too() -> None:
     outline = weights()
     possible = possible_packing(StorageConfig(codec="auto"), outline, {})
     slow = Rates(storage=10**6, host=10**10, unpacking=10**9)
-    assert choose_packing(StorageConfig(codec="auto"), possible, outline, slow) == possible
+    packed = with_copies(outline, possible)
+    assert choose_packing(StorageConfig(codec="auto"), possible, packed, slow) == possible
     assert choose_packing(StorageConfig(codec="auto"), None, outline, slow) is None
 
 

@@ -20,7 +20,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import render
 from offstage.stages.units import CPU, DISK, DeviceId
-from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.mixtures import mixture, token_bytes
 from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import at_rest
 
@@ -268,8 +268,8 @@ def test_each_kind_of_experts_has_a_slot_at_least() -> None:
 
 def test_a_token_computes_with_what_it_is_routed_to() -> None:
     model = mixture("Mixtral")
-    assert model.token_bytes == dense_bytes(model) + 3 * 3 * expert_bytes(model)
-    assert replace(model, routes=False).token_bytes == model.skeleton.bytes
+    assert token_bytes(model) == dense_bytes(model) + 3 * 3 * expert_bytes(model)
+    assert token_bytes(replace(model, routes=False)) == model.skeleton.bytes
 
 
 def test_batches_and_beams_are_tokens_of_a_pass() -> None:

@@ -25,7 +25,7 @@ from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of
 from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.traffic import Step, computed_bytes
 from offstage.stages.units import CPU
-from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.mixtures import mixture, token_bytes
 from tests.stages.plan.plans import make_plan, predicted
 from tests.stages.plan.skeletons import outline
 
@@ -229,7 +229,7 @@ def test_of_experts_a_token_computes_with_those_that_it_uses_however_many_are_re
     step = Step(Routing(tokens), output=LayerOutput(tokens))
     (spec, *_) = model.experts.values()
     looked_up = sum(model.sizes[name] for name in model.lookups)
-    assert computed_bytes(layout, step)[CPU] == pytest.approx(tokens * (model.token_bytes - looked_up))
+    assert computed_bytes(layout, step)[CPU] == pytest.approx(tokens * (token_bytes(model) - looked_up))
     assert spec.per_token < spec.count
     assert computed_bytes(layout, Step(Routing(2), output=LayerOutput(2))) == {}, "they compute while it is read"
 

@@ -39,7 +39,8 @@ def test_the_slowest_link_counts_and_what_they_share() -> None:
 def test_what_is_asked_for_layer_by_layer_comes_over_one_link_at_a_time() -> None:
     experts = brought([(0, 100), (1, 100)], ahead=False)
     assert link_seconds(experts, RATES) == 200 / 100
-    experts.include(brought([(0, 300), (1, 300)]))
+    for device in (0, 1):
+        experts.add(CPU, 300, computes=device)
     assert link_seconds(experts, RATES) == 400 / 100
 
 
