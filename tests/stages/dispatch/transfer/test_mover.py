@@ -226,6 +226,18 @@ def test_a_tensor_of_many_reads_arrives_whole(tmp_path: Path) -> None:
     assert link.wrong == []
 
 
+def compute_passes(ahead: WeightCache, link: LateLink, parts: Sequence[torch.Tensor], *, count: int) -> None:
+    """Compute with ``parts`` of a tensor each, in order, in so many passes."""
+    for _ in range(count):
+        ahead.begin_pass()
+        for part, wanted in enumerate(parts):
+            (got,) = ahead.acquire(part)
+            link.launch(got, wanted)
+            del got
+            ahead.release(part)
+        ahead.end_pass()
+
+
 @pytest.mark.parametrize("codec", [ScaledRows(), ScaledRows(turned=True), ScaledRows(alone=False, block_rows=1)])
 def test_what_several_threads_unpack_together_is_copied_once_it_is_whole(codec: ScaledRows, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -237,14 +249,7 @@ def test_what_several_threads_unpack_together_is_copied_once_it_is_whole(codec: 
     ahead, buffers = cache_over(sources, link, 60_000, traffic)
     assert buffers is not None
     assert buffers.bytes == 36_864, "one buffer, as large as the largest"
-    for _ in range(4):
-        ahead.begin_pass()
-        for part, wanted in enumerate(parts):
-            (got,) = ahead.acquire(part)
-            link.launch(got, wanted)
-            del got
-            ahead.release(part)
-        ahead.end_pass()
+    compute_passes(ahead, link, parts, count=4)
     ahead.close()
     link.end()
     assert link.wrong == []
@@ -273,14 +278,7 @@ def test_what_the_accelerator_unpacks_is_whole_before_it_is_used_and_crosses_the
     assert unpacker is not None
     ahead, buffers = cache_over([[place] for place in places], link, 60_000, traffic, unpacker=unpacker)
     assert (buffers is None) == (waits == "memory")
-    for _ in range(4):
-        ahead.begin_pass()
-        for part, wanted in enumerate(parts):
-            (got,) = ahead.acquire(part)
-            link.launch(got, wanted)
-            del got
-            ahead.release(part)
-        ahead.end_pass()
+    compute_passes(ahead, link, parts, count=4)
     ahead.close()
     link.end()
     unpacker.close()
