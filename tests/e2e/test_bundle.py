@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,10 +38,15 @@ def archive(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack ``archive`` in ``folder`` as its receiver does: Python before 3.11.4 has no filter of its own for it."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["tar", "-xzf", str(archive), "-C", str(folder)], check=True)
+
+
 def unpacked(archive: Path, folder: Path) -> Path:
     """Return the one run that ``archive`` holds, unpacked in ``folder``."""
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+    unpack(archive, folder)
     (run,) = (folder / "bundle" / "records").iterdir()
     return run
 
@@ -158,8 +164,7 @@ def test_a_whole_sweep_is_given_away(offstage_here: Run, replay: Replay, tmp_pat
     target = tmp_path / "sweep.tar.gz"
     (sweep,) = tmp_path.glob("outputs/multirun/*/*")
     assert report(["--bundle", str(sweep), "--output", str(target)]) == 0
-    with tarfile.open(target) as packed:
-        packed.extractall(tmp_path / "there", filter="data")
+    unpack(target, tmp_path / "there")
     runs = sorted((tmp_path / "there/bundle/records").iterdir())
     assert [json.loads((run / "run.json").read_text())["memory"]["budget"]["cpu"] for run in runs] == [
         3 * 10**6,
