@@ -27,7 +27,7 @@ from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan import options
 from offstage.stages.plan.budgets import Allowance, allow, rooms
 from offstage.stages.plan.expert_slots import SINGLE, Routing
-from offstage.stages.plan.lossless import LosslessPacking
+from offstage.stages.plan.lossless import LosslessPacking, with_copies
 from offstage.stages.plan.memory_needs import MemoryNeeds, compute_dtype, memory_needs, most
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.choose import why_not_in_lockstep
@@ -78,9 +78,9 @@ class PlanInputs:
     and ``offload_ratio`` which share of a training's activations waits elsewhere. ``simulated`` has the accelerators
     that the config lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
     ``process_bytes`` are what the process holds on the host of all that is neither weights nor the request's.
-    ``packing`` is how floats are packed, null if they stay. Whether weights may be brought by blocks of rows hangs on
-    ``kernel_identity``; ``kernels`` are what those of the host take. ``notes`` is what there is to say of the plan
-    beside what it says itself.
+    ``packing`` is how floats are packed, null if they stay; where that is the plan's to choose, ``plain`` is the same
+    without it. Whether weights may be brought by blocks of rows hangs on ``kernel_identity``; ``kernels`` are what
+    those of the host take. ``notes`` is what there is to say of the plan beside what it says itself.
     """
 
     skeleton: str
@@ -101,6 +101,7 @@ class PlanInputs:
     geometry: Geometry = field(compare=False)
     kernels: Kernels = field(compare=False)
     packing: LosslessPacking | None = None
+    plain: PlanInputs | None = None
     kernel_identity: str = ""
     notes: tuple[str, ...] = ()
 
@@ -146,9 +147,13 @@ def gather_inputs(
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
     ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``training``
-    what a step of training does. ``packing`` is how floats of the outline are packed.
+    what a step of training does. ``packing`` is how floats of the outline can be packed.
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
+    again = partial(gather_inputs, machine=machine, rates=rates, kernels=kernels, skeleton=skeleton)
+    is_open = packing is not None and given.storage.codec == "auto"
+    plain = again(outline, config, media=media, training=training) if is_open else None
+    outline = with_copies(outline, packing)
     library = PEFT_BYTES if with_adapter(config) else 0
     requests, notes = _requests(outline, config)
     apart = [media_request(config, media)] if media else []
@@ -180,6 +185,7 @@ def gather_inputs(
         geometry=geometry,
         kernels=kernels,
         packing=packing,
+        plain=plain,
         kernel_identity=identity() if outline.exact else "",
         notes=(*notes, *_assumed_of_host(config)),
     )

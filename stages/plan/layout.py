@@ -172,16 +172,17 @@ class Layout:
     def moved_bytes(self, line: Line) -> int | None:
         """Return what a device moves in its memory to unpack the tensor; null where the host unpacks it, or nobody."""
         packed = self.outline.packed[line.name].device if line.is_unpacked else None
-        unpacks = self.outline.unpacks or self.unpacking
-        return packed.moved_bytes if packed and line.computes in unpacks else None
+        return packed.moved_bytes if packed and line.computes in self.unpacking else None
 
     @cached_property
     def slots(self) -> dict[DeviceId, int]:
         """The bytes of slots on each device that computes experts which lie elsewhere: what its budget leaves."""
         kept, found = Counter(self.reserves) + Counter(self.unpacking), {}
-        read = (line.name for line in self.lines if line.serving in ("direct", "packed"))
+        read = [line for line in self.lines if line.serving in ("direct", "packed")]
+        unpacked = any(line.home == DISK and line.at_rest for line in read)
+        staged = self.outline.read_ahead_bytes((line.name for line in read), unpacked=unpacked)
         for device, pool in self.pools.items():
-            ahead = max(0, self.outline.two_largest(read) - kept[device]) if device == CPU else 0
+            ahead = max(0, staged - kept[device]) if device == CPU else 0
             found[device] = slot_bytes(pool, self._left(device, kept), staged=ahead)
         return found
 

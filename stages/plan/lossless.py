@@ -25,12 +25,10 @@ from offstage.stages.checkpoints.shard_files import opened_shard, read_into
 from offstage.stages.empty_init.skeleton import PackedSpec
 from offstage.stages.machine.kept_figures import kept_or_measured
 from offstage.stages.machine.probes import READERS, READING_THREADS
-from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.options import StorageConfig
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.requests import what_learns
-from offstage.stages.plan.token_time import Brought, expected_seconds, token_seconds
-from offstage.stages.units import CPU, DISK, DTYPE_BYTES
+from offstage.stages.units import DTYPE_BYTES
 
 NAME, FILE_NAME = "zstd", "packing.json"
 NOMINAL = {"bfloat16": 0.67, "float16": 0.84, "float32": 0.84}
@@ -72,31 +70,6 @@ def possible_packing(
         is_sound = partial(fits, Sequence[float])
         shares = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=is_sound).get(key)
     return LosslessPacking(dict(zip(dtypes, shares or probe(), strict=True)))
-
-
-def choose_packing(
-    asked: StorageConfig, possible: LosslessPacking | None, packed: Outline, rates: Rates
-) -> LosslessPacking | None:
-    """Return ``possible`` where it is asked for, or pays; null where what is streamed stays as it is.
-
-    ``packed`` is the model ``with_copies`` of what is possible.
-    """
-    if possible is None or asked.codec == NAME:
-        return possible
-    used, rests = sum(packed.sizes[name] for name in packed.packed), sum(spec.bytes for spec in packed.packed.values())
-    return possible if pays(used, rests, rates, tensors=len(packed.packed)) else None
-
-
-def pays(used: int, rests: int, rates: Rates, *, tensors: int = 0) -> bool:
-    """Return whether so many ``tensors`` of ``used`` bytes come sooner if they rest in fewer, and are unpacked.
-
-    The host computes with them, as a token does.
-    """
-    plain, packed = Brought(), Brought()
-    plain.add(DISK, used, computes=CPU, tensors=tensors)
-    packed.add(DISK, rests, computes=CPU, unpacked=used, tensors=tensors)
-    seconds = [expected_seconds(token_seconds(brought, {}, rates=rates)) for brought in (packed, plain)]
-    return seconds[0] < seconds[1]
 
 
 def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:

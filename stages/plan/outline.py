@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offstage.stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent, upward
-from offstage.stages.units import DeviceId
+
+PARTS, PARTS_UNPACKED = 2, 4
+"""How many of the largest parts are to have room at once: one computes while others are read, or read and unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +54,13 @@ class Outline:
     streamed nor given room for; and that of experts which are modules in a list those are brought that are called.
     ``routes`` says that of a mixture's stacked experts which lie elsewhere only those are brought that a token uses.
     Without both the layers are those that the field's own functions see. In which dtypes products by blocks of rows are
-    ``exact`` is asked where it matters; see ``offstage.stages.plan.row_blocks``. Accelerators that are among
-    ``unpacks`` unpack there what comes to them packed.
+    ``exact`` is asked where it matters; see ``offstage.stages.plan.row_blocks``.
     """
 
     skeleton: Skeleton
     gathers: bool = True
     routes: bool = True
     exact: Callable[[], Collection[str]] | None = None
-    unpacks: frozenset[DeviceId] = frozenset()
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -198,15 +198,16 @@ class Outline:
         experts = tuple(spec for spec in self.skeleton.experts if spec.tensors[0] not in names)
         return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=experts))
 
-    def two_largest(self, names: Iterable[str]) -> int:
-        """Return the bytes in use of the two largest parts of ``names``: one is read while the other computes.
+    def read_ahead_bytes(self, names: Iterable[str], *, unpacked: bool) -> int:
+        """Return the bytes in use of the largest parts of ``names`` that are to have room at once.
 
-        A part is what one module holds.
+        A part is what one module holds. There are two, one read while the other computes; four where what is read is
+        also ``unpacked`` meanwhile.
         """
         parts: Counter[str] = Counter()
         for name in names:
             parts[parent(name)] += self.sizes[name]
-        return sum(sorted(parts.values())[-2:])
+        return sum(sorted(parts.values())[-(PARTS_UNPACKED if unpacked else PARTS) :])
 
     @cached_property
     def computed(self) -> frozenset[str]:

@@ -37,18 +37,16 @@ from offstage.stages.plan.inputs import (
     machine_rates,
     with_row_blocks,
 )
-from offstage.stages.plan.layout import lay_out
-from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
+from offstage.stages.plan.lossless import possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_device
 from offstage.stages.plan.plan import SIMULATED, own_parts
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.cpu_offload_gb import cpu_offload_gb
-from offstage.stages.plan.policies.device_unpacking import with_unpacking
 from offstage.stages.plan.policies.explicit import explicit, override
 from offstage.stages.plan.policies.host_layers import with_host_layers
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.predict import predict
 from offstage.stages.plan.request.choose import PlanOption, brings_more, choose
 from offstage.stages.plan.request.media_demand import media_demand
@@ -71,7 +69,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 26
+    version = 27
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -106,15 +104,11 @@ class PlanStage(Stage[PlanInputs]):
         config, stored = context.config, context.artifact("empty_init")
         machine = known_machine(config, context.cache)
         outline = Outline(stored.read(skeletons.Skeleton, skeletons.FILE_NAME))
-        storage = read(PlanConfig, config).storage
-        packing = possible_packing(storage, outline, config, context.cache)
-        packed = with_copies(outline, packing)
-        rates = machine_rates(config, machine, context.cache, packed)
-        packing = choose_packing(storage, packing, packed, rates)
-        outline = with_row_blocks(packed if packing else outline, config, context.cache, machine)
+        packing = possible_packing(read(PlanConfig, config).storage, outline, config, context.cache)
+        rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
         weighed: Any = {"skeleton": stored.key, "live": partial(context.live, EmptyInitStage.name)}
         return gather_inputs(
-            outline,
+            with_row_blocks(outline, config, context.cache, machine),
             config,
             machine=machine,
             rates=rates,
@@ -147,12 +141,27 @@ class PlanStage(Stage[PlanInputs]):
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:
-    """Return the plan of these inputs, with what is predicted of it; where the batch size is open, the soonest one.
+    """Return the plan of these inputs, with what is predicted of it: of what is open the soonest.
 
-    Raises ``ConfigError`` where the map doesn't fit the model or the machine, ``BudgetError`` where the budgets can't
-    hold the plan.
+    That are the batch size, and whether floats rest packed. Raises ``ConfigError`` where the map doesn't fit the model
+    or the machine, ``BudgetError`` where the budgets can't hold the plan.
     """
     _require_devices(inputs.choice, inputs.overrides, inputs.machine)
+    options, refusal = [], None
+    for one in filter(None, (inputs.plain, inputs)):
+        try:
+            options.append(_soonest_size(one))
+        except BudgetError as error:
+            refusal = error
+    if refusal is not None and not options:
+        raise refusal
+    plan = min(options, key=lambda option: option.seconds).plan
+    require_room(plan, inputs.machine)
+    return replace(plan, notes=(*plan.notes, *inputs.notes))
+
+
+def _soonest_size(inputs: PlanInputs) -> PlanOption:
+    """Return the plan of these inputs; where the batch size is open, of the soonest one."""
     placed = cache(partial(_placed, inputs))
     *larger, least = inputs.demands
     found = {least: _least_plan(inputs, least, inputs.demands[least], placed)}
@@ -162,9 +171,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
             found[size] = option
         elif inputs.lockstep:
             break
-    plan = choose(found, fewest=inputs.lockstep)
-    require_room(plan, inputs.machine)
-    return replace(plan, notes=(*plan.notes, *inputs.notes))
+    return choose(found, fewest=inputs.lockstep)
 
 
 def _larger_plan(inputs: PlanInputs, size: int | None, placed: _Placed) -> PlanOption | None:
@@ -312,20 +319,17 @@ def _placed(
 
 def _place(inputs: PlanInputs, step: Step, allowed: Budgets, by_blocks: bool) -> Placement:
     """Return the placement of the policy in the budgets ``allowed``, accelerators unpacking where that is sooner."""
-    return with_unpacking(
-        inputs.outline,
-        allowed,
-        lambda outline, budgets: _place_in(inputs, step, outline, budgets, by_blocks),
-        lambda outline, placement, budgets: forecast(lay_out(outline, placement, budgets), step, inputs.rates).seconds,
-    )
-
-
-def _place_in(inputs: PlanInputs, step: Step, outline: Outline, allowed: Budgets, by_blocks: bool) -> Placement:
-    choice = inputs.choice
+    outline, choice = inputs.outline, inputs.choice
     if inputs.execution == options.FASTEST:
         return with_host_layers(outline, allowed, inputs.rates, step=step)
+    search = Search(inputs.rates, step, by_blocks=by_blocks)
     if choice.policy == "optimal":
-        return optimal(outline, allowed, inputs.rates, step=step, by_blocks=by_blocks)
+        return search.optimal(outline, allowed)
+    return search.unpacking_too(outline, allowed, lambda rooms, _: [_by_policy(choice, outline, rooms)])
+
+
+def _by_policy(choice: options.Choice, outline: Outline, allowed: Budgets) -> Placement:
+    """Return the one placement of a policy that doesn't weigh any, or of an explicit map."""
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
     if choice.policy == options.OFFLOAD:

@@ -1,13 +1,11 @@
-"""The policies: pure functions from an outline and budgets to a placement, one file each."""
+"""The policies: pure functions from an outline and budgets to a placement."""
 
 from collections.abc import Callable, Mapping
 
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement
-from offstage.stages.plan.policies.balanced import balanced
-from offstage.stages.plan.policies.balanced_low_0 import balanced_low_0
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.sequential import sequential
+from offstage.stages.plan.policies.whole_layers import balanced, balanced_low_0, sequential
 
 Policy = Callable[[Outline, Budgets], Placement]
 

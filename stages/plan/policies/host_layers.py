@@ -26,7 +26,7 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
 from offstage.stages.plan.placement import Budgets, Placement
 from offstage.stages.plan.policies.even_choice import GOLDEN, turns
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.token_time import HostShare
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU
@@ -56,7 +56,8 @@ def with_host_layers(outline: Outline, budgets: Budgets, rates: Rates, *, step: 
     Between layers that compute elsewhere the output of one goes over the link. Of the members of a ``step`` each
     computes that for itself.
     """
-    exact = optimal(outline, budgets, rates, step=step)
+    search = Search(rates, step)
+    exact = search.optimal(outline, budgets)
     if exact.main == CPU or CPU not in exact.homes.values():
         return exact
     worth = 2 * HostShare(crossings=1, output=step.output).crossing_seconds(rates) * rates.slowest_link
@@ -64,7 +65,7 @@ def with_host_layers(outline: Outline, budgets: Budgets, rates: Rates, *, step: 
 
     @cache
     def placed(count: int) -> Placement:
-        return _placed(outline, budgets, rates, step, units[:count]) if count else exact
+        return _placed(outline, budgets, search, units[:count]) if count else exact
 
     @cache
     def seconds(count: int) -> float:
@@ -95,12 +96,12 @@ def _fewest(most: int, seconds: Callable[[int], float]) -> int:
     return min(count for count in tried if seconds(count) <= ALIKE * least)
 
 
-def _placed(outline: Outline, budgets: Budgets, rates: Rates, step: Step, units: Sequence[_Unit]) -> Placement:
-    """Return the placement of which ``units`` compute on the host, and the other layers lie as ``optimal`` has them."""
+def _placed(outline: Outline, budgets: Budgets, search: Search, units: Sequence[_Unit]) -> Placement:
+    """Return the placement of which ``units`` compute on the host, and the other layers lie as ``search`` has them."""
     tensors = frozenset[str]().union(*(unit.tensors for unit in units))
     room = budgets.get(CPU, 0)
     left = room if room is None else room - sum(unit.bytes for unit in units)
-    rest = optimal(outline.without(tensors), {**budgets, CPU: left}, rates, step=step)
+    rest = search.optimal(outline.without(tensors), {**budgets, CPU: left})
     homes = {**rest.homes, **dict.fromkeys(map(outline.skeleton.leader, tensors), CPU)}
     computes = {layer: CPU for unit in units for layer in unit.layers}
     return replace(rest, homes=homes, computes={**rest.computes, **computes})

@@ -6,18 +6,19 @@ layer. Some reserves are tried: the smallest that works isn't always the one tha
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from offstage.stages.empty_init.skeleton import parent
-from offstage.stages.plan.outline import Layer, Outline
+from offstage.stages.plan.outline import PARTS, PARTS_UNPACKED, Layer, Outline
 from offstage.stages.plan.policies.even_choice import fitting
-from offstage.stages.plan.policies.subset_sums import subset_sums
 
+_MOST_SUMS = 2048
+"""How many subset sums of one layer are kept; a layer with more of them is solved approximately."""
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
-_PARTS, _PARTS_PACKED = 2, 4
-"""How many of the largest parts are to have room at once: one computes while others are read, or read and unpacked."""
 
 
 def least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alone: bool = True) -> set[str] | None:
@@ -30,7 +31,7 @@ def least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alon
     shapes = [_shape(outline, layer) for layer in layers]
     kinds = {shape: subset_sums([size for size, _ in shape]) for shape in dict.fromkeys(shapes)}
     total, counts = sum(layer.bytes for layer in layers), Counter(shapes)
-    parts = _PARTS_PACKED if any(name in outline.packed for layer in layers for name in layer.owned) else _PARTS
+    parts = PARTS_UNPACKED if any(name in outline.packed for layer in layers for name in layer.owned) else PARTS
     roomy: list[set[str]] = []
     tight: list[set[str]] = []
     for reserve in sorted({count for kind in kinds.values() for count in kind.sums}):
@@ -70,3 +71,33 @@ def _largest_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape
             held[module] += size
         parts += list(held.values()) * min(most, counts[shape])
     return sum(sorted(parts)[-most:])
+
+
+@dataclass(frozen=True, slots=True)
+class SubsetSums:
+    """The subset sums of a layer's tensors, ascending, each with the positions of the tensors that make it."""
+
+    sums: Sequence[int]
+    members: Sequence[frozenset[int]]
+
+    def largest(self, limit: int) -> int:
+        """Return the largest sum that is at most ``limit``."""
+        return self.sums[bisect_right(self.sums, limit) - 1]
+
+    def within(self, limit: int) -> frozenset[int]:
+        """Return the positions of the tensors that make the largest sum that is at most ``limit``."""
+        return self.members[bisect_right(self.sums, limit) - 1]
+
+
+def subset_sums(sizes: Sequence[int]) -> SubsetSums:
+    """Return all sums of subsets of ``sizes``, or ``_MOST_SUMS`` of them, spread evenly, where there are more."""
+    found: dict[int, frozenset[int]] = {0: frozenset()}
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        found |= {total + sizes[place]: chosen | {place} for total, chosen in found.items()} | found
+        if len(found) > _MOST_SUMS:
+            kept = sorted(found)
+            step = len(kept) / _MOST_SUMS
+            found = {kept[int(index * step)]: found[kept[int(index * step)]] for index in range(_MOST_SUMS)}
+    whole = sum(sizes)
+    found[whole] = frozenset(range(len(sizes)))
+    return SubsetSums(tuple(sorted(found)), tuple(found[total] for total in sorted(found)))

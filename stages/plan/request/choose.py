@@ -59,8 +59,8 @@ class PlanOption:
     seconds: float
 
 
-def choose(options: Mapping[int | None, PlanOption], *, fewest: bool) -> Plan:
-    """Return the plan of the least seconds of ``options``, which are by the number that compute together.
+def choose(options: Mapping[int | None, PlanOption], *, fewest: bool) -> PlanOption:
+    """Return that of the least seconds of ``options``, which are by the number that compute together.
 
     Of those that are alike within a twentieth it is that of the ``fewest``, where more would bring nothing; or else the
     one that streams the least, then that of the largest batch: beside a budget that is given, where the size moves no
@@ -73,7 +73,7 @@ def choose(options: Mapping[int | None, PlanOption], *, fewest: bool) -> Plan:
         streamed = float(options[size].plan.forecast["streamed_bytes_per_token"])
         return (0.0, size or 1) if fewest else (streamed, -(size or 1))
 
-    return options[min(alike, key=order)].plan
+    return options[min(alike, key=order)]
 
 
 def brings_more(option: PlanOption, others: Iterable[PlanOption]) -> bool:

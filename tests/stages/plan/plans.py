@@ -14,7 +14,7 @@ from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.machine.rates import Rates, read_rates
 from offstage.stages.plan.inputs import gather_inputs
 from offstage.stages.plan.layout import lay_out
-from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
+from offstage.stages.plan.lossless import possible_packing
 from offstage.stages.plan.memory_needs import MemoryNeeds
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
@@ -39,9 +39,7 @@ def make_plan(
     """
     rates = rates or read_rates(config.get("hardware") or {})
     storage, machine = read(PlanConfig, config).storage, hardware(config)
-    possible = possible_packing(storage, outline, config)
-    packing = choose_packing(storage, possible, with_copies(outline, possible), rates)
-    outline = with_copies(outline, packing)
+    packing = possible_packing(storage, outline, config)
     inputs = gather_inputs(outline, config, machine=machine, rates=rates, kernels=kernels, packing=packing)
     return plan_from(inputs)
 

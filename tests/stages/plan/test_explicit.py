@@ -5,7 +5,7 @@ import pytest
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.plan.placement import all_homes, fold
 from offstage.stages.plan.policies.explicit import explicit, override
-from offstage.stages.plan.policies.sequential import sequential
+from offstage.stages.plan.policies.whole_layers import sequential
 from tests.stages.plan.skeletons import outline, stack
 
 FC = {"fc.weight": 4, "fc.bias": 1, "head.weight": 4}

@@ -12,7 +12,7 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.sequential import sequential
+from offstage.stages.plan.policies.whole_layers import sequential
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.empty_init.test_expert_lists import described

@@ -13,7 +13,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan import lossless, options
-from offstage.stages.plan.lossless import NOMINAL, choose_packing, pays, possible_packing, with_copies
+from offstage.stages.plan.lossless import NOMINAL, possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig, StorageConfig
 from offstage.stages.plan.outline import Outline
 from tests.stages.plan.plans import make_plan
@@ -23,12 +23,26 @@ SHARE = 0.67
 
 @pytest.mark.parametrize("unpacking", [10**9, 4 * 10**9, 10**10])
 def test_packing_pays_below_the_rate_at_which_unpacking_and_using_take_as_long_as_reading_plain(unpacking: int) -> None:
-    host, used = 10**10, 10**9
-    rests = round(SHARE * used)
-    even = (1 - SHARE / 4) / (1 / unpacking + 1 / host)  # a quarter of what goes on beside the longer one is added
-    assert pays(used, rests, Rates(storage=round(even * 0.99), host=host, unpacking=unpacking))
-    assert not pays(used, rests, Rates(storage=round(even * 1.01), host=host, unpacking=unpacking))
-    assert not pays(used, used, Rates(storage=10**6, host=host, unpacking=unpacking)), "nothing is read in fewer bytes"
+    host = 10**10
+    even = (1 - NOMINAL["bfloat16"] / 4) / (1 / unpacking + 1 / host)  # a quarter of what is beside the longer is added
+    asked = config("auto", "direct", storage="1GB")
+    for share, packs in ((0.98, "zstd"), (1.02, None)):
+        rates = Rates(storage=round(even * share), host=host, unpacking=unpacking, calls=10**9)
+        assert make_plan(weights(), asked, rates=rates).codec == packs
+
+
+def test_beside_an_accelerator_auto_weighs_what_unpacking_takes_while_it_computes() -> None:
+    """A host that also computes would be busy with that: its rate says nothing of what unpacks for an accelerator."""
+    asked = config("auto", "direct", storage="1GB") | {"device_map": "optimal", "max_memory": {"0": "150kB", "cpu": 0}}
+    asked["hardware"] = {**asked["hardware"], "devices": [{"memory": "1GB"}]}
+    rates = Rates(storage=2 * 10**9, host=10**9, unpacking=4 * 10**9, calls=10**9)
+    assert make_plan(weights(), asked, rates=rates).codec == "zstd"
+    assert make_plan(weights(), config("auto", "direct", storage="1GB"), rates=rates).codec is None
+
+
+def test_what_is_resident_as_it_is_used_is_not_packed() -> None:
+    asked = config("auto", "direct", storage="1MB") | {"device_map": "optimal", "max_memory": {"cpu": "1MB"}}
+    assert make_plan(weights(), asked).codec is None
 
 
 @pytest.mark.parametrize(
@@ -109,15 +123,6 @@ def test_weights_that_all_learn_and_those_looked_up_stay_as_they_are() -> None:
     packing = possible_packing(StorageConfig(codec="zstd"), outline, {})
     assert with_copies(outline, packing).packed.keys() == {"b.weight"}
     assert with_copies(outline, None) is outline
-
-
-def test_auto_weighs_what_does_not_shrink_too() -> None:
-    outline = weights()
-    possible = possible_packing(StorageConfig(codec="auto"), outline, {})
-    slow = Rates(storage=10**6, host=10**10, unpacking=10**9)
-    packed = with_copies(outline, possible)
-    assert choose_packing(StorageConfig(codec="auto"), possible, packed, slow) == possible
-    assert choose_packing(StorageConfig(codec="auto"), None, outline, slow) is None
 
 
 def config(codec: str, io: str, *, storage: str) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from offstage.stages.plan.placement import (
     held_bytes,
     resident_bytes,
 )
-from offstage.stages.plan.policies.balanced import balanced
+from offstage.stages.plan.policies.least_streamed import subset_sums
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.sequential import sequential
-from offstage.stages.plan.policies.subset_sums import subset_sums
+from offstage.stages.plan.policies.whole_layers import balanced, sequential
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.skeletons import at_rest, outline

@@ -16,7 +16,7 @@ from offstage.stages.plan.assembly import plan_of
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.placement import all_homes, fold
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.policies.sequential import sequential
+from offstage.stages.plan.policies.whole_layers import sequential
 from offstage.stages.plan.stage import PlanStage
 from offstage.stages.units import CPU, DISK
 from tests.stages.plan.plans import make_plan, of

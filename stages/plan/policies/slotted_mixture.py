@@ -7,7 +7,7 @@ needed then. What they leave is for what every token needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from offstage.stages.empty_init.skeleton import parent
@@ -23,19 +23,19 @@ from offstage.stages.units import CPU, DISK, DeviceId
 class SlottedMixture:
     """The model of ``outline`` under ``budgets``, computed by the devices ``computing``.
 
-    ``place_dense`` places all but the experts in the budgets that it is given.
+    ``place_dense`` places all but the experts in the budgets that it is given, in some ways.
     """
 
     outline: Outline
     budgets: Budgets
     computing: Collection[DeviceId]
-    place_dense: Callable[[Budgets], Placement]
+    place_dense: Callable[[Budgets], Iterable[Placement]]
 
     def placements(self) -> Iterator[Placement]:
-        """Yield the placements that fit, the best first."""
+        """Yield those that fit: with slots for all experts of a token, or else with one."""
         one, slots = _largest_expert(self.outline), roomy_slots(self.outline)
         roomy = self._beside(slots, slots * one)
-        yield from [roomy] if roomy else self._with_one_slot(one, (slots - LEAST) * one)
+        yield from roomy or self._with_one_slot(one, (slots - LEAST) * one)
 
     def _with_one_slot(self, one: int, others: int) -> Iterator[Placement]:
         """Yield the placements beside a single slot, of ``one`` expert.
@@ -44,15 +44,14 @@ class SlottedMixture:
         there is room for them, would push out weights that every token needs: more budget is never to bring more bytes.
         """
         found, fits, much = self._beside(LEAST, LEAST * one), 0, others
-        while found is not None and much - fits > 1:
+        while found and much - fits > 1:
             left = (fits + much) // 2
             tried = self._beside(LEAST, LEAST * one + left)
-            found, fits, much = (found, fits, left) if tried is None else (tried, left, much)
-        tight = self._beside(LEAST, LEAST * one, tight=True)
-        yield from (placement for placement in (found, tight) if placement is not None)
+            found, fits, much = (tried, left, much) if tried else (found, fits, left)
+        yield from found or self._beside(LEAST, LEAST * one, tight=True)
 
-    def _beside(self, slots: int, left: int, *, tight: bool = False) -> Placement | None:
-        """Return the placement with so many ``slots``, and ``left`` bytes that hold nothing else; null if none fits.
+    def _beside(self, slots: int, left: int, *, tight: bool = False) -> list[Placement]:
+        """Return the placements with so many ``slots``, and ``left`` bytes that hold nothing else, if any fits.
 
         The reserve is a layer's; if ``tight``, the least.
         """
@@ -61,11 +60,9 @@ class SlottedMixture:
             for device, room in self.budgets.items()
         }
         free = {**rooms, **{device: _less(rooms.get(device, 0), left) for device in self.computing}}
-        placement = _with_experts_below(self.outline, self.place_dense(free), self.budgets)
-        if placement.main not in self.computing:
-            return None
-        short = lay_out(self.outline, placement, self.budgets).shortage(slots=slots, tight=tight)
-        return placement if short is None else None
+        placed = (_with_experts_below(self.outline, dense, self.budgets) for dense in self.place_dense(free))
+        layouts = [lay_out(self.outline, one, self.budgets) for one in placed if one.main in self.computing]
+        return [layout.placement for layout in layouts if layout.shortage(slots=slots, tight=tight) is None]
 
 
 def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) -> Placement:

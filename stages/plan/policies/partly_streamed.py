@@ -1,0 +1,225 @@
+"""Placements of which a part of every layer stays where it computes, and the rest is streamed.
+
+A no-split layer must compute on one device; its tensors needn't wait on one. So part of each layer stays and the rest
+is streamed, which saves twice: the budget is filled to within a tensor, and the reserve shrinks from the largest layer
+to the largest streamed part of one. The same part of every layer is streamed, so that storage is never idle while
+resident layers compute: a token then takes the longer of reading and computing, and not their sum.
+
+Several accelerators each have their share of the layers, hold parts of those and stream the rest over links of their
+own (``link_shares``); or one streams, and the others hold whole layers. Where the budget can't hold a layer's worth at
+all, everything streams, part by part; or the widest weights do, by blocks of rows. A head of 128k words is the largest
+part of most models: what holds it whole, or a reserve for it, has less room for all else, and a product with it can
+take as much again beside it, where a kernel copies its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.filling import fill
+from offstage.stages.plan.layout import lay_out
+from offstage.stages.plan.outline import Layer, Outline
+from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, resident_bytes
+from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
+from offstage.stages.plan.policies.least_streamed import least_streamed
+from offstage.stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
+from offstage.stages.plan.row_blocks import divisible, least_sizes
+from offstage.stages.units import CPU, DISK, DeviceId
+
+_EVENED = 3
+"""How often layers are shared out anew to several links, by what each was to bring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The homes of what accelerators hold as ``whole`` layers, and the layers that others hold ``partly``."""
+
+    whole: Mapping[str, DeviceId]
+    partly: Mapping[DeviceId, Sequence[Layer]]
+
+
+@dataclass(frozen=True, slots=True)
+class PartlyStreamed:
+    """The placements of the model of ``outline`` under ``budgets``, streamed over at most so many ``links``; null: all.
+
+    ``rates`` are those of the links, by which layers are shared out to them.
+    """
+
+    outline: Outline
+    budgets: Budgets
+    rates: Rates
+    links: int | None = None
+
+    @property
+    def accelerators(self) -> list[DeviceId]:
+        """The accelerators with a budget."""
+        return budgeted_accelerators(self.budgets)
+
+    @property
+    def main(self) -> DeviceId:
+        """The device that computes what none holds: the first accelerator with a budget, or the host."""
+        return next(iter(self.accelerators), CPU)
+
+    def placements(self) -> Iterator[Placement]:
+        """Yield those of partly resident layers: to one accelerator, and to as many as can stream.
+
+        Where links are unlike a slow one may be better left out: then fewer are tried too.
+        """
+        for plain_stays in (False, True) if self.outline.packed else (False,):
+            alone, *spread = self._shares()
+            yield from self._split(alone, plain_stays=plain_stays)
+            tried = ([*self._evened(shares, plain_stays=plain_stays)] for shares in spread)
+            yield from chain.from_iterable(tried) if self.rates.links else next(filter(None, tried), ())
+
+    def resident(self) -> Iterator[Placement]:
+        """Yield that on the host of which nothing is streamed but rows of tables, if the budgets can hold it."""
+        yield from (one for one in self._split(self._alone()) if not lay_out(self.outline, one).kept_free())
+
+    def part_by_part(self) -> Iterator[Placement]:
+        """Yield those of which all is streamed to one accelerator or several, if they can hold what is in use."""
+        for shares in self._shares():
+            names = [name for layer in self.outline.layers for name in layer.owned if name not in shares.whole]
+            homes = {**shares.whole, **below(self.outline, names, self.main, self.budgets)}
+            placement = _sharing(self.outline, Placement(homes, self.main), shares)
+            if lay_out(self.outline, placement, self.budgets).shortage(tight=True) is None:
+                yield placement
+
+    def by_blocks(self) -> Iterator[Placement]:
+        """Yield those on the host of which the widest weights come by blocks of rows, and others partly stay.
+
+        The widest are the widest alone, or those of the two widest sizes, and so on.
+        """
+        outline, room = self.outline, self.budgets.get(CPU)
+        if self.main != CPU or room is None:
+            return
+        least = least_sizes(outline)
+        for wide in _wide_sets(outline):
+            block = max(least[name] for leader in wide for name in outline.skeleton.names_of(leader))
+            beside = replace(self, budgets={**self.budgets, CPU: room - block})
+            for placement in beside._split(self._alone(), wide=wide):
+                away = {name for name, home in placement.homes.items() if home == DISK} - wide - outline.lookups
+                ahead = outline.read_ahead_bytes(away, unpacked=not away.isdisjoint(outline.packed))
+                left = room - resident_bytes(outline, placement.homes)[CPU] - ahead - block
+                more = fitting(outline, away, max(0, left))
+                yield replace(placement, homes={**placement.homes, **dict.fromkeys(more, CPU)})
+
+    def _shares(self) -> Iterator[Shares]:
+        """Yield how layers can be shared out: partly to the main device alone, or to accelerators that may stream."""
+        yield self._alone()
+        rooms = {device: room for device in self.accelerators if (room := self.budgets[device]) is not None}
+        for streaming in devices_to_share(rooms, self.rates, most=self.links or len(rooms)):
+            homes, rest = self._whole_layers([device for device in rooms if device not in streaming])
+            wanted = wanted_bytes(rest, {device: rooms[device] for device in streaming}, self.rates)
+            yield Shares(homes, share_layers(self.outline, rest, wanted))
+
+    def _alone(self) -> Shares:
+        homes, rest = self._whole_layers(self.accelerators[1:])
+        return Shares(homes, {self.main: rest})
+
+    def _whole_layers(self, devices: Sequence[DeviceId]) -> tuple[dict[str, DeviceId], list[Layer]]:
+        """Return the homes of the layers that ``devices`` hold whole, and the layers left."""
+        if not devices:
+            return {}, list(self.outline.layers)
+        homes = fill(self.outline, {**{device: self.budgets[device] for device in devices}, DISK: None})
+        kept = {name: home for name, home in homes.items() if home != DISK}
+        return kept, [layer for layer in self.outline.layers if not kept.keys() & set(layer.owned)]
+
+    def _evened(self, shares: Shares, *, plain_stays: bool) -> Iterator[Placement]:
+        """Yield those of ``shares``, and of such as have the links bring more evenly, if the budgets hold them."""
+        for _ in range(_EVENED):
+            placement = next(self._split(shares, plain_stays=plain_stays), None)
+            if placement is None:
+                return
+            yield placement
+            brought = {
+                device: sum(
+                    self.outline.sizes[name]
+                    for layer in layers
+                    for name in layer.owned
+                    if not isinstance(placement.homes[name], int)
+                )
+                for device, layers in shares.partly.items()
+            }
+            left = {layer.name for layers in shares.partly.values() for layer in layers}
+            layers = [layer for layer in self.outline.layers if layer.name in left]
+            again = share_layers(self.outline, layers, evened_bytes(shares.partly, brought, self.rates))
+            if again == shares.partly:
+                return
+            shares = replace(shares, partly=again)
+
+    def _split(
+        self, shares: Shares, *, plain_stays: bool = False, wide: frozenset[str] = frozenset()
+    ) -> Iterator[Placement]:
+        """Yield the placement of partly resident layers, if the budgets can hold one.
+
+        If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes. What is ``wide``
+        is streamed in any case, by blocks of rows.
+        """
+        outline, main, alone = self.outline, self.main, len(shares.partly) == 1
+        to_main = alone and main in shares.partly
+        homes, away = dict(shares.whole), set[str]()
+        for device, layers in shares.partly.items():
+            streamed = self._streamed_of(layers, device, plain_stays=plain_stays, alone=alone, wide=wide)
+            if streamed is None:
+                return
+            homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
+            away |= streamed
+        names = [name for layer in outline.layers for name in layer.owned if name in away]
+        homes |= below(outline, names, main, self.budgets)
+        held = set(homes.values())
+        first = main if to_main else next((device for device in self.accelerators if device in held), main)
+        placement = _sharing(outline, Placement(homes, first), shares)
+        short = lay_out(outline, placement, self.budgets).shortage(tight=bool(wide))
+        if short is None and (main in held or not to_main):
+            yield placement
+
+    def _streamed_of(
+        self, layers: Sequence[Layer], device: DeviceId, *, plain_stays: bool, alone: bool, wide: frozenset[str]
+    ) -> set[str] | None:
+        """Return the tensors of ``layers`` that are streamed to ``device``, if others fit into its budget, or null."""
+        outline, room = self.outline, self.budgets.get(device, 0)
+        if room is None:
+            return None
+        owned = {name for layer in layers for name in layer.owned}
+        tables = owned & outline.tables if device == CPU else set[str]()
+        stays = owned - outline.packed.keys() - tables if plain_stays else set[str]()
+        if device == CPU:  # what code makes is there anyway
+            stays |= outline.computed & owned
+        left = room - total_bytes(outline, stays)
+        streamed = least_streamed(outline, _without(outline, layers, tables | stays | wide), left, alone=alone)
+        if streamed is None:
+            return None
+        streamed |= wide
+        kept = sum(layer.bytes for layer in layers) - total_bytes(outline, streamed | tables)
+        return streamed | (tables - fitting(outline, tables, 0 if streamed else room - kept))
+
+
+def _sharing(outline: Outline, placement: Placement, shares: Shares) -> Placement:
+    """Return ``placement`` with those layers computing where their share is that have nothing on any accelerator."""
+    computes: dict[str, DeviceId] = {}
+    for device, layers in shares.partly.items():
+        for layer in layers if device != placement.main else ():
+            leaders = map(outline.skeleton.leader, layer.owned or layer.tensors)
+            if not any(isinstance(placement.homes[leader], int) for leader in leaders):
+                computes[layer.name] = device
+    return replace(placement, computes=computes)
+
+
+def _without(outline: Outline, layers: Sequence[Layer], names: set[str]) -> list[Layer]:
+    """Return ``layers`` without the tensors ``names``."""
+    left = [(layer, tuple(name for name in layer.owned if name not in names)) for layer in layers]
+    return [replace(layer, owned=mine, bytes=sum(outline.sizes[name] for name in mine)) for layer, mine in left]
+
+
+def _wide_sets(outline: Outline) -> Iterator[frozenset[str]]:
+    """Yield the leaders of the widest divisible weights, of the two widest sizes, and so on; tied tables count too."""
+    divided = divisible(outline)
+    users = {
+        name: set(outline.skeleton.names_of(name)) - outline.lookups for layer in outline.layers for name in layer.owned
+    }
+    wide = {leader: outline.sizes[leader] for leader, names in users.items() if names and names <= divided}
+    for least in sorted(set(wide.values()), reverse=True):
+        yield frozenset(leader for leader, size in wide.items() if size >= least)
