@@ -157,6 +157,27 @@ def test_the_budget_is_shared_between_what_lies_as_it_is_used_and_packed() -> No
     assert plan.devices["cpu"].weights == 10 * lying["resident"] + 5 * lying["packed"]
 
 
+@pytest.mark.parametrize(("budget", "parts"), [("80", 4), ("120", 2)])
+def test_what_is_read_and_unpacked_has_room_for_four_parts_and_what_waits_in_memory_for_two(
+    budget: str, parts: int
+) -> None:
+    """One computes while others are read, and unpacked: only what comes from storage waits for that."""
+    plan = optimal_plan(halved(stack(20)), rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu=budget)
+    assert ("disk" in plan.homes.values()) == (parts == 4)
+    assert int(budget) - plan.devices["cpu"].weights == 10 * parts
+
+
+def test_slots_leave_room_for_four_parts_that_are_read_and_unpacked() -> None:
+    plain = mixture("Mixtral")
+    dense = {name: size for name, size in plain.sizes.items() if name in plain.dense.sizes and size > 1000}
+    parts = sorted((size for name, size in dense.items() if name not in plain.lookups), reverse=True)
+    budget = 2 * sum(parts)
+    for model, count in ((at_rest(plain, {name: size // 2 for name, size in dense.items()}), 4), (plain, 2)):
+        layout = lay_out(model, Placement(dict.fromkeys(model.sizes, "disk"), "cpu"), {"cpu": budget, "disk": None})
+        pool, left = layout.pools["cpu"], budget - sum(parts[:count])
+        assert layout.rooms["cpu"].slots == left // pool.unit_bytes * pool.unit_bytes < pool.bytes
+
+
 def test_an_accelerator_has_waiting_on_the_host_packed_what_would_be_on_disk() -> None:
     model = halved(stack(20))
     plan = optimal_plan(model, rates=Rates(storage=10, link=10**6, unpacking=10**6), _0="40", cpu="50")
@@ -188,12 +209,12 @@ def test_experts_wait_on_the_host_packed_where_storage_would_be_slower(accelerat
 
 def test_what_is_not_packed_stays_before_what_is_read_in_fewer_bytes() -> None:
     model = at_rest(stack(20), {f"layers.{index}.weight": 5 for index in range(10)})
-    plan = optimal_plan(model, rates=Rates(storage=10, host=10**6, unpacking=50), cpu="140")
+    plan = optimal_plan(model, rates=Rates(storage=10, host=10**6, unpacking=50), cpu="150")
     assert {name for name, home in plan.homes.items() if home == "disk"} <= model.packed.keys()
 
 
 def test_the_screen_says_what_rests_packed_where_and_by_which_codec() -> None:
-    plan = optimal_plan(halved(stack(20)), rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="60")
+    plan = optimal_plan(halved(stack(20)), rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="80")
     assert packed_bytes(plan) == {"half": {"used": 200, "cpu": 40, "disk": 60}}
     assert packed_told(plan) == ["half: 40 B on cpu and 60 B on disk rest packed, 200 B as they are used"]
     assert packed_told(optimal_plan(stack(20), rates=RATES, cpu="60")) == []
