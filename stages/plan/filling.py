@@ -37,22 +37,28 @@ def fill(outline: Outline, budgets: Budgets) -> dict[str, DeviceId]:
     A device that can't take the next layer is closed. The last device takes what is left, whatever its budget:
     ``checks.require_fit`` refuses that.
     """
-    homes: dict[str, DeviceId] = {}
-    waiting: list[str] = []
+    devices = layer_devices(outline, budgets)
+    return {name: device for layer, device in zip(outline.layers, devices, strict=True) for name in layer.owned}
+
+
+def layer_devices(outline: Outline, budgets: Budgets) -> list[DeviceId]:
+    """Return the device of each layer under ``fill``; one without any bytes goes with the next."""
+    found: list[DeviceId] = []
+    waiting = 0
     devices = iter(in_tier_order(budgets))
     device = next(devices)
     free = budgets[device]
     for layer in outline.layers:
-        waiting += layer.owned
+        waiting += 1
         if not layer.bytes:
             continue
         while free is not None and layer.bytes > free:
             following = next(devices, None)
             device, free = (device, None) if following is None else (following, budgets[following])
         free = None if free is None else free - layer.bytes
-        homes |= dict.fromkeys(waiting, device)
-        waiting.clear()
-    return homes | dict.fromkeys(waiting, device if homes else CPU)
+        found += [device] * waiting
+        waiting = 0
+    return found + [device if found else CPU] * waiting
 
 
 def place(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:

@@ -110,17 +110,22 @@ class Search:
         if not lay_out(outline, whole).kept_free():
             yield from self._resident(outline, budgets, whole)
             return
-        parts = PartlyStreamed(outline, budgets, self.rates, self.links)
-        if mixture := list(self._mixture(outline, budgets, parts)):
-            yield from mixture
+        found = self._streamed(outline, budgets)
+        if found and (self.by_blocks or outline.experts or outline.listed):
+            yield from found
             return
-        if self.by_blocks and (divided := list(parts.by_blocks())):
-            yield from divided
-            return
-        found = [sequential(outline, budgets), *(() if outline.experts else parts.placements()), whole]
-        yield from found
-        if all(lay_out(outline, one, budgets).shortage() is not None for one in found):
+        filled = sequential(outline, budgets)
+        yield from (filled, *found, whole)
+        if not found and all(lay_out(outline, one, budgets).shortage() for one in (filled, whole)):
+            parts = PartlyStreamed(outline, budgets, self.rates, self.links)
             yield from (*parts.part_by_part(), *parts.by_blocks())
+
+    def _streamed(self, outline: Outline, budgets: Budgets) -> Sequence[Placement]:
+        """Return placements of which experts have slots, or parts of layers stream, if the budgets hold any."""
+        parts = PartlyStreamed(outline, budgets, self.rates, self.links)
+        if found := [*self._mixture(outline, budgets, parts), *(parts.by_blocks() if self.by_blocks else ())]:
+            return found
+        return () if outline.experts else list(parts.placements())
 
     def _resident(self, outline: Outline, budgets: Budgets, even: Placement) -> Iterator[Placement]:
         """Yield ``even``, of which nothing is streamed, and where memories are unlike what fills the fastest first."""
@@ -160,4 +165,6 @@ class Search:
             for placement in found:
                 yield from experts_packed(outline, placement, budgets)
         elif unpacks or any(stored_packed(outline, placement) for placement in found):
-            yield from dense_packed(outline, budgets, lambda rooms: self._as_used(outline, rooms))
+            yield from dense_packed(
+                outline, budgets, lambda rooms: self._streamed(outline, rooms) or self._as_used(outline, rooms)
+            )

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.filling import fill, place
+from offstage.stages.plan.filling import fill, layer_devices, place
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Homes, Placement, held_bytes
+from offstage.stages.plan.placement import Budgets, Homes, Placement
 from offstage.stages.units import DeviceId, in_tier_order
 
 
@@ -69,13 +69,18 @@ def _limit(outline: Outline, budgets: Budgets, devices: Collection[DeviceId]) ->
     """Return ``budgets`` with the smallest cap on ``devices`` under which all accelerators hold as much as without."""
     if not devices:
         return budgets
-    target = held_bytes(outline, fill(outline, budgets))[0]
-    low, high = 0, outline.skeleton.bytes
+    target, low, high = _accelerated(outline, budgets), 0, outline.skeleton.bytes
     while low < high:
         middle = (low + high) // 2
-        held = held_bytes(outline, fill(outline, _capped(budgets, devices, middle)))[0]
-        low, high = (low, middle) if held >= target else (middle + 1, high)
+        holds = _accelerated(outline, _capped(budgets, devices, middle)) >= target
+        low, high = (low, middle) if holds else (middle + 1, high)
     return _capped(budgets, devices, low)
+
+
+def _accelerated(outline: Outline, budgets: Budgets) -> int:
+    """Return the bytes that accelerators hold where devices are filled in order."""
+    filled = zip(outline.layers, layer_devices(outline, budgets), strict=True)
+    return sum(layer.bytes for layer, device in filled if isinstance(device, int))
 
 
 def _capped(budgets: Budgets, devices: Collection[DeviceId], cap: int) -> dict[DeviceId, int | None]:
