@@ -32,8 +32,9 @@ from offstage.stages.plan.serving import routed
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
+    from offstage.stages.shard_load.checkpoint_match import Load
     from offstage.stages.shard_load.place import PlacedWeights
-    from offstage.stages.shard_load.sources import Load, Sources
+    from offstage.stages.shard_load.sources import Sources
 
 INDEX_NAME = "offload_index.json"
 REPORT_NAME = "load_report.json"
@@ -148,14 +149,13 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
     def build(self, inputs: ShardLoadInputs, context: Context, folder: Path) -> Any:
         """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""
-        from offstage.stages.shard_load.place import refuse_infinite_served
-        from offstage.stages.shard_load.sources import check_twins, describe_index, describe_load
+        from offstage.stages.shard_load.sources import check_served, describe_index, describe_load
 
         tables = _prepare(inputs, context)
         for load, sources in tables:
-            check_twins(load)
-            if inputs.check_finite:
-                refuse_infinite_served(load, sources)
+            load.check_twins()
+            if load.check_finite:
+                check_served(load, sources)
         filled = [(load, _fill_store(inputs, context, load, sources)) for load, sources in tables]
         index = {name: entry for load, sources in filled for name, entry in describe_index(load, sources).items()}
         write_text(folder / INDEX_NAME, json.dumps(index, indent=1) + "\n")
@@ -183,7 +183,6 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
                 # What lies on the host of the checkpoint itself is streamed from there, where it isn't used there.
                 host=host_block(sources) if number == 0 and inputs.main_device != CPU else None,
                 spill_folder=_spill_folder(inputs, context, load),
-                check_finite=inputs.check_finite,
             )
             for number, (load, sources) in enumerate(filled)
         ]
@@ -214,8 +213,8 @@ def _opened(inputs: ShardLoadInputs) -> Checkpoint:
 
 def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sources]]:
     """Return the load of the checkpoint, and that of the adapter if there is one, and what their tensors come from."""
-    from offstage.stages.shard_load.adapter import prepare_adapted
-    from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare
+    from offstage.stages.shard_load.checkpoint_match import prepare, prepare_adapted
+    from offstage.stages.shard_load.sources import LoadPlan, find_sources
 
     skeleton = context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME)
     model, checkpoint, strict = context.live("empty_init"), _opened(inputs), inputs.strict
@@ -230,6 +229,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
         packed_on_host=frozenset(inputs.packed),
         packs=frozenset(inputs.packs),
     )
+    loads = [replace(load, check_finite=inputs.check_finite) for load in loads]
     return [(load, find_sources(load, plan)) for load in loads]
 
 
@@ -250,7 +250,7 @@ def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: 
     key, model = load.store_key, model_name(context.config)
     folder = Path(inputs.offload_folder or context.cache / "offload" / key)
     store = open_store(folder, key, needed_bytes=sum(needed), model=model)
-    return fill_store(load, sources, store, check_finite=inputs.check_finite, full=inputs.verify == "full")
+    return fill_store(load, sources, store, full=inputs.verify == "full")
 
 
 def _weight_files(inputs: ShardLoadInputs) -> SourceFiles:

@@ -240,18 +240,16 @@ import sys
 from pathlib import Path
 import torch
 from offstage.stages.shard_load import offload_store
-from offstage.stages.shard_load.packer import InMemory, Packer, Unpacked
+from offstage.stages.shard_load.stored_weights import bytes_of, pack
 offload_store._PUBLISH_BYTES = 30000
 store = offload_store.open_store(Path(sys.argv[1]), "k")
-tensor = offload_store.StoredTensor("bfloat16", (64, 256), ("source",))
-with Packer() as packer:
-    for number in range(10**6):
-        data = torch.full((64, 256), number % 50, dtype=torch.bfloat16)
-        tiles = packer.pack(Unpacked(InMemory(data), "bfloat16", 64 * 256, 64 * 256))
-        store.put_packed(f"t{number % 50}", tensor, tiles, run=64 * 256)
-        if number == 5:
-            store.publish()
-            print("started", flush=True)
+tensor = offload_store.StoredTensor("bfloat16", (64, 256), ("source",), run=64 * 256)
+for number in range(10**6):
+    data = torch.full((64, 256), number % 50, dtype=torch.bfloat16)
+    store.put_packed(f"t{number % 50}", tensor, pack(tensor, bytes_of(data)))
+    if number == 5:
+        store.publish()
+        print("started", flush=True)
 """
 
 
@@ -265,8 +263,8 @@ def test_a_kill_leaves_copies_that_are_whole(tmp_path: Path) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.05)
         process.kill()
-    tensor = StoredTensor("bfloat16", (64, 256), ("source",))
-    found = open_store(tmp_path, "k").find_packed({f"t{number}": tensor for number in range(50)}, full=True)
+    tensor = StoredTensor("bfloat16", (64, 256), ("source",), run=64 * 256)
+    found = open_store(tmp_path, "k").find({f"t{number}": tensor for number in range(50)}, full=True)
     assert len(found) >= 6
     for name, copy in found.items():
         assert copy is not None

@@ -1,4 +1,4 @@
-"""The field's functions for a checkpoint in a model: one file of it, or all.
+"""The field's functions that put weights into a model: a checkpoint, offloaded weights, or a single tensor.
 
 Names and signatures are those that scripts written against accelerate know.
 """
@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,21 +20,23 @@ from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.readers import open_stored_reader
 from offstage.stages.empty_init.describe import describe
-from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
-from offstage.stages.empty_init.tied import check_tied_parameters_on_same_device
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix, parent
+from offstage.stages.empty_init.tied import (
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    retie_parameters,
+)
 from offstage.stages.machine.devices import AnyDevice, device_id, torch_device
+from offstage.stages.shard_load.checkpoint_match import Load, prepare
+from offstage.stages.shard_load.offload_folder import OffloadedWeightsLoader
 from offstage.stages.shard_load.offload_store import claim
-from offstage.stages.shard_load.place import PlacedWeights, place
-from offstage.stages.shard_load.sources import Load, LoadPlan, Sources, TensorSource, check_twins, find_sources, prepare
+from offstage.stages.shard_load.place import PlacedWeights, bind, place
+from offstage.stages.shard_load.sources import LoadPlan, Sources, find_sources
 from offstage.stages.shard_load.stored_weights import fill_store
-from offstage.stages.shard_load.tensor_in_module import torch_type
 from offstage.stages.units import CPU, DISK, DeviceId, tier
 
 PathLike = str | os.PathLike[str]
-_UNSUPPORTED = {
-    "offload_8bit_bnb": "weights are not quantized here",
-    "broadcast_from_rank0": "every process loads what it needs itself",
-}
+TiedMap = dict[int, dict[Any, torch.Tensor]]
 
 
 def load_state_dict(
@@ -44,13 +47,11 @@ def load_state_dict(
     A name goes by its longest prefix in the map; one that the map leaves out, or puts on ``disk``, is on the cpu.
     """
     reader = open_stored_reader(open_checkpoint(Path(checkpoint_file)))
-    found = {}
+    devices, found = device_map or {}, {}
     for name, entry in reader.entries.items():
-        tensor = reader.read(name, torch_dtype(entry.dtype))
-        prefix = longest_prefix(name, device_map or {})
-        found[name] = tensor.to(
-            torch_device(device_id(device_map[prefix]) if device_map and prefix is not None else CPU)
-        )
+        prefix = longest_prefix(name, devices)
+        device = CPU if prefix is None else device_id(devices[prefix])
+        found[name] = reader.read(name, torch_dtype(entry.dtype)).to(torch_device(device))
     return found
 
 
@@ -83,9 +84,15 @@ def load_checkpoint_in_model(  # the field's signature
     a kind of number that doesn't fit is a ``CheckpointError`` always. ``full_state_dict`` changes nothing: every
     process loads for itself. So ``broadcast_from_rank0`` is refused, and so is ``offload_8bit_bnb``.
     """
-    _refuse_unsupported(offload_8bit_bnb=offload_8bit_bnb, broadcast_from_rank0=broadcast_from_rank0)
+    if offload_8bit_bnb:
+        raise ConfigError("offload_8bit_bnb: True is not supported: weights are not quantized here; leave it out")
+    if broadcast_from_rank0:
+        raise ConfigError("broadcast_from_rank0: True is not supported: every process loads for itself; leave it out")
     skeleton = with_dtype(describe(model, rehearsed=False), dtype, keep_in_fp32_modules or ())
-    homes = _homes(skeleton, device_map or {"": CPU}, offload_buffers=offload_buffers)
+    homes = homes_of(skeleton, device_map or {"": CPU}, otherwise=CPU)
+    check_tied_parameters_on_same_device(skeleton.tied, device_map or {"": CPU})
+    stay = [] if offload_buffers else [spec.name for spec in skeleton.tensors if spec.kind == "buffer"]
+    homes |= {name: CPU for name in stay if homes[name] == DISK}
     load = prepare(model, skeleton, checkpoint=open_checkpoint(Path(checkpoint)), strict=strict, partial=not strict)
     # The field's index of what lies on disk has no word for what rests packed.
     sources = find_sources(load, LoadPlan(homes, unpacks=False))
@@ -101,7 +108,7 @@ def fill_model(load: Load, sources: Sources, folder: Path | None, *, spills: boo
     The folder gets an index of all of them, and is needed (a ``ConfigError``) for those that the checkpoint doesn't
     hold as they are. With ``spills`` host weights of ``.bin`` files wait on disk while the files are read.
     """
-    check_twins(load)
+    load.check_twins()
     wanted = [name for name, source in sources.items() if source.wants_store]
     if wanted and folder is None:
         raise ConfigError(
@@ -136,12 +143,6 @@ def homes_of(skeleton: Skeleton, device_map: Mapping[str, AnyDevice], *, otherwi
     return homes
 
 
-def _refuse_unsupported(**options: bool) -> None:
-    for name, value in options.items():
-        if value:
-            raise ConfigError(f"{name}: {value!r} is not supported: {_UNSUPPORTED[name]}; leave it out")
-
-
 def with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None, kept: Sequence[str]) -> Skeleton:
     """Return ``skeleton`` with its floats in ``dtype``, and in float32 those of the modules ``kept`` from float16."""
     if dtype is None:
@@ -158,39 +159,99 @@ def with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None, kept: Sequen
     return replace(skeleton, tensors=tuple(cast(spec) for spec in skeleton.tensors))
 
 
-def _homes(skeleton: Skeleton, device_map: Mapping[str, AnyDevice], *, offload_buffers: bool) -> dict[str, DeviceId]:
-    """Return each tensor's device; buffers stay on the cpu where the map says disk, unless ``offload_buffers``."""
-    homes = homes_of(skeleton, device_map, otherwise=CPU)
-    check_tied_parameters_on_same_device(skeleton.tied, device_map)
-    buffers = [] if offload_buffers else [spec.name for spec in skeleton.tensors if spec.kind == "buffer"]
-    return homes | {name: CPU for name in buffers if homes[name] == DISK}
-
-
 def _references(load: Load, sources: Sources) -> dict[str, dict[str, object]]:
     """Return index entries for what is not in a file of its own name: tensors in the checkpoint, and tied names.
 
     The field has no word for what rests packed there: no index has it.
     """
     found: dict[str, dict[str, object]] = {}
-    for source in (source for source in sources.values() if source.home == DISK):
-        names, spec = load.skeleton.names_of(source.spec.name), source.spec
-        known: dict[str, object] = {"dtype": spec.dtype, "shape": list(spec.shape)}
+    for name, source in ((name, source) for name, source in sources.items() if source.home == DISK):
+        step, names = load.step_of(name), load.skeleton.names_of(name)
+        known: dict[str, object] = {"dtype": source.spec.dtype, "shape": list(source.spec.shape)}
+        files = list(dict.fromkeys(str(at.file.path.absolute()) for at in source.at))
         if source.is_stored:
-            found |= {name: {**known, "file": f"{spec.name}.dat"} for name in names[1:]}
-        elif not _rests_packed(load, source):
-            found |= {name: {**known, **_places(load, source)} for name in names}
+            found |= {twin: {**known, "file": f"{name}.dat"} for twin in names[1:]}
+        elif not any(isinstance(load.reader.entries[part], PackedTensor) for part in step.source_names):
+            tensors = list(load.pieces_of(step))
+            one: dict[str, object] = {"safetensors_file": files[0], "weight_name": tensors[0]}
+            several: dict[str, object] = {"safetensors_files": files, "weight_names": tensors}
+            found |= {each: {**known, **(several if source.way == "by_expert" else one)} for each in names}
     return found
 
 
-def _rests_packed(load: Load, source: TensorSource) -> bool:
-    entries = (load.reader.entries[name] for name in load.step_of(source).source_names)
-    return any(isinstance(entry, PackedTensor) for entry in entries)
+def set_module_tensor_to_device(  # the field's signature
+    module: nn.Module,
+    tensor_name: str,
+    device: AnyDevice,
+    value: torch.Tensor | None = None,
+    dtype: torch.dtype | str | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedMap | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put one parameter or buffer of ``module`` on ``device``, with ``value`` as its new value if that is given.
+
+    A float is cast to ``dtype``; without it a new value takes the dtype that the tensor has. A parameter requires
+    gradients as before, and one that is there already stays the same object. ``tied_params_map`` (address of the data
+    → device → tensor) makes tensors that share their data share it on the new device as well. After a move to an
+    accelerator the memory that torch keeps there for later is given back, unless ``clear_cache`` is False.
+
+    A tensor on meta that gets no value, and a value of another shape, are a ``ValueError``; ``fp16_statistics``, which
+    belong to weights of 8 bits, a ``ConfigError``.
+    """
+    if fp16_statistics is not None:
+        raise ConfigError("fp16_statistics: weights of 8 bits are not supported; leave it out")
+    owner, attribute = module.get_submodule(parent(tensor_name)), tensor_name.rpartition(".")[2]
+    old = owner._parameters.get(attribute, owner._buffers.get(attribute))
+    target = torch.device(device)
+    if old is None:
+        raise ValueError(f"{tensor_name!r} is no parameter or buffer of {type(module).__name__}")
+    if value is None and old.is_meta and target.type != "meta":
+        raise ValueError(f"{tensor_name!r} is on the meta device and has no data to move to {target}; give a value")
+    if value is not None and value.shape != old.shape:
+        raise ValueError(f"{tensor_name!r} has shape {list(old.shape)}, and the value {list(value.shape)}")
+    pointers = [tensor.data_ptr() for tensor in (value, old) if tensor is not None and not tensor.is_meta]
+    tied = tied_params_map or {}
+    shared: dict[Any, torch.Tensor] = next((tied[pointer] for pointer in pointers if pointer in tied), {})
+    if device not in shared:
+        source = old.detach() if value is None else value.detach()
+        kept = source.dtype if value is None or dtype is not None else old.dtype
+        wanted = torch_type(dtype) if dtype is not None and source.is_floating_point() else kept
+        moved = source.to(target, wanted, non_blocking=non_blocking)
+        if value is None and moved is source:
+            return
+        is_parameter = isinstance(old, nn.Parameter)
+        shared[device] = nn.Parameter(moved, requires_grad=old.requires_grad) if is_parameter else moved
+    bind(module, (tensor_name,), shared[device])
+    if clear_cache and target.type not in ("cpu", "meta"):
+        torch.accelerator.empty_cache()
 
 
-def _places(load: Load, source: TensorSource) -> dict[str, object]:
-    """Return where a tensor is in files of the checkpoint: one of theirs, or several, one after the other."""
-    files = list(dict.fromkeys(str(at.file.path.absolute()) for at in source.at))
-    names = load.pieces_of(load.step_of(source))
-    if source.way == "by_expert":
-        return {"safetensors_files": files, "weight_names": list(names)}
-    return {"safetensors_file": files[0], "weight_name": names[0]}
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Put the tensors that ``index`` names, and that lie in ``offload_folder``, into ``model``, on the cpu.
+
+    They take the dtypes that the model has, and tied ones stay tied. Statistics of weights of 8 bits (``SCB``) are a
+    ``ConfigError``.
+    """
+    entries = index or {}
+    statistics = [name for name in entries if name.rpartition(".")[2] == "SCB"]
+    if statistics:
+        raise ConfigError(
+            f"index: {statistics[0]!r} belongs to weights of 8 bits, which are not supported; load others"
+        )
+    tied = find_tied_parameters(model)
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=entries)
+    for name in entries:
+        set_module_tensor_to_device(model, name, "cpu", value=weights[name])
+    retie_parameters(model, [sorted(group, key=lambda name: name not in entries) for group in tied])
+
+
+def torch_type(dtype: torch.dtype | str) -> torch.dtype:
+    """Return ``dtype``, which may be given by its name, with or without ``torch.``."""
+    found = getattr(torch, dtype_name(dtype), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype: {dtype!r} is no dtype of torch; give e.g. 'bfloat16'")
+    return found
