@@ -121,7 +121,6 @@ def fill_model(load: Load, sources: Sources, folder: Path | None, *, spills: boo
             raise ConfigError(f"offload_folder: {str(folder)!r} holds weights of something else; give an empty folder")
         sources = fill_store(load, sources, store)
         store.refer(_references(load, sources))
-    spills = spills and load.checkpoint.format == "bin"
     return place(load, sources, spill_folder=(folder or Path.cwd()) if spills else None)
 
 

@@ -82,7 +82,7 @@ def place(
 
     Tensors bound for the host are read into ``host``, if there is such a block. The memory held is that of the resident
     weights and, where one must be cast or built, that of its sources. With a ``spill_folder``, weights bound for the
-    host wait there until the checkpoint's files have been let go.
+    host wait there until the checkpoint's files have been let go: of pickles, since no other is held meanwhile.
     """
     began, devices = time.perf_counter(), devices or Devices()
 
@@ -92,7 +92,9 @@ def place(
 
     resident = {name: source for name, source in sources.items() if source.way == "resident"}
     made = make_tensors(load, resident, "loading", devices=devices, host=host)
-    for name, tensor in made if spill_folder is None else _spilled(load, resident, made, spill_folder):
+    if spill_folder is not None and load.checkpoint.format == "bin":
+        made = _spilled(load, resident, made, spill_folder)
+    for name, tensor in made:
         put(load.skeleton.names_of(name), tensor, resident[name].home)
         del tensor  # or it would be held while the next one is made
     for name, source in sources.items():
