@@ -25,7 +25,7 @@ from offstage.pipeline.stage import MEASURED
 from offstage.pipeline.typed_config import NO_DEVICE
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.empty_init.describe import describe
-from offstage.stages.empty_init.skeleton import TensorSpec, upward
+from offstage.stages.empty_init.skeleton import upward
 from offstage.stages.machine.devices import device_id
 from offstage.stages.machine.hardware import Hardware, local_accelerators
 from offstage.stages.machine.host_memory import host_memory
@@ -293,18 +293,12 @@ def outline_of(
     skeleton = describe(model, no_split=classes, rehearsed=False)
     special = {name: _dtype(value) for name, value in (special_dtypes or {}).items()}
     wanted = None if dtype is None else _dtype(dtype)
-    tensors = tuple(_cast(tensor, wanted, special.get(tensor.name)) for tensor in skeleton.tensors)
-    return Outline(replace(skeleton, tensors=tensors), gathers=False, routes=False)
-
-
-def _cast(tensor: TensorSpec, wanted: str | None, special: str | None) -> TensorSpec:
-    """Return ``tensor`` at its special dtype, or at the smaller of its own and the wanted one if it isn't integral."""
-    if special is not None:
-        return replace(tensor, dtype=special)
-    integral = tensor.dtype.startswith(("int", "uint", "bool"))
-    if wanted is None or integral or DTYPE_BYTES[tensor.dtype] <= DTYPE_BYTES[wanted]:
-        return tensor
-    return replace(tensor, dtype=wanted)
+    tensors = []
+    for spec in skeleton.tensors:
+        integral = spec.dtype.startswith(("int", "uint", "bool"))
+        narrower = wanted if wanted and not integral and DTYPE_BYTES[wanted] < DTYPE_BYTES[spec.dtype] else spec.dtype
+        tensors.append(replace(spec, dtype=special.get(spec.name, narrower)))
+    return Outline(replace(skeleton, tensors=tuple(tensors)), gathers=False, routes=False)
 
 
 def _dtype(value: object) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -66,19 +66,6 @@ class Load:
     check_finite: bool = False
 
     @cached_property
-    def steps(self) -> tuple[NamingStep, ...]:
-        """The steps that make its tensors, each once, in the order of ``origins``."""
-        return tuple({id(step): step for step, _ in self.origins.values()}.values())
-
-    @cached_property
-    def leaders(self) -> Mapping[int, Mapping[str, str]]:
-        """For each step (by ``id``), the leaders of the targets that are used of it."""
-        leaders: dict[int, dict[str, str]] = {}
-        for leader, (step, target) in self.origins.items():
-            leaders.setdefault(id(step), {})[target] = leader
-        return leaders
-
-    @cached_property
     def expert_names(self) -> frozenset[str]:
         """The names of all tensors that have a row for each expert of a mixture."""
         return frozenset(name for spec in self.skeleton.experts for name in spec.tensors)
@@ -98,6 +85,14 @@ class Load:
     def step_of(self, name: str) -> NamingStep:
         """Return the step that makes the tensor ``name``."""
         return self.origins[name][0]
+
+    def steps_for(self, wanted: Container[str]) -> list[tuple[NamingStep, dict[str, str]]]:
+        """Return each step that makes tensors ``wanted``, in the order of the files, and these by its targets."""
+        found: dict[int, tuple[NamingStep, dict[str, str]]] = {}
+        for name, (step, target) in self.origins.items():
+            if name in wanted:
+                found.setdefault(id(step), (step, {}))[1][target] = name
+        return list(found.values())
 
     def pieces_of(self, step: NamingStep) -> tuple[str, ...]:
         """Return the tensors of the checkpoint that the one which ``step`` makes is, one after the other, if any."""
@@ -174,9 +169,9 @@ def prepare_adapted(
     targets = {target for step in naming.steps for target in step.targets} | set(unadapted.added.values())
     from_adapter = {spec.name for spec in skeleton.tensors if not targets.isdisjoint(skeleton.names_of(spec.name))}
     plain = {name: outer for name, outer in unadapted.names.items() if outer not in from_adapter}
-    own = Load(model, _part(skeleton, from_adapter), adapter, reader, {}, aligned=True)
-    own = _matched(own, naming, strict=strict)
-    base = _renamed(_part(skeleton, plain.values()), {outer: name for name, outer in plain.items()})
+    part = _part(skeleton, {name: name for name in from_adapter})
+    own = _matched(Load(model, part, adapter, reader, {}, aligned=True), naming, strict=strict)
+    base = _part(skeleton, {outer: name for name, outer in plain.items()})
     return [replace(prepare(unadapted.model, base, checkpoint=checkpoint, strict=strict), names=plain), own]
 
 
@@ -194,7 +189,9 @@ def _matched(load: Load, naming: Naming, *, strict: bool, partial: bool = False)
         present = [name for name in names if name in made]
         if present:
             origins[spec.name] = (made[present[0]], present[0])
-            twins += _twins(made, present)
+            # Where a converter made one of them there is none to compare.
+            sources = [made[name].source_names[0] for name in present if made[name].converter is None]
+            twins += [(sources[0], other) for other in sources[1:]]
             _check_fit(unfit, spec, step=made[present[0]], target=present[0], entries=load.reader.entries)
         elif optional and spec.kind == "parameter":
             origins[spec.name] = (NamingStep({spec.name: spec.shape}, ()), spec.name)
@@ -213,12 +210,6 @@ def _matched(load: Load, naming: Naming, *, strict: bool, partial: bool = False)
     return replace(load, origins=_by_place(origins, load.reader.entries), twins=tuple(twins))
 
 
-def _twins(made: Mapping[str, NamingStep], present: list[str]) -> list[tuple[str, str]]:
-    """Return the pairs of sources that must be equal; where a converter made one of them there is none to compare."""
-    sources = [made[name].source_names[0] for name in present if made[name].converter is None]
-    return [(sources[0], other) for other in sources[1:]]
-
-
 def _check_fit(
     unfit: Mapping[str, list[str]], spec: TensorSpec, *, step: NamingStep, target: str, entries: Mapping[str, AtRest]
 ) -> None:
@@ -235,11 +226,9 @@ def _check_fit(
         unfit["of another kind of number"].append(told)
 
 
-def _kind(dtype: str) -> str:
+def _kind(dtype: str) -> tuple[bool, bool, bool]:
     kind = torch_dtype(dtype)
-    if kind.is_floating_point or kind.is_complex:
-        return "complex" if kind.is_complex else "float"
-    return "bool" if kind is torch.bool else "integer"
+    return kind.is_floating_point, kind.is_complex, kind is torch.bool
 
 
 def _is_meta(model: nn.Module, name: str) -> bool:
@@ -297,24 +286,18 @@ def _adapter_naming(unadapted: Unadapted, entries: Mapping[str, AtRest]) -> Nami
     )
 
 
-def _part(skeleton: Skeleton, names: Collection[str]) -> Skeleton:
-    """Return ``skeleton`` with no other tensors than those of ``names``."""
+def _part(skeleton: Skeleton, names: Mapping[str, str]) -> Skeleton:
+    """Return ``skeleton`` with no other tensors than those of ``names``, called as that says.
+
+    The first of a tied group stays the first.
+    """
     return replace(
         skeleton,
-        tensors=tuple(spec for spec in skeleton.tensors if spec.name in names),
-        tied=tuple(group for group in skeleton.tied if not set(group).isdisjoint(names)),
-        experts=tuple(spec for spec in skeleton.experts if set(spec.tensors) <= set(names)),
-    )
-
-
-def _renamed(skeleton: Skeleton, names: Mapping[str, str]) -> Skeleton:
-    """Return ``skeleton`` with its tensors called as ``names`` says; the first of a tied group stays the first."""
-    return replace(
-        skeleton,
-        tensors=tuple(replace(spec, name=names[spec.name]) for spec in skeleton.tensors),
-        tied=tuple(tuple(names[name] for name in group) for group in skeleton.tied),
+        tensors=tuple(replace(spec, name=names[spec.name]) for spec in skeleton.tensors if spec.name in names),
+        tied=tuple(tuple(names[name] for name in group) for group in skeleton.tied if set(group) <= names.keys()),
         experts=tuple(
             replace(spec, tensors=tuple(names[name] for name in spec.tensors), module=parent(names[spec.tensors[0]]))
             for spec in skeleton.experts
+            if set(spec.tensors) <= names.keys()
         ),
     )

@@ -20,7 +20,7 @@ from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.readers import open_stored_reader
 from offstage.stages.empty_init.describe import describe
-from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix, parent
+from offstage.stages.empty_init.skeleton import Skeleton, longest_prefix, parent
 from offstage.stages.empty_init.tied import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
@@ -71,12 +71,11 @@ def load_checkpoint_in_model(  # the field's signature
 ) -> None:
     """Load ``checkpoint`` (a folder, a weights file or an index) into ``model``, each tensor where the map says.
 
-    Without a map all goes to the cpu; a name that the map leaves out follows one that it is tied to, and of several
-    devices for one tied tensor the fastest counts. Tensors mapped to
-    ``disk`` become meta tensors in the model; ``offload_folder`` gets an ``index.json`` that says where each can be
-    read (``OffloadedWeightsLoader`` does), and the data of those that the checkpoint doesn't hold as they are. Buffers
-    go to disk only with ``offload_buffers``. With ``offload_state_dict`` host weights of ``.bin`` files wait on disk
-    while the files are read. Parameters require gradients as they did before.
+    Without a map all goes to the cpu; see ``homes_of`` for names that the map leaves out, and for tied ones. Tensors
+    mapped to ``disk`` become meta tensors in the model; ``offload_folder`` gets an ``index.json`` that says where each
+    can be read (``OffloadedWeightsLoader`` does), and the data of those that the checkpoint doesn't hold as they are.
+    Buffers go to disk only with ``offload_buffers``. With ``offload_state_dict`` host weights of ``.bin`` files wait on
+    disk while the files are read. Parameters require gradients as they did before.
 
     Floats come in ``dtype``, by default in the model's own; in float16 the modules ``keep_in_fp32_modules`` stay in
     float32. Without ``strict``, tensors that the model has no place for, and those that the checkpoint lacks, are
@@ -84,15 +83,18 @@ def load_checkpoint_in_model(  # the field's signature
     a kind of number that doesn't fit is a ``CheckpointError`` always. ``full_state_dict`` changes nothing: every
     process loads for itself. So ``broadcast_from_rank0`` is refused, and so is ``offload_8bit_bnb``.
     """
-    if offload_8bit_bnb:
-        raise ConfigError("offload_8bit_bnb: True is not supported: weights are not quantized here; leave it out")
-    if broadcast_from_rank0:
-        raise ConfigError("broadcast_from_rank0: True is not supported: every process loads for itself; leave it out")
+    reasons = {
+        "offload_8bit_bnb": offload_8bit_bnb and "weights are not quantized here",
+        "broadcast_from_rank0": broadcast_from_rank0 and "every process loads what it needs itself",
+    }
+    for option in (option for option, reason in reasons.items() if reason):
+        raise ConfigError(f"{option}: True is not supported: {reasons[option]}; leave it out")
     skeleton = with_dtype(describe(model, rehearsed=False), dtype, keep_in_fp32_modules or ())
-    homes = homes_of(skeleton, device_map or {"": CPU}, otherwise=CPU)
-    check_tied_parameters_on_same_device(skeleton.tied, device_map or {"": CPU})
-    stay = [] if offload_buffers else [spec.name for spec in skeleton.tensors if spec.kind == "buffer"]
-    homes |= {name: CPU for name in stay if homes[name] == DISK}
+    device_map = device_map or {"": CPU}
+    homes = homes_of(skeleton, device_map, otherwise=CPU)
+    check_tied_parameters_on_same_device(skeleton.tied, device_map)
+    buffers = [] if offload_buffers else [spec.name for spec in skeleton.tensors if spec.kind == "buffer"]
+    homes |= {name: CPU for name in buffers if homes[name] == DISK}
     load = prepare(model, skeleton, checkpoint=open_checkpoint(Path(checkpoint)), strict=strict, partial=not strict)
     # The field's index of what lies on disk has no word for what rests packed.
     sources = find_sources(load, LoadPlan(homes, unpacks=False))
@@ -148,14 +150,12 @@ def with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None, kept: Sequen
         return skeleton
     wanted = dtype_name(torch_type(dtype))
     wide = kept if wanted == "float16" else ()
-
-    def cast(spec: TensorSpec) -> TensorSpec:
-        if not (torch_dtype(spec.dtype).is_floating_point and spec.persistent):
-            return spec
+    tensors = []
+    for spec in skeleton.tensors:
         stays = any(f"{module}." in spec.name or module == spec.name for module in wide)
-        return replace(spec, dtype="float32" if stays else wanted)
-
-    return replace(skeleton, tensors=tuple(cast(spec) for spec in skeleton.tensors))
+        cast = spec.persistent and torch_dtype(spec.dtype).is_floating_point
+        tensors.append(replace(spec, dtype="float32" if stays else wanted) if cast else spec)
+    return replace(skeleton, tensors=tuple(tensors))
 
 
 def _references(load: Load, sources: Sources) -> dict[str, dict[str, object]]:
@@ -166,15 +166,16 @@ def _references(load: Load, sources: Sources) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     for name, source in ((name, source) for name, source in sources.items() if source.home == DISK):
         step, names = load.step_of(name), load.skeleton.names_of(name)
-        known: dict[str, object] = {"dtype": source.spec.dtype, "shape": list(source.spec.shape)}
         files = list(dict.fromkeys(str(at.file.path.absolute()) for at in source.at))
+        tensors = list(load.pieces_of(step))
+        place: dict[str, object] = {"safetensors_files": files, "weight_names": tensors}
         if source.is_stored:
-            found |= {twin: {**known, "file": f"{name}.dat"} for twin in names[1:]}
-        elif not any(isinstance(load.reader.entries[part], PackedTensor) for part in step.source_names):
-            tensors = list(load.pieces_of(step))
-            one: dict[str, object] = {"safetensors_file": files[0], "weight_name": tensors[0]}
-            several: dict[str, object] = {"safetensors_files": files, "weight_names": tensors}
-            found |= {each: {**known, **(several if source.way == "by_expert" else one)} for each in names}
+            names, place = names[1:], {"file": f"{name}.dat"}
+        elif source.way == "in_place":
+            place = {"safetensors_file": files[0], "weight_name": tensors[0]}
+        packed = any(isinstance(load.reader.entries[part], PackedTensor) for part in step.source_names)
+        told = {"dtype": source.spec.dtype, "shape": list(source.spec.shape), **place}
+        found |= {} if packed and not source.is_stored else dict.fromkeys(names, told)
     return found
 
 

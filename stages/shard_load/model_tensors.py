@@ -34,6 +34,9 @@ from offstage.stages.units import CPU
 Fill = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 """Fills each view with the tensor of the checkpoint that is named beside it, cast to the view's dtype."""
 
+Step = tuple[NamingStep, Mapping[str, str]]
+"""What makes tensors, and these by the step's targets."""
+
 WINDOW_BYTES = 32 * 2**20
 """How much may be in memory at a time of tensors that don't stay there."""
 
@@ -48,11 +51,10 @@ def make_tensors(
     through the host on their way to the offload store ``WINDOW_BYTES`` at a time or one by one if they are larger.
     Tensors that are built come on the cpu.
     """
-    leaders = load.leaders
-    steps = [step for step in load.steps if any(name in wanted for name in leaders[id(step)].values())]
-    with byte_bar(doing, sum(map(load.source_bytes, steps))) as bar, BulkReader() as bulk:
+    steps = load.steps_for(wanted)
+    with byte_bar(doing, sum(load.source_bytes(step) for step, _ in steps)) as bar, BulkReader() as bulk:
         for batch in _batches(load, steps, wanted):
-            if isinstance(batch, NamingStep):
+            if isinstance(batch, tuple):
                 yield from _build(load, batch, wanted, bulk, bar)
                 continue
             reads = {name: _read_of(load, wanted[name], at, devices=devices, host=host) for name, at in batch.items()}
@@ -62,16 +64,16 @@ def make_tensors(
                 yield name, load.checked(name, reads.pop(name).target)
 
 
-def _batches(load: Load, steps: Sequence[NamingStep], wanted: Sources) -> Iterator[dict[str, AtRest] | NamingStep]:
+def _batches(load: Load, steps: Sequence[Step], wanted: Sources) -> Iterator[dict[str, AtRest] | Step]:
     """Yield each step by which a tensor must be built, and where those lie that can be read in bulk together."""
     batch: dict[str, AtRest] = {}
     waiting = 0
-    for step in steps:
-        name = next(iter(load.leaders[id(step)].values()))
-        spec = load.skeleton.by_name[name]
+    for step, names in steps:
+        name = next(iter(names.values()))
+        spec = wanted[name].spec
         source = _in_bulk(load.extent_of(step), spec.dtype)
         if source is None:
-            yield step
+            yield step, names
             continue
         passing = 0 if wanted[name].way == "resident" else spec.bytes
         if batch and waiting + passing > WINDOW_BYTES:
@@ -100,14 +102,14 @@ def _read_of(load: Load, source: TensorSource, at: AtRest, *, devices: Devices, 
 
 
 def _build(
-    load: Load, step: NamingStep, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
+    load: Load, made: Step, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    leaders = {target: name for target, name in load.leaders[id(step)].items() if name in wanted}
-    dtypes = {target: wanted[name].spec.dtype for target, name in leaders.items()}
+    step, names = made
+    dtypes = {target: wanted[name].spec.dtype for target, name in names.items()}
     before = bar.n
     fill = partial(_fill, load, bulk, bar.update)
     for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes, fill=fill):
-        yield leaders[target], load.checked(leaders[target], tensor)
+        yield names[target], load.checked(names[target], tensor)
         del tensor  # or it would be held while the next one is made
     bar.update(load.source_bytes(step) - (bar.n - before))  # some of it is read where nobody counts
 

@@ -42,11 +42,11 @@ from offstage.pipeline.cache.leftovers import DAMAGED, move_aside
 from offstage.pipeline.cache.locks import locked
 from offstage.pipeline.errors import OffstageError, StorageError
 from offstage.pipeline.regular_files import NotRegularError, read_json, read_object
-from offstage.stages.checkpoints.codecs.planes import NAME, PlaneCodec, codec_of
+from offstage.stages.checkpoints.codecs.planes import NAME, codec_of
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.checkpoints.packed import AtRest, rest_bytes
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.units import DTYPE_BYTES, format_bytes, tensor_bytes
+from offstage.stages.units import format_bytes, tensor_bytes
 
 FORMAT_VERSION = 2
 _OLDER_FORMATS = (1,)
@@ -72,16 +72,6 @@ class StoredTensor:
     run: int | None = None
 
     @property
-    def elements(self) -> int:
-        """How many numbers it has."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of one of them."""
-        return int(DTYPE_BYTES[self.dtype])
-
-    @property
     def bytes(self) -> int:
         """The size of the tensor in use."""
         return tensor_bytes(self.shape, self.dtype)
@@ -100,10 +90,15 @@ class StoredTensor:
         """Return what the index calls it, and its file but for the ending, if it is ``name``."""
         return name if self.run is None else f"{name}.{NAME}"
 
-    def codec(self, entry: Mapping[str, Any]) -> PlaneCodec | None:
-        """Return what unpacks the copy that an index has by this ``entry``; null where it can't be one."""
-        known = self.run is not None and entry.get("codec") == NAME
-        return codec_of(self.dtype, self.elements, entry.get("run"), entry.get("tiles")) if known else None
+    def located(self, file: ShardFile, entry: Mapping[str, Any]) -> AtRest | None:
+        """Return where it lies in ``file``, of which an index has this ``entry``; null where it can't be so."""
+        at: AtRest | None = Extent(file, 0, self.dtype, self.shape)
+        if self.run is not None:
+            known, elements = entry.get("codec") == NAME, math.prod(self.shape)
+            codec = codec_of(self.dtype, elements, entry.get("run"), entry.get("tiles")) if known else None
+            at = None if codec is None else codec.located(file, 0, self.shape)
+        right = at is not None and rest_bytes(at) == file.size and self.origin.items() <= entry.items()
+        return at if right else None
 
 
 class OffloadStore:
@@ -127,28 +122,18 @@ class OffloadStore:
         index = read_index(self.folder)
         found: dict[str, AtRest | None] = {}
         files: dict[str, SummedFile] = {}
-        codecs: dict[str, PlaneCodec | None] = {}
         for name, tensor in wanted.items():
             entry = index.get(tensor.entry_name(name), {})
-            file, codec = summed_file(self._path(tensor.entry_name(name)), entry), tensor.codec(entry)
-            size = codec.rest_bytes if codec else tensor.bytes
-            is_so = tensor.origin.items() <= entry.items() and (codec is None) == (tensor.run is None)
+            file = summed_file(self._path(tensor.entry_name(name)), entry)
             if tensor.run is not None and entry == tensor.without_copy:
                 found[name] = None
-            elif file is not None and file.size == size and is_so:
-                files[name], codecs[name] = file, codec
-        states = {name: _state(file.path) if full else None for name, file in files.items()}
+            elif file is not None and (at := tensor.located(_shard_file(file, full=full), entry)) is not None:
+                found[name], files[name] = at, file
         damaged = find_damage(files, full=full)
         for name, damage in list(damaged.items())[:1]:
             others = f", and {len(damaged) - 1} more aren't whole" if len(damaged) > 1 else ""
             _log.warning("%s: %s%s; made again", files[name].path, damage, others)
-        for name, file in files.items():
-            if name not in damaged:
-                at = ShardFile(file.path.name, file.path, file.size, None, "", states[name])
-                tensor, codec = wanted[name], codecs[name]
-                plain = Extent(at, 0, tensor.dtype, tensor.shape)
-                found[name] = plain if codec is None else codec.located(at, 0, tensor.shape)
-        return found
+        return {name: at for name, at in found.items() if name not in damaged}
 
     def put(self, name: str, tensor: StoredTensor, pieces: Iterable[memoryview]) -> None:
         """Write the bytes of one tensor, piece by piece, to its file, on disk before it takes its name."""
@@ -345,6 +330,10 @@ def _entries(path: Path) -> dict[str, Any]:
 def plain_index(folder: Path) -> dict[str, Any]:
     """Return what ``read_index`` does of those tensors that lie in ``folder`` as they are used."""
     return {name: entry for name, entry in read_index(folder).items() if "codec" not in entry}
+
+
+def _shard_file(file: SummedFile, *, full: bool) -> ShardFile:
+    return ShardFile(file.path.name, file.path, file.size, None, "", _state(file.path) if full else None)
 
 
 def _is_stale(path: Path) -> bool:

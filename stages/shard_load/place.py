@@ -6,6 +6,7 @@ waits on the host packed is read as it rests on disk, and stays so.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ from offstage.stages.machine.aligned_memory import (
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.model_tensors import make_tensors
-from offstage.stages.shard_load.sources import DiskWeights, Sources, disk_weights, located
+from offstage.stages.shard_load.sources import DiskWeights, Sources, located
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 
@@ -104,10 +105,12 @@ def place(
         elif source.way == "computed":
             put((name,), load.model.get_buffer(name), source.home)
     packed = _read_packed(load, sources)
-    steps = {id(step): step for step in map(load.step_of, resident)}
-    read_bytes = sum(map(load.source_bytes, steps.values())) + sum(source.rest_bytes for source in packed.values())
-    offloaded, seconds = disk_weights(load, {**sources, **packed}), time.perf_counter() - began
-    return PlacedWeights(load.model, offloaded, seconds, read_bytes, devices, host)
+    read_bytes = sum(load.source_bytes(step) for step, _ in load.steps_for(resident))
+    read_bytes += sum(source.rest_bytes for source in packed.values())
+    waiting = (source for source in {**sources, **packed}.values() if source.waits)
+    offloaded = {name: source for source in waiting for name in load.outer_names(source.spec.name)}
+    seconds = time.perf_counter() - began
+    return PlacedWeights(load.model, DiskWeights(offloaded), seconds, read_bytes, devices, host)
 
 
 def joined(pieces: Sequence[PlacedWeights]) -> PlacedWeights:
@@ -145,36 +148,40 @@ def _spilled(
     weights beside it the peak would be their sum; spilled and brought back after, it is the larger of the two. They
     wait in a file of no name in ``folder``, and come from its end, aligned as they were.
     """
-    waiting: list[tuple[str, torch.Size, torch.dtype, int]] = []
-    with _nameless_file(folder) as file:
+    waiting: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
+    with _spill_file(folder) as file:
         for name, tensor in made:
-            if sources[name].home != CPU:
+            if sources[name].home == CPU:
+                _spill(tensor, file, folder)
+                waiting.append((name, tuple(tensor.shape), tensor.dtype, tensor.data_ptr()))
+            else:
                 yield name, tensor
-                continue
-            try:
-                file.write(byte_view(tensor))
-                file.flush()
-            except OSError as error:
-                needed = f"{format_bytes(tensor.nbytes)} for {name!r}"
-                raise StorageError(f"{folder}: spilling {needed} failed: {error.strerror}; free some space") from error
-            waiting.append((name, tensor.shape, tensor.dtype, tensor.data_ptr()))
             del tensor
         load.reader.release()
         for name, shape, dtype, address in reversed(waiting):
-            tensor = room_for(tuple(shape), dtype, offset=address).tensor
-            begin = file.seek(-tensor.nbytes, 2)
+            tensor = room_for(shape, dtype, offset=address).tensor
+            begin = file.seek(-tensor.nbytes, os.SEEK_END)
             file.readinto(byte_view(tensor))  # type: ignore[attr-defined]
             file.truncate(begin)
             yield name, tensor
             del tensor
 
 
-def _nameless_file(folder: Path) -> IO[bytes]:
+def _spill_file(folder: Path) -> IO[bytes]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder)
     except OSError as error:
         raise StorageError(f"{folder}: can't be written: {error.strerror}; set offload_folder") from error
+
+
+def _spill(tensor: torch.Tensor, file: IO[bytes], folder: Path) -> None:
+    try:
+        file.write(byte_view(tensor))
+        file.flush()
+    except OSError as error:
+        needed = format_bytes(tensor.nbytes)
+        raise StorageError(f"{folder}: spilling {needed} failed: {error.strerror}; free some space there") from error
 
 
 def _read_packed(load: Load, sources: Sources) -> Sources:

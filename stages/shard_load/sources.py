@@ -207,12 +207,6 @@ class DiskWeights(Mapping[str, torch.Tensor]):
         return {name: source.rows for name, source in self.sources.items() if source.rows}
 
 
-def disk_weights(load: Load, sources: Sources) -> DiskWeights:
-    """Return those of ``sources`` that wait, by all names that their tensors have where what is loaded is used."""
-    waiting = (source for source in sources.values() if source.waits)
-    return DiskWeights({name: source for source in waiting for name in load.outer_names(source.spec.name)})
-
-
 def describe_index(load: Load, sources: Sources) -> dict[str, object]:
     """Return where each tensor on disk is: its place in a file, or the tensors that it is in the checkpoint."""
     index: dict[str, object] = {}

@@ -185,15 +185,17 @@ def pack(
 
     A thread for each core packs. None reads any more once the generator is closed.
     """
-    borders = tile_borders(tensor.elements, tensor.run or tensor.elements)
-    step = max(1, BLOCK_BYTES // (min(TILE_ELEMENTS, tensor.run or tensor.elements) * tensor.itemsize))
+    elements, size = math.prod(tensor.shape), torch_dtype(tensor.dtype).itemsize
+    run = tensor.run or elements
+    borders = tile_borders(elements, run)
+    step = max(1, BLOCK_BYTES // (min(TILE_ELEMENTS, run) * size))
     blocks = iter(lambda: tuple(islice(borders, step)), ())
     waiting: deque[tuple[int, Future[list[list[bytes]]]]] = deque()
     pool = ThreadPoolExecutor(min(len(allowed_cores()), _AHEAD), thread_name_prefix="packer")
     try:
         while True:
             for block in islice(blocks, _AHEAD - len(waiting)):
-                count = (block[-1][1] - block[0][0]) * tensor.itemsize
+                count = (block[-1][1] - block[0][0]) * size
                 waiting.append((count, pool.submit(_pack_block, tensor, read, block)))
             if not waiting:
                 return
@@ -207,15 +209,16 @@ def pack(
 
 def packed_share(tensor: StoredTensor, read: ByteReader) -> float:
     """Return the share of its bytes that ``tensor`` is packed to, by a few stretches of it."""
-    count = min(_SAMPLE_ELEMENTS, tensor.elements)
-    begins = {(tensor.elements - count) * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
+    elements = math.prod(tensor.shape)
+    count = min(_SAMPLE_ELEMENTS, elements)
+    begins = {(elements - count) * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
     packed = [sum(map(len, tile)) for begin in begins for tile in _pack_block(tensor, read, ((begin, begin + count),))]
-    return sum(packed) / (len(begins) * count * tensor.itemsize)
+    return sum(packed) / (len(begins) * count * torch_dtype(tensor.dtype).itemsize)
 
 
 def _pack_block(tensor: StoredTensor, read: ByteReader, borders: Sequence[tuple[int, int]]) -> list[list[bytes]]:
     """Return the frames of neighbouring tiles."""
-    size, compressor = tensor.itemsize, new_compressor()
+    size, compressor = torch_dtype(tensor.dtype).itemsize, new_compressor()
     first = borders[0][0]
     data = read(first * size, borders[-1][1] * size)
     return [

@@ -27,9 +27,11 @@ from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
 from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.shard_load import OffloadedWeightsLoader
 from offstage.stages.shard_load.offload_store import StoredTensor, open_store
+from offstage.stages.shard_load.stored_weights import opened
 from tests.stages.shard_load.checkpoints import FakeContext, assert_same, load, make_context, revive, state_of
 from tests.stages.shard_load.test_offload_store import flipped
 
@@ -149,6 +151,23 @@ def test_what_does_not_shrink_is_there_under_the_next_plan_that_has_it_wait_pack
         assert packed_of(placed)
         assert NOISY not in packed_of(placed)
         assert not state_of(placed)[NOISY].is_meta
+
+
+def test_a_file_that_is_gone_leaves_no_other_open(tmp_path: Path) -> None:
+    """As a shard that is removed while what it and others hold is to be packed."""
+    files = []
+    for name in ("there", "gone"):
+        tmp_path.joinpath(name).write_bytes(bytes(8))
+        status = tmp_path.joinpath(name).stat()
+        files.append(ShardFile(name, tmp_path / name, 8, status.st_mtime_ns, ""))
+    tmp_path.joinpath("gone").unlink()
+    with (
+        pytest.raises(CheckpointError, match="gone") as caught,
+        opened([Extent(file, 0, "uint8", (8,)) for file in files]),
+    ):
+        pass
+    assert caught.value.__traceback__ is not None  # whose frames hold what was opened
+    assert not [link for link in Path("/proc/self/fd").iterdir() if link.resolve() == tmp_path / "there"]
 
 
 def test_what_does_not_shrink_is_served_where_it_lies_and_looked_at_once(tmp_path: Path) -> None:
