@@ -1,16 +1,14 @@
 from .functions import (
+    calculate_maximum_sizes as calculate_maximum_sizes,
     check_device_map as check_device_map,
     clean_device_map as clean_device_map,
-    get_balanced_memory as get_balanced_memory,
-    get_max_memory as get_max_memory,
-    infer_auto_device_map as infer_auto_device_map,
-)
-from .module_sizes import (
-    calculate_maximum_sizes as calculate_maximum_sizes,
     compute_module_sizes as compute_module_sizes,
     compute_module_total_buffer_size as compute_module_total_buffer_size,
     convert_file_size_to_int as convert_file_size_to_int,
     dtype_byte_size as dtype_byte_size,
+    get_balanced_memory as get_balanced_memory,
     get_max_layer_size as get_max_layer_size,
+    get_max_memory as get_max_memory,
+    infer_auto_device_map as infer_auto_device_map,
 )
 from .plan import Plan as Plan

@@ -1,15 +1,17 @@
-"""The field's planning functions, on any ``nn.Module``: names and signatures that scripts are written against.
+"""The field's planning functions, on any ``nn.Module``: what its modules weigh, and device maps for it.
 
-They differ where today's behaviour hurts: a tied parameter counts once wherever it is bound, buffers are planned like
-parameters, a reserve is kept only where something is streamed, a budget that can't hold its reserve is refused instead
-of sending everything to disk, and no argument is ever changed. The order is that of registration: nothing is run.
+Names and signatures are those that scripts are written against. They differ where today's behaviour hurts: a tied
+parameter counts once wherever it is bound, buffers are planned like parameters, a reserve is kept only where something
+is streamed, a budget that can't hold its reserve is refused instead of sending everything to disk, and no argument is
+ever changed. The order is that of registration: nothing is run.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +23,9 @@ from offstage.pipeline.kernel_caches import bound_kernel_caches
 from offstage.pipeline.malloc import return_freed_memory
 from offstage.pipeline.stage import MEASURED
 from offstage.pipeline.typed_config import NO_DEVICE
+from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import upward
 from offstage.stages.machine.devices import device_id
 from offstage.stages.machine.hardware import Hardware, local_accelerators
 from offstage.stages.machine.host_memory import host_memory
@@ -30,19 +34,22 @@ from offstage.stages.plan import checks
 from offstage.stages.plan.budgets import allow, size_of
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.memory_needs import memory_needs
-from offstage.stages.plan.module_sizes import Classes, outline_of
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Homes, all_homes, fold, resident_bytes
 from offstage.stages.plan.policies import POLICIES
-from offstage.stages.plan.policies.explicit import spread
+from offstage.stages.plan.policies.explicit import explicit
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.request.geometry import Request, geometry_of
-from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
+from offstage.stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order, parse_device, parse_size
 
+Classes = str | Iterable[str] | None
 Sizes = Mapping[int | str, int | str]
 
 REQUEST = Request(sequences=1, prompt=256, length=512)
 """What a budget that is worked out leaves room for where nobody says what will be asked of the model."""
+
+_UNLISTED: dict[DeviceId, int | None] = {CPU: 0, DISK: None}
+"""What devices may hold that no budget is given for."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +61,17 @@ def get_max_memory(max_memory: Sizes | None = None) -> dict[DeviceId, int]:
     the smaller of available memory and the cgroup limit, less the process's own share and a margin. Accelerators that
     aren't here are accepted: a plan can be made for any machine.
     """
+    machine = Hardware(local_accelerators(), host_memory())
     if max_memory is None:
-        budgets = allow(None, _machine()).budgets
+        budgets = allow(None, machine).budgets
         return {device: budget for device, budget in budgets.items() if budget is not None}
     if not isinstance(max_memory, Mapping):
         raise ConfigError(f"max_memory: {max_memory!r} {NO_DEVICE}")
-    read = {parse_device(device): _parse(device, size) for device, size in max_memory.items()}
+    read = {}
+    for name, size in max_memory.items():
+        device = parse_device(name)
+        is_share = isinstance(size, str) and size.strip().endswith("%")  # of a device that must be here
+        read[device] = parse_size(size, of=size_of(device, machine) if is_share else None)
     return {device: read[device] for device in in_tier_order(read)}
 
 
@@ -78,7 +90,7 @@ def get_balanced_memory(
     """
     budgets = get_max_memory(max_memory)
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
-    placement = POLICIES["balanced_low_0" if low_zero else "balanced"](outline, _with_disk(budgets))
+    placement = POLICIES["balanced_low_0" if low_zero else "balanced"](outline, _UNLISTED | budgets)
     held, kept = resident_bytes(outline, placement.homes), lay_out(outline, placement).layer_reserves
     used = [device for device in budgets if isinstance(device, int) and budgets[device]]
     shares: dict[DeviceId, int] = {device: held.get(device, 0) + kept.get(device, 0) for device in used[:-1]}
@@ -103,7 +115,7 @@ def infer_auto_device_map(
     change nothing: buffers are always planned, and the reserve is never more than what is streamed needs. Raises
     ``BudgetError``, with the least budget that would work, where a device can't hold its reserve.
     """
-    budgets = _with_disk(get_max_memory(max_memory))
+    budgets = _UNLISTED | get_max_memory(max_memory)
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
     homes = _homes(outline, "sequential", budgets)
     if verbose:
@@ -126,11 +138,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     if strangers:
         told = ", ".join(f"{name!r}{closest(name, outline.names)}" for name in strangers)
         warnings.warn(f"device_map keys do not match any submodules or tensors of the model: {told}", stacklevel=2)
-    devices = {name: device for name, device in devices.items() if name in outline.names}
-    checks.require_no_contradiction(outline, devices, "device_map")
-    homes = spread(outline, devices)
-    checks.require_complete(outline, homes, "device_map")
-    checks.require_ties_together(outline, homes, "device_map")
+    explicit(outline, {name: device for name, device in devices.items() if name in outline.names})
 
 
 def map_by_policy(
@@ -147,7 +155,7 @@ def map_by_policy(
         raise ConfigError(f"device_map: {policy!r} is no policy{near}; give one of {', '.join(POLICIES)}, or a map")
     classes = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     outline = replace(outline_of(model, classes, dtype=dtype), gathers=True, routes=True)
-    budgets: Budgets = {CPU: 0, DISK: None, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
+    budgets: Budgets = {**_UNLISTED, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
     return fold(all_homes(outline, _homes(outline, policy, budgets))), budgets
 
 
@@ -192,15 +200,110 @@ def _free(model: nn.Module, outline: Outline) -> Budgets:
     return allow(None, Hardware(local_accelerators(), host_memory()), needed=needs.bytes).budgets
 
 
-def _machine() -> Hardware:
-    return Hardware(local_accelerators(), host_memory())
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Any = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of every module, parameter and buffer by dotted name; ``""`` is the whole model.
+
+    With ``dtype`` each tensor counts at the smaller of its own and that dtype, integers at their own; a dtype in
+    ``special_dtypes``, by tensor name, wins. Within each module a tied tensor counts once. What has no tensors is 0.
+    """
+    outline = outline_of(model, dtype=dtype, special_dtypes=special_dtypes)
+    leader = outline.skeleton.leader
+    sizes: dict[str, int] = defaultdict(int)
+    counted: set[tuple[str, str]] = set()
+    for tensor in outline.skeleton.tensors:
+        if buffers_only and tensor.kind != "buffer":
+            continue
+        for name in upward(tensor.name):
+            if (name, leader(tensor.name)) not in counted:
+                counted.add((name, leader(tensor.name)))
+                sizes[name] += outline.sizes[tensor.name]
+    return sizes
 
 
-def _parse(device: int | str, size: int | str) -> int:
-    """Return ``size`` in bytes; a share is one of ``device``, which must be here."""
-    is_share = isinstance(size, str) and size.strip().endswith("%")
-    return parse_size(size, of=size_of(parse_device(device), _machine()) if is_share else None)
+def get_max_layer_size(
+    modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
+) -> tuple[int, list[str]]:
+    """Return the bytes of the largest layer among ``modules`` (pairs of name and module), and the names that have it.
+
+    A layer is what is never split: a module of one of ``no_split_module_classes``, or one without children.
+    """
+    layers = dict(_layers(modules, set(no_split_module_classes)))
+    largest = max((module_sizes[name] for name in layers), default=0)
+    return largest, [name for name in layers if module_sizes[name] == largest]
 
 
-def _with_disk(budgets: Mapping[DeviceId, int]) -> Budgets:
-    return {CPU: 0, DISK: None, **budgets}
+def compute_module_total_buffer_size(
+    model: nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None
+) -> int:
+    """Return the bytes of all buffers of ``model``; the dtypes are taken as ``compute_module_sizes`` takes them."""
+    return compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True).get("", 0)
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return the bytes of ``model``, and those of its largest layer with the names of the layers that have them.
+
+    A layer is never split: see ``get_max_layer_size``; the classes are those that a transformers model declares.
+    """
+    sizes = compute_module_sizes(model)
+    pieces = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    return sizes[""], get_max_layer_size(pieces, sizes, list(getattr(model, "_no_split_modules", None) or ()))
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return ``size`` in bytes: what ``parse_size`` accepts, and a small b after a power of ten for bits.
+
+    >>> convert_file_size_to_int("1MiB"), convert_file_size_to_int("8Mb")
+    (1048576, 1000000)
+    """
+    in_bits = isinstance(size, str) and size.endswith("b") and not size.upper().endswith("IB")
+    return parse_size(f"{str(size)[:-1]}B") // 8 if in_bits else parse_size(size)
+
+
+def dtype_byte_size(dtype: object) -> float:
+    """Return the bytes of one element of ``dtype``: torch's, its name, or an enum of names (``int4`` takes a half).
+
+    A bool counts an eighth, as the field's function has it, though torch keeps each in a byte of its own. What is no
+    dtype is a ``ValueError``.
+    """
+    name = _dtype(dtype)
+    return 1 / 8 if name == "bool" else DTYPE_BYTES[name]
+
+
+def _layers(modules: Iterable[tuple[str, Any]], no_split: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield those of ``modules``, and of the modules in them, that are never split, in order."""
+    for name, module in modules:
+        children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
+        if children and type(module).__name__ not in no_split:
+            inner = ((f"{name}.{child}" if name else child, below) for child, below in children.items())
+            yield from _layers(inner, no_split)
+        else:
+            yield name, module
+
+
+def outline_of(
+    model: nn.Module, no_split: Classes = (), *, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None
+) -> Outline:
+    """Return the outline of ``model`` in the order of registration, its tensors at the dtypes asked for."""
+    classes = [no_split] if isinstance(no_split, str) else list(no_split or ())
+    skeleton = describe(model, no_split=classes, rehearsed=False)
+    special = {name: _dtype(value) for name, value in (special_dtypes or {}).items()}
+    wanted = None if dtype is None else _dtype(dtype)
+    tensors = []
+    for spec in skeleton.tensors:
+        integral = spec.dtype.startswith(("int", "uint", "bool"))
+        narrower = wanted if wanted and not integral and DTYPE_BYTES[wanted] < DTYPE_BYTES[spec.dtype] else spec.dtype
+        tensors.append(replace(spec, dtype=special.get(spec.name, narrower)))
+    return Outline(replace(skeleton, tensors=tuple(tensors)), gathers=False, routes=False)
+
+
+def _dtype(value: object) -> str:
+    """Return the name of a dtype that is given as torch's, by name, or as an enum of names."""
+    name = dtype_name(getattr(value, "value", value))
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"{value!r} is not a dtype; accepted: {', '.join(DTYPE_BYTES)}")
+    return name

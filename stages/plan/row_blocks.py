@@ -42,17 +42,24 @@ def _possible(outline: Outline) -> Iterator[TensorSpec]:
 
 def least_sizes(outline: Outline) -> dict[str, int]:
     """Return the bytes of every tensor that there must be room for at once, by name: of what is divisible a block."""
-    blocks = {name: LEAST_ROWS * _row_bytes(outline, name) for name in divisible(outline)}
-    return {name: min(size, blocks.get(name, size)) for name, size in outline.sizes.items()}
+    return outline.sizes | {name: LEAST_ROWS * _row_bytes(outline, name) for name in divisible(outline)}
+
+
+def block_sizes(outline: Outline, rows: Mapping[str, int]) -> dict[int, int]:
+    """Return the bytes of the weights that come by blocks of so many ``rows``, and those of a block.
+
+    Of weights of the same bytes, which may have rows of different lengths, it is the largest block.
+    """
+    found: dict[int, int] = {}
+    for name, count in rows.items():
+        size = outline.sizes[name]
+        found[size] = max(found.get(size, 0), count * _row_bytes(outline, name))
+    return found
 
 
 def least_blocks(outline: Outline) -> dict[int, int]:
-    """Return the bytes of the weights that could be brought by blocks of rows, and those of a block, at the least.
-
-    It isn't asked in which dtypes products are exact so.
-    """
-    blocks = {spec.name: LEAST_ROWS * _row_bytes(outline, spec.name) for spec in _possible(outline)}
-    return {outline.sizes[name]: count for name, count in blocks.items() if count < outline.sizes[name]}
+    """Return the ``block_sizes`` at the least; it isn't asked in which dtypes products are exact so."""
+    return block_sizes(outline, {spec.name: LEAST_ROWS for spec in _possible(outline)})
 
 
 def block_rows(
@@ -66,7 +73,8 @@ def block_rows(
     """Return how many rows of a weight come at a time, for those of ``brought`` whose module has more than the reserve.
 
     ``execution`` has where each module computes, ``reserves`` what each device keeps free. The next block comes while
-    one computes, where two have room. Blocks are the ``least`` where a product with one is to take little beside it.
+    one computes, so they are doubled as long as two have room; they are the ``least`` where a product with one is to
+    take little beside it.
     """
     modules: dict[str, list[str]] = {}
     for name in brought:
@@ -74,25 +82,16 @@ def block_rows(
     found: dict[str, int] = {}
     for module, names in modules.items():
         room = reserves.get(execution[module], 0)
-        if sum(outline.sizes[name] for name in names) > room:
-            divided = divisible(outline).intersection(names)
-            beside = sum(outline.sizes[name] for name in names if name not in divided)
-            left = 0 if least else room - beside
-            found |= {name: _rows(outline, name, left) for name in names if name in divided}
+        if sum(outline.sizes[name] for name in names) <= room:
+            continue
+        divided = divisible(outline).intersection(names)
+        beside = sum(outline.sizes[name] for name in names if name not in divided)
+        left = 0 if least else room - beside
+        for name in (name for name in names if name in divided):
+            found[name] = LEAST_ROWS
+            while 4 * found[name] * _row_bytes(outline, name) <= left:
+                found[name] *= 2
     return found
-
-
-def block_sizes(outline: Outline, rows: Mapping[str, int]) -> dict[int, int]:
-    """Return the bytes of the weights that come by blocks of so many ``rows``, and those of a block."""
-    return {outline.sizes[name]: count * _row_bytes(outline, name) for name, count in rows.items()}
-
-
-def _rows(outline: Outline, name: str, room: int) -> int:
-    """Return the most rows, doubled from the least, of which two blocks fit into ``room`` bytes; or else the least."""
-    rows, row_bytes = LEAST_ROWS, _row_bytes(outline, name)
-    while 2 * (2 * rows * row_bytes) <= room:
-        rows *= 2
-    return rows
 
 
 def _row_bytes(outline: Outline, name: str) -> int:

@@ -1,6 +1,8 @@
-from .checkpoint_in_model import (
+from .functions import (
     load_checkpoint_in_model as load_checkpoint_in_model,
+    load_offloaded_weights as load_offloaded_weights,
     load_state_dict as load_state_dict,
+    set_module_tensor_to_device as set_module_tensor_to_device,
 )
 from .offload_folder import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
@@ -12,7 +14,3 @@ from .offload_folder import (
     save_offload_index as save_offload_index,
 )
 from .place import PlacedWeights as PlacedWeights
-from .tensor_in_module import (
-    load_offloaded_weights as load_offloaded_weights,
-    set_module_tensor_to_device as set_module_tensor_to_device,
-)

@@ -27,11 +27,15 @@ from offstage.stages.empty_init.names import NamingStep, convert
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.aligned_memory import HostBlock, room_for
 from offstage.stages.machine.devices import Devices
-from offstage.stages.shard_load.sources import Load, Sources
+from offstage.stages.shard_load.checkpoint_match import Load
+from offstage.stages.shard_load.sources import Sources, TensorSource
 from offstage.stages.units import CPU
 
 Fill = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 """Fills each view with the tensor of the checkpoint that is named beside it, cast to the view's dtype."""
+
+Step = tuple[NamingStep, Mapping[str, str]]
+"""What makes tensors, and these by the step's targets."""
 
 WINDOW_BYTES = 32 * 2**20
 """How much may be in memory at a time of tensors that don't stay there."""
@@ -47,31 +51,31 @@ def make_tensors(
     through the host on their way to the offload store ``WINDOW_BYTES`` at a time or one by one if they are larger.
     Tensors that are built come on the cpu.
     """
-    leaders = load.match.leaders
-    steps = [step for step in load.match.steps if any(name in wanted for name in leaders[id(step)].values())]
-    with byte_bar(doing, sum(map(load.source_bytes, steps))) as bar, BulkReader() as bulk:
+    steps = load.steps_for(wanted)
+    with byte_bar(doing, sum(load.source_bytes(step) for step, _ in steps)) as bar, BulkReader() as bulk:
         for batch in _batches(load, steps, wanted):
-            if isinstance(batch, NamingStep):
+            if isinstance(batch, tuple):
                 yield from _build(load, batch, wanted, bulk, bar)
                 continue
-            pieces = _pieces(load, batch, wanted, devices=devices, host=host)
-            bulk.read(pieces.values(), bar.update)
-            while pieces:  # each forgotten as it is taken
-                name = next(iter(pieces))
-                yield name, pieces.pop(name).target
+            reads = {name: _read_of(load, wanted[name], at, devices=devices, host=host) for name, at in batch.items()}
+            bulk.read(reads.values(), bar.update)
+            while reads:  # each forgotten as it is taken
+                name = next(iter(reads))
+                yield name, load.checked(name, reads.pop(name).target)
 
 
-def _batches(load: Load, steps: Sequence[NamingStep], wanted: Sources) -> Iterator[dict[str, AtRest] | NamingStep]:
+def _batches(load: Load, steps: Sequence[Step], wanted: Sources) -> Iterator[dict[str, AtRest] | Step]:
     """Yield each step by which a tensor must be built, and where those lie that can be read in bulk together."""
     batch: dict[str, AtRest] = {}
     waiting = 0
-    for step in steps:
-        source = _plain_source(load, step)
+    for step, names in steps:
+        name = next(iter(names.values()))
+        spec = wanted[name].spec
+        source = _in_bulk(load.extent_of(step), spec.dtype)
         if source is None:
-            yield step
+            yield step, names
             continue
-        (name,) = load.match.leaders[id(step)].values()
-        passing = 0 if wanted[name].way == "resident" else wanted[name].spec.bytes
+        passing = 0 if wanted[name].way == "resident" else spec.bytes
         if batch and waiting + passing > WINDOW_BYTES:
             yield batch
             batch, waiting = {}, 0
@@ -81,39 +85,31 @@ def _batches(load: Load, steps: Sequence[NamingStep], wanted: Sources) -> Iterat
         yield batch
 
 
-def _plain_source(load: Load, step: NamingStep) -> AtRest | None:
-    """Return where the one tensor that ``step`` makes is read from in bulk; null where it must be built."""
-    source = load.extent_of(step)
+def _in_bulk(source: AtRest | None, dtype: str) -> AtRest | None:
+    """Return ``source`` as it can be read in bulk into a tensor of ``dtype``; null where it can't."""
     if isinstance(source, PackedTensor):
-        (leader,) = load.match.leaders[id(step)].values()
-        return in_dtype(source, load.skeleton.by_name[leader].dtype)
+        return in_dtype(source, dtype)
     return source if source is not None and can_be_cut(source) else None
 
 
-def _pieces(
-    load: Load, batch: Mapping[str, AtRest], wanted: Sources, *, devices: Devices, host: HostBlock | None
-) -> dict[str, TensorRead]:
-    """Return what reads the tensors of a ``batch`` into the places where they are to stay."""
-    pieces: dict[str, TensorRead] = {}
-    for name, at in batch.items():
-        spec, stays = wanted[name].spec, wanted[name].way == "resident"
-        dtype, device = torch_dtype(spec.dtype), wanted[name].home if stays else CPU
-        if host is not None and stays and device == CPU:
-            pieces[name] = TensorRead(at, host.empty(spec.shape, dtype))
-        else:
-            pieces[name] = read_into_new_memory(at, dtype, devices=devices, device=device, aligned=load.aligned)
-    return pieces
+def _read_of(load: Load, source: TensorSource, at: AtRest, *, devices: Devices, host: HostBlock | None) -> TensorRead:
+    """Return what reads a tensor that lies ``at`` into the place where it is to stay."""
+    stays, dtype = source.way == "resident", torch_dtype(source.spec.dtype)
+    device = source.home if stays else CPU
+    if host is not None and stays and device == CPU:
+        return TensorRead(at, host.empty(source.spec.shape, dtype))
+    return read_into_new_memory(at, dtype, devices=devices, device=device, aligned=load.aligned)
 
 
 def _build(
-    load: Load, step: NamingStep, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
+    load: Load, made: Step, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in wanted}
-    dtypes = {target: wanted[name].spec.dtype for target, name in leaders.items()}
+    step, names = made
+    dtypes = {target: wanted[name].spec.dtype for target, name in names.items()}
     before = bar.n
     fill = partial(_fill, load, bulk, bar.update)
     for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes, fill=fill):
-        yield leaders[target], tensor
+        yield names[target], load.checked(names[target], tensor)
         del tensor  # or it would be held while the next one is made
     bar.update(load.source_bytes(step) - (bar.n - before))  # some of it is read where nobody counts
 
@@ -124,11 +120,7 @@ def _fill(
     """Fill each view with the tensor beside it: in bulk where the view is contiguous, else one by one."""
     pieces = []
     for name, view in places:
-        source = load.source_extent(name)
-        if isinstance(source, PackedTensor):
-            source = in_dtype(source, dtype_name(view.dtype))
-        elif source is not None and not can_be_cut(source):
-            source = None
+        source = _in_bulk(load.source_extent(name), dtype_name(view.dtype))
         if source is not None and view.is_contiguous() and view.shape == source.shape:
             pieces.append(TensorRead(source, view))
         else:

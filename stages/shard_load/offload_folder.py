@@ -7,7 +7,7 @@ read by the other. Writing is whole or not at all, and an index may refer to ten
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.safetensors_header import read_header
 from offstage.stages.checkpoints.shard_files import ShardFile, check_regular
 from offstage.stages.machine.aligned_memory import byte_view
-from offstage.stages.shard_load.expert_rows import Rows, locate_rows, read_rows
+from offstage.stages.shard_load.expert_rows import locate_rows, read_rows
 from offstage.stages.shard_load.offload_store import add_entries, plain_index
 from offstage.stages.units import DTYPE_BYTES, format_bytes, tensor_bytes
 
@@ -86,10 +86,9 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
     """Add the entries of ``index`` to the folder's ``index.json``; what other processes add meanwhile stays."""
     folder = Path(offload_folder)
-    if not index:
-        return
     try:
-        add_entries(folder, index)
+        if index:
+            add_entries(folder, index)
     except OSError as error:
         raise StorageError(f"{folder}: writing {INDEX_NAME} failed: {error.strerror}; set another folder") from error
 
@@ -122,8 +121,14 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        info = self.index[key]
-        tensor = self._read(key, info)
+        info, extents = self.index[key], self.extents(key)
+        path, shape, count = extents[0].file.path, info.get("shape"), len(extents)
+        rows = locate_rows(extents, tuple(shape or ()), extents[0].dtype) if is_shape(shape) and count > 1 else ()
+        if count > 1 and not rows:
+            raise CheckpointError(f"{path}: {count} of its tensors don't make up one of {shape!r}, as an index says")
+        tensor = read_rows(rows) if rows else read_extent(extents[0])
+        if "dtype" in info:
+            tensor = tensor.to(torch_dtype(_dtype_name(path, info["dtype"])))
         return tensor if self.device is None else tensor.to(self.device)
 
     def __iter__(self) -> Iterator[str]:
@@ -147,19 +152,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def _pieces(self, files: object, names: object) -> list[Extent]:
         if not (isinstance(files, list) and isinstance(names, list) and files and names):
             raise CheckpointError(f"{self.save_folder}: its index lists no files or no tensors; offload them again")
-        entries: dict[str, Extent] = {}
-        for file in files:
-            entries |= self._header(Path(str(file)))[1]
-        for name in names:
-            if str(name) not in entries:
-                raise CheckpointError(f"{files[0]}: holds no tensor {name!r}, which the offload index says it does")
+        entries = {name: at for file in files for name, at in self._header(Path(str(file)))[1].items()}
+        for name in (name for name in names if str(name) not in entries):
+            raise CheckpointError(f"{files[0]}: holds no tensor {name!r}, which the offload index says it does")
         return [entries[str(name)] for name in names]
-
-    def _read(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
-        extents = self.extents(key)
-        path = extents[0].file.path
-        tensor = read_extent(extents[0]) if len(extents) == 1 else read_rows(_rows(path, extents, info))
-        return tensor.to(torch_dtype(_dtype_name(path, info["dtype"]))) if "dtype" in info else tensor
 
     def _header(self, path: Path) -> tuple[ShardFile, dict[str, Extent]]:
         """Return the file ``path`` and its tensors, as they were read before if it is still that file."""
@@ -167,15 +163,6 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if known is None or (known[0].size, known[0].mtime_ns) != (status.st_size, status.st_mtime_ns):
             known = self._headers[path] = read_header(path)
         return known
-
-
-def _rows(path: Path, extents: Sequence[Extent], info: Mapping[str, Any]) -> Rows:
-    """Return the rows of the tensor that is these ``extents``, one after the other, as its index entry has it."""
-    shape = info.get("shape")
-    rows = locate_rows(extents, tuple(shape or ()), extents[0].dtype) if is_shape(shape) else ()
-    if not rows:
-        raise CheckpointError(f"{path}: {len(extents)} of its tensors don't make up one of {shape!r}, as an index says")
-    return rows
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):

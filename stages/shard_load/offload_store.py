@@ -42,8 +42,9 @@ from offstage.pipeline.cache.leftovers import DAMAGED, move_aside
 from offstage.pipeline.cache.locks import locked
 from offstage.pipeline.errors import OffstageError, StorageError
 from offstage.pipeline.regular_files import NotRegularError, read_json, read_object
-from offstage.stages.checkpoints.codecs.planes import NAME, PlaneCodec, codec_of
-from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.codecs.planes import NAME, codec_of
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import AtRest, rest_bytes
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.units import format_bytes, tensor_bytes
 
@@ -60,15 +61,19 @@ _log = logging.getLogger("offstage")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of the store: dtype by name, shape, and the checkpoint's tensors that it was made from."""
+    """One tensor of the store: dtype by name, shape, and the checkpoint's tensors that it was made from.
+
+    It is as it is used; with a ``run`` it is a packed copy beside that, of which so many elements can be read alone.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
+    run: int | None = None
 
     @property
     def bytes(self) -> int:
-        """The size of its file in bytes."""
+        """The size of the tensor in use."""
         return tensor_bytes(self.shape, self.dtype)
 
     @property
@@ -77,9 +82,23 @@ class StoredTensor:
         return {"dtype": self.dtype, "shape": list(self.shape), "sources": list(self.sources)}
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the index says of it."""
-        return {**self.origin, "bytes": self.bytes}
+    def without_copy(self) -> dict[str, Any]:
+        """What the index says where it doesn't shrink."""
+        return {**self.origin, "codec": "none"}
+
+    def entry_name(self, name: str) -> str:
+        """Return what the index calls it, and its file but for the ending, if it is ``name``."""
+        return name if self.run is None else f"{name}.{NAME}"
+
+    def located(self, file: ShardFile, entry: Mapping[str, Any]) -> AtRest | None:
+        """Return where it lies in ``file``, of which an index has this ``entry``; null where it can't be so."""
+        at: AtRest | None = Extent(file, 0, self.dtype, self.shape)
+        if self.run is not None:
+            known, elements = entry.get("codec") == NAME, math.prod(self.shape)
+            codec = codec_of(self.dtype, elements, entry.get("run"), entry.get("tiles")) if known else None
+            at = None if codec is None else codec.located(file, 0, self.shape)
+        right = at is not None and rest_bytes(at) == file.size and self.origin.items() <= entry.items()
+        return at if right else None
 
 
 class OffloadStore:
@@ -94,51 +113,51 @@ class OffloadStore:
         self._pending: dict[str, Mapping[str, Any]] = {}
         self._pending_bytes = 0
 
-    def find_all(self, wanted: Mapping[str, StoredTensor], *, full: bool = False) -> dict[str, ShardFile]:
-        """Return the files of those of the tensors ``wanted`` that are there, whole, made just as it says.
+    def find(self, wanted: Mapping[str, StoredTensor], *, full: bool = False) -> dict[str, AtRest | None]:
+        """Return where those of the tensors ``wanted`` lie that are there, whole, made just as it says.
 
-        Of the blocks a sample is checked, with ``full`` all; a file is then held to its state before that.
+        It is null for a packed one of which the index says that it doesn't shrink. Of the blocks a sample is checked,
+        with ``full`` all; a file is then held to its state before that.
         """
         index = read_index(self.folder)
-        found = ((name, self._file_of(name, tensor.told, index.get(name))) for name, tensor in wanted.items())
-        return self._find_whole({name: file for name, file in found if file}, full=full)
-
-    def find_packed(self, wanted: Mapping[str, StoredTensor], *, full: bool = False) -> dict[str, PackedTensor | None]:
-        """Return the packed copies of those ``wanted`` that are there, whole; null for those that don't shrink."""
-        index = read_index(self.folder)
-        entries = {name: index.get(_copy_of(name), {}) for name in wanted}
-        codecs = {name: codec for name, tensor in wanted.items() if (codec := _codec(tensor, entries[name]))}
-        files = {name: self._file_of(_copy_of(name), wanted[name].origin, entries[name]) for name in codecs}
-        sound = {name: file for name, file in files.items() if file and file.size == codecs[name].rest_bytes}
-        copies = {
-            name: codecs[name].located(file, 0, wanted[name].shape)
-            for name, file in self._find_whole(sound, full=full).items()
-        }
-        plain = (name for name, tensor in wanted.items() if entries[name] == _plain(tensor))
-        return {**dict.fromkeys(plain), **copies}
-
-    def _file_of(self, name: str, told: Mapping[str, Any], entry: object) -> SummedFile | None:
-        """Return the file ``name`` with its checksums; null where its ``entry`` isn't as it is ``told``."""
-        if not isinstance(entry, dict) or {key: entry.get(key) for key in told} != told:
-            return None
-        return summed_file(self._path(name), entry)
-
-    def _find_whole(self, files: Mapping[str, SummedFile], *, full: bool) -> dict[str, ShardFile]:
-        """Return those of the ``files`` that are as they were written, as far as is checked."""
-        states = {name: _state(file.path) if full else None for name, file in files.items()}
+        found: dict[str, AtRest | None] = {}
+        files: dict[str, SummedFile] = {}
+        for name, tensor in wanted.items():
+            entry = index.get(tensor.entry_name(name), {})
+            file = summed_file(self._path(tensor.entry_name(name)), entry)
+            if tensor.run is not None and entry == tensor.without_copy:
+                found[name] = None
+            elif file is not None and (at := tensor.located(_shard_file(file, full=full), entry)) is not None:
+                found[name], files[name] = at, file
         damaged = find_damage(files, full=full)
         for name, damage in list(damaged.items())[:1]:
             others = f", and {len(damaged) - 1} more aren't whole" if len(damaged) > 1 else ""
             _log.warning("%s: %s%s; made again", files[name].path, damage, others)
-        whole = {name: file for name, file in files.items() if name not in damaged}
-        return {name: _shard_file(file, states[name]) for name, file in whole.items()}
+        return {name: at for name, at in found.items() if name not in damaged}
 
-    def put(self, name: str, tensor: StoredTensor, data: memoryview) -> None:
-        """Write the bytes of one tensor to its file, on disk before it takes its name."""
-        self.put_pieces(name, tensor.told, [data])
+    def put(self, name: str, tensor: StoredTensor, pieces: Iterable[memoryview]) -> None:
+        """Write the bytes of one tensor, piece by piece, to its file, on disk before it takes its name."""
+        self._write(name, tensor.origin, pieces)
 
-    def put_pieces(self, name: str, told: Mapping[str, Any], pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file piece by piece, as ``put`` does; ``told`` is what the index says of it, beside its checksums."""
+    def put_packed(self, name: str, tensor: StoredTensor, tiles: Iterable[list[bytes]]) -> None:
+        """Write the packed copy of ``tensor``: the frames of its tiles, as they come."""
+        lengths: list[list[int]] = []
+
+        def frames() -> Iterator[bytes]:
+            for tile in tiles:
+                lengths.append(list(map(len, tile)))
+                yield from tile
+
+        told = {**tensor.origin, "codec": NAME, "unpacked": tensor.bytes, "run": tensor.run}
+        told["tiles"] = lengths  # which is full once all is written
+        self._write(tensor.entry_name(name), told, frames())
+
+    def note_plain(self, name: str, tensor: StoredTensor) -> None:
+        """Remember that ``tensor`` doesn't shrink."""
+        self._pending[tensor.entry_name(name)] = tensor.without_copy
+
+    def _write(self, name: str, told: Mapping[str, Any], pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a file; ``told`` is what the index says of it, beside its checksums."""
         sums = RunningSums()
         try:
             _make_way(self._path(name))
@@ -151,23 +170,6 @@ class OffloadStore:
         self._pending_bytes += sums.bytes
         if self._pending_bytes >= _PUBLISH_BYTES:
             self.publish()
-
-    def put_packed(self, name: str, tensor: StoredTensor, tiles: Iterable[list[bytes]], *, run: int) -> None:
-        """Write the packed copy of ``tensor``: the frames of its tiles, as they come."""
-        lengths: list[list[int]] = []
-
-        def frames() -> Iterator[bytes]:
-            for tile in tiles:
-                lengths.append(list(map(len, tile)))
-                yield from tile
-
-        told = {**tensor.origin, "codec": NAME, "unpacked": tensor.bytes, "run": run}
-        told["tiles"] = lengths  # which is full once all is written
-        self.put_pieces(_copy_of(name), told, frames())
-
-    def note_plain(self, name: str, tensor: StoredTensor) -> None:
-        """Remember that ``tensor`` doesn't shrink."""
-        self._pending[_copy_of(name)] = _plain(tensor)
 
     def publish(self) -> None:
         """Put what was written since the last time into the index."""
@@ -192,8 +194,11 @@ class OffloadStore:
 
         That is ``count`` tensors of ``needed`` bytes together.
         """
-        free = _free_bytes(self.folder)
-        if free is not None and needed > free:
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError:
+            free = needed  # where the disk doesn't tell, writing will show
+        if needed > free:
             raise StorageError(
                 f"{self.folder}: {count} offloaded tensors need {format_bytes(needed)} ({needed} bytes), and "
                 f"{format_bytes(free)} are free; set offload_folder to a folder on a larger disk"
@@ -264,14 +269,18 @@ def _mark(folder: Path, key: str, model: str) -> bool:
     """Return whether ``folder`` is the store for ``key``, after marking it so if it is empty."""
     marker = folder / MARKER_NAME
     mark = {"format": FORMAT_VERSION, "key": key, "model": model}
-    if not marker.exists() and _is_empty(folder):  # a store that is whole may lie on a disk that can't be written
+    # A store that is whole may lie on a disk that can't be written; another job's claim in the making is hidden.
+    if not marker.exists() and all(item.name.startswith(".") for item in folder.iterdir()):
         with suppress(FileExistsError):
             create_file(marker, json.dumps(mark) + "\n")
-    found = _read_json(marker)
-    version, holds = (found.get("format"), found.get("key")) if isinstance(found, dict) else (None, None)
-    if holds == key and version in _OLDER_FORMATS:
+    try:
+        found = read_json(marker)
+    except (FileNotFoundError, NotRegularError, ValueError):
+        return False
+    version = found.get("format") if isinstance(found, dict) and found.get("key") == key else None
+    if version in _OLDER_FORMATS:
         replace_file(marker, json.dumps(mark) + "\n")
-    return holds == key and version in (FORMAT_VERSION, *_OLDER_FORMATS)
+    return version in (FORMAT_VERSION, *_OLDER_FORMATS)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -280,7 +289,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     What is said of a tensor is a mapping; one of which something else stands there isn't known, and nothing is where no
     index can be read.
     """
-    added = _being_added(folder)  # first: once the index has it, it may be gone
+    # What is being added first: once the index has it, it may be gone.
+    added = {name: entry for path in _additions(folder) for name, entry in _entries(path).items()}
     return _entries(folder / INDEX_NAME) | added
 
 
@@ -313,10 +323,6 @@ def _additions(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: _state(path) or 0)
 
 
-def _being_added(folder: Path) -> dict[str, Any]:
-    return {name: entry for path in _additions(folder) for name, entry in _entries(path).items()}
-
-
 def _entries(path: Path) -> dict[str, Any]:
     return {name: entry for name, entry in read_object(path).items() if isinstance(entry, dict)}
 
@@ -326,28 +332,8 @@ def plain_index(folder: Path) -> dict[str, Any]:
     return {name: entry for name, entry in read_index(folder).items() if "codec" not in entry}
 
 
-def _is_empty(folder: Path) -> bool:
-    """Return whether nothing is in ``folder`` but hidden files, as another job's claim in the making is."""
-    return all(item.name.startswith(".") for item in folder.iterdir())
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except (FileNotFoundError, NotRegularError, ValueError):
-        return None
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """Return how much the disk of ``folder`` has room for; null where it doesn't tell, and writing will show."""
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
-def _shard_file(file: SummedFile, state: int | None) -> ShardFile:
-    return ShardFile(file.path.name, file.path, file.size, None, "", state)
+def _shard_file(file: SummedFile, *, full: bool) -> ShardFile:
+    return ShardFile(file.path.name, file.path, file.size, None, "", _state(file.path) if full else None)
 
 
 def _is_stale(path: Path) -> bool:
@@ -363,19 +349,6 @@ def _state(path: Path) -> int | None:
         return path.stat().st_ctime_ns
     except OSError:
         return None
-
-
-def _copy_of(name: str) -> str:
-    return f"{name}.{NAME}"
-
-
-def _plain(tensor: StoredTensor) -> dict[str, Any]:
-    return {**tensor.origin, "codec": "none"}
-
-
-def _codec(tensor: StoredTensor, entry: Mapping[str, Any]) -> PlaneCodec | None:
-    known = entry.get("codec") == NAME
-    return codec_of(tensor.dtype, math.prod(tensor.shape), entry.get("run"), entry.get("tiles")) if known else None
 
 
 def _make_way(path: Path) -> None:

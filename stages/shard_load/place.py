@@ -6,24 +6,24 @@ waits on the host packed is read as it rests on disk, and stays so.
 
 from __future__ import annotations
 
-import mmap
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from torch import nn
 
-from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.errors import StorageError
 from offstage.stages.checkpoints.bulk_reader import BulkReader, TensorRead
 from offstage.stages.checkpoints.byte_bar import byte_bar
-from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import PackedTensor, in_memory, rest_bytes
+from offstage.stages.checkpoints.packed import PackedTensor, in_memory
 from offstage.stages.checkpoints.packed_reads import SMALL_SPAN_BYTES
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init.skeleton import parent
@@ -33,14 +33,16 @@ from offstage.stages.machine.aligned_memory import (
     HostBlock,
     align_down,
     align_up,
+    byte_view,
     private_memory,
+    room_for,
     tensor_in,
 )
 from offstage.stages.machine.devices import Devices
+from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.model_tensors import make_tensors
-from offstage.stages.shard_load.sources import DiskWeights, Load, Sources, disk_weights, located
-from offstage.stages.shard_load.spill import Spill
-from offstage.stages.units import CPU, DISK, DeviceId
+from offstage.stages.shard_load.sources import DiskWeights, Sources, located
+from offstage.stages.units import CPU, DeviceId, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,37 +78,39 @@ def place(
     devices: Devices | None = None,
     host: HostBlock | None = None,
     spill_folder: Path | None = None,
-    check_finite: bool = False,
 ) -> PlacedWeights:
     """Fill the model with its resident weights; what of the ``sources`` is to rest in the offload store is there.
 
     Tensors bound for the host are read into ``host``, if there is such a block. The memory held is that of the resident
     weights and, where one must be cast or built, that of its sources. With a ``spill_folder``, weights bound for the
-    host wait there until the checkpoint's files have been let go.
+    host wait there until the checkpoint's files have been let go: of pickles, since no other is held meanwhile.
     """
     began, devices = time.perf_counter(), devices or Devices()
+
+    def put(names: Iterable[str], tensor: torch.Tensor, home: DeviceId) -> None:
+        placed = host.hold(tensor) if host is not None and home == CPU else devices.put(tensor, home)
+        bind(load.model, names, placed)
+
     resident = {name: source for name, source in sources.items() if source.way == "resident"}
-    put = partial(_put, devices=devices, host=host)
-    with Spill(spill_folder) if spill_folder else nullcontext() as spill:
-        for name, tensor in make_tensors(load, resident, "loading", devices=devices, host=host):
-            if check_finite:
-                refuse_infinite(load, name, tensor)
-            if spill is not None and resident[name].home == CPU:
-                spill.put(name, tensor)
-            else:
-                bind(load.model, load.skeleton.names_of(name), put(tensor, resident[name].home))
-            del tensor
-        if spill is not None:
-            load.reader.release()
-            for name, tensor in spill.take_back():
-                bind(load.model, load.skeleton.names_of(name), put(tensor, resident[name].home))
-                del tensor
-    _settle_others(load, sources, put)
-    packed = _read_packed(load, sources, check_finite=check_finite)
-    steps = {id(step): step for step in map(load.step_of, resident.values())}
-    read_bytes = sum(map(load.source_bytes, steps.values())) + sum(source.rest_bytes for source in packed.values())
-    offloaded, seconds = disk_weights(load, {**sources, **packed}), time.perf_counter() - began
-    return PlacedWeights(load.model, offloaded, seconds, read_bytes, devices, host)
+    made = make_tensors(load, resident, "loading", devices=devices, host=host)
+    if spill_folder is not None and load.checkpoint.format == "bin":
+        made = _spilled(load, resident, made, spill_folder)
+    for name, tensor in made:
+        put(load.skeleton.names_of(name), tensor, resident[name].home)
+        del tensor  # or it would be held while the next one is made
+    for name, source in sources.items():
+        if source.waits:
+            tensor = torch.empty(source.spec.shape, dtype=torch_dtype(source.spec.dtype), device="meta")
+            bind(load.model, load.skeleton.names_of(name), tensor)
+        elif source.way == "computed":
+            put((name,), load.model.get_buffer(name), source.home)
+    packed = _read_packed(load, sources)
+    read_bytes = sum(load.source_bytes(step) for step, _ in load.steps_for(resident))
+    read_bytes += sum(source.rest_bytes for source in packed.values())
+    waiting = (source for source in {**sources, **packed}.values() if source.waits)
+    offloaded = {name: source for source in waiting for name in load.outer_names(source.spec.name)}
+    seconds = time.perf_counter() - began
+    return PlacedWeights(load.model, DiskWeights(offloaded), seconds, read_bytes, devices, host)
 
 
 def joined(pieces: Sequence[PlacedWeights]) -> PlacedWeights:
@@ -123,58 +127,64 @@ def joined(pieces: Sequence[PlacedWeights]) -> PlacedWeights:
 def bind(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
     """Put ``tensor`` into ``model`` under all ``names``: one parameter, or one buffer, that they share.
 
-    A parameter requires gradients if the one in its place did.
+    A parameter requires gradients if the one in its place did, unless ``tensor`` is one already.
     """
     value: torch.Tensor | None = None
     for name in names:
         module, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
         if value is None:
-            before = module._parameters.get(attribute)
-            value = tensor if before is None else nn.Parameter(tensor, requires_grad=before.requires_grad)
+            before, value = module._parameters.get(attribute), tensor
+            if before is not None and not isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(tensor, requires_grad=before.requires_grad)
         setattr(module, attribute, value)
 
 
-def _put(tensor: torch.Tensor, home: DeviceId, *, devices: Devices, host: HostBlock | None) -> torch.Tensor:
-    return host.hold(tensor) if host is not None and home == CPU else devices.put(tensor, home)
+def _spilled(
+    load: Load, sources: Sources, made: Iterable[tuple[str, torch.Tensor]], folder: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors ``made``, those bound for the host once the checkpoint's files have been let go.
 
-
-def _settle_others(load: Load, sources: Sources, put: Callable[[torch.Tensor, DeviceId], torch.Tensor]) -> None:
-    """Put the buffers that keep their values on their devices, and take from the model what waits."""
-    for name, source in sources.items():
-        if source.waits:
-            tensor = torch.empty(source.spec.shape, dtype=torch_dtype(source.spec.dtype), device="meta")
-            bind(load.model, load.skeleton.names_of(name), tensor)
-        elif source.way == "computed":
-            bind(load.model, (name,), put(load.model.get_buffer(name), source.home))
-
-
-def refuse_infinite(load: Load, name: str, tensor: torch.Tensor, *, source: str | None = None) -> None:
-    """Raise a ``CheckpointError`` if ``tensor`` holds a NaN or an infinity.
-
-    It is what the model calls ``name``, or the part of it that the checkpoint calls ``source``.
+    A ``.bin`` file from before torch 1.6 has to be in memory whole to give any tensor. With the host's share of the
+    weights beside it the peak would be their sum; spilled and brought back after, it is the larger of the two. They
+    wait in a file of no name in ``folder``, and come from its end, aligned as they were.
     """
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        sources = [source] if source else load.match.origins[name][0].source_names
-        where = load.reader.entries[sources[0]].file.path if sources else load.checkpoint.path
-        name = source or name
-        raise CheckpointError(
-            f"{where}: tensor {name!r} holds NaN or infinity as {dtype_name(tensor.dtype)}; "
-            "take another dtype, or set check_finite=false"
-        )
+    waiting: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
+    with _spill_file(folder) as file:
+        for name, tensor in made:
+            if sources[name].home == CPU:
+                _spill(tensor, file, folder)
+                waiting.append((name, tuple(tensor.shape), tensor.dtype, tensor.data_ptr()))
+            else:
+                yield name, tensor
+            del tensor
+        load.reader.release()
+        for name, shape, dtype, address in reversed(waiting):
+            tensor = room_for(shape, dtype, offset=address).tensor
+            begin = file.seek(-tensor.nbytes, os.SEEK_END)
+            file.readinto(byte_view(tensor))  # type: ignore[attr-defined]
+            file.truncate(begin)
+            yield name, tensor
+            del tensor
 
 
-def refuse_infinite_served(load: Load, sources: Sources) -> None:
-    """Check what lies on disk in the checkpoint as it is used, and so is never read here otherwise."""
-    served = {name: source for name, source in sources.items() if source.home == DISK and source.at}
-    with byte_bar("checking", sum(source.rest_bytes for source in served.values())) as bar:
-        for name, source in served.items():
-            named = (None,) if source.whole else load.pieces_of(load.step_of(source))
-            for part, at in zip(named, source.at, strict=True):
-                refuse_infinite(load, name, read_extent(at), source=part)
-                bar.update(rest_bytes(at))
+def _spill_file(folder: Path) -> IO[bytes]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=folder)
+    except OSError as error:
+        raise StorageError(f"{folder}: can't be written: {error.strerror}; set offload_folder") from error
 
 
-def _read_packed(load: Load, sources: Sources, *, check_finite: bool) -> Sources:
+def _spill(tensor: torch.Tensor, file: IO[bytes], folder: Path) -> None:
+    try:
+        file.write(byte_view(tensor))
+        file.flush()
+    except OSError as error:
+        needed = format_bytes(tensor.nbytes)
+        raise StorageError(f"{folder}: spilling {needed} failed: {error.strerror}; free some space there") from error
+
+
+def _read_packed(load: Load, sources: Sources) -> Sources:
     """Return what waits on the host as it rests on disk, once it is read: each tensor in one piece of memory."""
     wanted = {name: source for name, source in sources.items() if source.way == "packed_on_host"}
     packed = {name: [at for at in source.at if isinstance(at, PackedTensor)] for name, source in wanted.items()}
@@ -188,30 +198,25 @@ def _read_packed(load: Load, sources: Sources, *, check_finite: bool) -> Sources
         data = (read.target.numpy() for read in reads)
         at = tuple(in_memory(tensor, [next(data) for _ in tensor.parts], memory) for tensor in packed[name])
         found[name] = located(load, source, at)
-        for tensor in at if check_finite else ():
-            refuse_infinite(load, name, read_extent(tensor))
+        for tensor in at if load.check_finite else ():
+            load.checked(name, read_extent(tensor))
     return found
 
 
 def _lay_out(parts: Sequence[Extent]) -> tuple[list[TensorRead], Bytes]:
     """Return what reads ``parts`` into new memory, and that; large ones lie where storage can write, small ones by."""
-    large = [part for part in parts if part.bytes >= SMALL_SPAN_BYTES]
-    small = [part for part in parts if part.bytes < SMALL_SPAN_BYTES]
-    sizes = [align_up(part.end) - align_down(part.begin) for part in large]
-    sizes += [align_up(part.bytes, TENSOR_ALIGNMENT) for part in small]
-    memory = private_memory(max(1, sum(sizes)))
+    large = {part for part in parts if part.bytes >= SMALL_SPAN_BYTES}
+    sizes = {
+        part: align_up(part.end) - align_down(part.begin) if part in large else align_up(part.bytes, TENSOR_ALIGNMENT)
+        for part in sorted(parts, key=lambda part: part not in large)
+    }
+    memory = private_memory(max(1, sum(sizes.values())))
     placed: dict[Extent, TensorRead] = {}
     begin = 0
-    for part, size in zip((*large, *small), sizes, strict=True):
-        placed[part] = _read(part, memory, begin, size, in_place=part.bytes >= SMALL_SPAN_BYTES)
+    for part, size in sizes.items():
+        skipped = part.begin - align_down(part.begin) if part in large else 0
+        target = tensor_in(memory, begin + skipped, torch.uint8, (part.bytes,))
+        room = memoryview(memory)[begin : begin + size] if part in large else None
+        placed[part] = TensorRead(part.as_bytes, target, room)
         begin += size
     return [placed[part] for part in parts], np.frombuffer(memory, np.uint8)
-
-
-def _read(part: Extent, memory: mmap.mmap, begin: int, size: int, *, in_place: bool) -> TensorRead:
-    extent = part.as_bytes
-    if not in_place:
-        return TensorRead(extent, tensor_in(memory, begin, torch.uint8, extent.shape))
-    skipped = part.begin - align_down(part.begin)
-    target = tensor_in(memory, begin + skipped, torch.uint8, extent.shape)
-    return TensorRead(extent, target, memoryview(memory)[begin : begin + size])

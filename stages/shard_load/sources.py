@@ -6,28 +6,21 @@ tensor has one entry, and every step hands all of them on; none is lost because 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import nn
 
-from offstage.pipeline.cache.fingerprint import fingerprint
-from offstage.pipeline.errors import CheckpointError
-from offstage.stages.checkpoints.checkpoint import Checkpoint, identity
-from offstage.stages.checkpoints.codecs import loops
+from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.codecs.planes import can_pack
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
-from offstage.stages.checkpoints.readers import SourceReader, open_reader, open_stored_reader, read_extent
-from offstage.stages.empty_init.merges import sources_in_order
-from offstage.stages.empty_init.names import NamingStep
-from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.empty_init.skeleton import TensorSpec
 from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
-from offstage.stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
+from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.expert_rows import Rows, locate_rows, read_rows
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -111,106 +104,20 @@ Sources = Mapping[str, TensorSource]
 """What every tensor of a load is brought from, by its name in the model, tied ones once."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """A checkpoint held against the model that it fills.
-
-    ``names`` are those that tensors have where what is loaded is used, if they are others than ``model`` has. Tensors
-    are ``aligned`` wherever they lie in their file where the library that they are compared with copies them, as peft
-    does those of an adapter; others are used as they lie, as transformers maps them.
-    """
-
-    model: nn.Module
-    skeleton: Skeleton
-    checkpoint: Checkpoint
-    reader: SourceReader
-    match: CheckpointMatch
-    names: Mapping[str, str] = field(default_factory=dict)
-    aligned: bool = False
-
-    @cached_property
-    def expert_names(self) -> frozenset[str]:
-        """The names of all tensors that have a row for each expert of a mixture."""
-        return frozenset(name for spec in self.skeleton.experts for name in spec.tensors)
-
-    @property
-    def store_key(self) -> str:
-        """What an offload store of these tensors is known by: which checkpoint it is, in which dtype."""
-        return fingerprint({"checkpoint": identity(self.checkpoint), "dtype": self.main_dtype})
-
-    @property
-    def main_dtype(self) -> str:
-        """The dtype of most of the model's bytes: what ``auto`` comes to."""
-        bytes_by_dtype: Counter[str] = Counter()
-        for spec in self.skeleton.unique:
-            bytes_by_dtype[spec.dtype] += spec.bytes
-        return bytes_by_dtype.most_common(1)[0][0]
-
-    def outer_name(self, name: str) -> str:
-        """Return what the tensor ``name`` is called where what is loaded is used."""
-        return self.names.get(name, name)
-
-    def outer_names(self, source: TensorSource) -> list[str]:
-        """Return all names that the tensor of ``source`` has where what is loaded is used, tied ones included."""
-        return [self.outer_name(name) for name in self.skeleton.names_of(source.spec.name)]
-
-    def step_of(self, source: TensorSource) -> NamingStep:
-        """Return the step that makes the tensor of ``source``."""
-        return self.match.origins[source.spec.name][0]
-
-    def pieces_of(self, step: NamingStep) -> tuple[str, ...]:
-        """Return the tensors of the checkpoint that the one which ``step`` makes is, one after the other, if any."""
-        return sources_in_order(step, self.reader.entries)
-
-    def source_bytes(self, step: NamingStep) -> int:
-        """Return the bytes of the tensors in the checkpoint that ``step`` reads, as they rest."""
-        return sum(rest_bytes(self.reader.entries[name]) for name in step.source_names)
-
-    def extent_of(self, step: NamingStep) -> AtRest | None:
-        """Return where the one tensor lies that ``step`` takes as it is; null if it makes one, or in a pickle."""
-        names = self.pieces_of(step) if len(step.sources) == 1 else ()
-        extent = self.source_extent(names[0]) if names else None
-        return extent if extent is not None and (extent.shape,) == tuple(step.targets.values()) else None
-
-    def source_extent(self, name: str) -> AtRest | None:
-        """Return where the tensor that the checkpoint calls ``name`` lies; null if in a pickle."""
-        return None if self.checkpoint.format == "bin" else self.reader.entries[name]
-
-
-def prepare(
-    model: nn.Module, skeleton: Skeleton, *, checkpoint: Checkpoint, strict: bool = True, partial: bool = False
-) -> Load:
-    """Return ``checkpoint`` held against ``model``, checked against its ``skeleton`` from headers alone.
-
-    A model that computes with codes and scales itself has them as the files do. ``strict`` and ``partial`` say which of
-    the two may lack tensors of the other; see ``match_checkpoint``.
-    """
-    reader = open_reader(checkpoint)
-    if any(isinstance(entry, PackedTensor) for entry in reader.entries.values()):
-        loops.build()  # now, before any weight is there: a compiler takes memory too
-    scales = checkpoint.entries.keys() - reader.entries.keys()
-    if any(spec.name in scales for spec in skeleton.tensors):
-        reader = open_stored_reader(checkpoint)
-    match = match_checkpoint(
-        model, skeleton, checkpoint=checkpoint, entries=reader.entries, strict=strict, partial=partial
-    )
-    return Load(model, skeleton, checkpoint, reader, match)
-
-
 def find_sources(load: Load, plan: LoadPlan) -> dict[str, TensorSource]:
     """Return what each tensor is brought from, in the order of the files, and then the buffers that no file has."""
-    specs, origins = load.skeleton.by_name, load.match.origins
+    specs, origins = load.skeleton.by_name, load.origins
     found = {name: _find(load, plan, specs[name]) for name in origins}
     for spec in load.skeleton.tensors:
         if spec.kind == "buffer" and load.skeleton.leader(spec.name) not in origins:
-            outer = load.outer_name(spec.name)
+            outer = load.names.get(spec.name, spec.name)
             home = plan.homes.get(outer, CPU)
             found[spec.name] = TensorSource(spec, outer, CPU if home == DISK else home, "computed")
     return found
 
 
 def _find(load: Load, plan: LoadPlan, spec: TensorSpec) -> TensorSource:
-    outer = load.outer_name(spec.name)
+    outer = load.names.get(spec.name, spec.name)
     home = plan.homes[outer]
     source = TensorSource(spec, outer, home, "made" if home == DISK else "resident")
     if home != DISK and outer not in plan.packed_on_host:
@@ -229,23 +136,22 @@ def _find(load: Load, plan: LoadPlan, spec: TensorSpec) -> TensorSource:
 
 def _lies_as_used(load: Load, source: TensorSource, *, unpacks: bool) -> TensorSource:
     """Return ``source`` with where the checkpoint has it as it is used, in one piece or by expert; or nowhere."""
-    step, dtype = load.step_of(source), source.spec.dtype
+    step, dtype = load.step_of(source.spec.name), source.spec.dtype
     whole = load.extent_of(step)
     if load.aligned and isinstance(whole, Extent) and whole.begin % TENSOR_ALIGNMENT:
         whole = None
-    at = None if whole is None else _served_as(whole, dtype, unpacks=unpacks)
+
+    def as_used(at: AtRest | None) -> AtRest | None:
+        return in_dtype(at, dtype) if isinstance(at, Extent) or (unpacks and at is not None) else None
+
+    at = as_used(whole)
     if at is not None:
         return replace(located(load, source, (at,)), way="in_place")
     if source.spec.name not in load.expert_names:
         return source
-    extents = [extent for name in load.pieces_of(step) if (extent := load.source_extent(name)) is not None]
-    places = [place for at in extents if (place := _served_as(at, dtype, unpacks=unpacks)) is not None]
+    places = [at for name in load.pieces_of(step) if (at := as_used(load.source_extent(name))) is not None]
     found = replace(located(load, source, tuple(places)), way="by_expert")
     return found if found.rows else source
-
-
-def _served_as(source: AtRest, dtype: str, *, unpacks: bool) -> AtRest | None:
-    return in_dtype(source, dtype) if unpacks or isinstance(source, Extent) else None
 
 
 def located(load: Load, source: TensorSource, at: tuple[AtRest, ...]) -> TensorSource:
@@ -255,15 +161,15 @@ def located(load: Load, source: TensorSource, at: tuple[AtRest, ...]) -> TensorS
     return replace(source, at=at, rows=rows, otherwise=None)
 
 
-def check_twins(load: Load) -> None:
-    """Refuse a checkpoint that has different values for two names that are one tensor in the model."""
-    for name, other in load.match.twins:
-        first, second = load.reader.borrow(name), load.reader.borrow(other)
-        if first.shape != second.shape or not torch.equal(first, second):
-            raise CheckpointError(
-                f"{load.checkpoint.path}: tensors {name!r} and {other!r} are tied in the model and differ in the "
-                "checkpoint; set tie_word_embeddings to false in config.json if they are two"
-            )
+def check_served(load: Load, sources: Sources) -> None:
+    """Check what lies on disk in the checkpoint as it is used, and so is never read here otherwise."""
+    served = [source for source in sources.values() if source.home == DISK and source.at]
+    with byte_bar("checking", sum(source.rest_bytes for source in served)) as bar:
+        for source in served:
+            named = (None,) if source.whole else load.pieces_of(load.step_of(source.spec.name))
+            for part, at in zip(named, source.at, strict=True):
+                load.checked(source.spec.name, read_extent(at), source=part)
+                bar.update(rest_bytes(at))
 
 
 class DiskWeights(Mapping[str, torch.Tensor]):
@@ -301,28 +207,18 @@ class DiskWeights(Mapping[str, torch.Tensor]):
         return {name: source.rows for name, source in self.sources.items() if source.rows}
 
 
-def disk_weights(load: Load, sources: Sources) -> DiskWeights:
-    """Return those of ``sources`` that wait, by all names that their tensors have where what is loaded is used."""
-    waiting = (source for source in sources.values() if source.waits)
-    return DiskWeights({name: source for source in waiting for name in load.outer_names(source)})
-
-
 def describe_index(load: Load, sources: Sources) -> dict[str, object]:
     """Return where each tensor on disk is: its place in a file, or the tensors that it is in the checkpoint."""
     index: dict[str, object] = {}
     for source in (source for source in sources.values() if source.home == DISK):
-        at = source.whole
+        kind, at = "store" if source.is_stored else "checkpoint", source.whole
+        told = {"dtype": source.spec.dtype, "shape": list(source.spec.shape)}
         if at is None:
-            index[source.outer] = {
-                "source": "checkpoint",
-                "tensors": list(load.pieces_of(load.step_of(source))),
-                "dtype": source.spec.dtype,
-                "shape": list(source.spec.shape),
-            }
+            tensors = list(load.pieces_of(load.step_of(source.spec.name)))
+            index[source.outer] = {"source": kind, "tensors": tensors, **told}
         else:
-            kind = "store" if source.is_stored else "checkpoint"
-            entry = {"source": kind, "file": at.file.name, "dtype": at.dtype, "shape": list(at.shape), **_offsets(at)}
-            index.update(dict.fromkeys(load.outer_names(source), entry))
+            entry = {"source": kind, "file": at.file.name, **told, **_offsets(at)}
+            index.update(dict.fromkeys(load.outer_names(source.spec.name), entry))
     return index
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,8 +32,9 @@ from offstage.stages.plan.serving import routed
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
+    from offstage.stages.shard_load.checkpoint_match import Load
     from offstage.stages.shard_load.place import PlacedWeights
-    from offstage.stages.shard_load.sources import Load, Sources
+    from offstage.stages.shard_load.sources import Sources
 
 INDEX_NAME = "offload_index.json"
 REPORT_NAME = "load_report.json"
@@ -41,10 +42,13 @@ REPORT_NAME = "load_report.json"
 
 @dataclass(frozen=True, slots=True)
 class ShardLoadConfig:
-    """Where weights go that can't be read from the checkpoint as they are, and how much is checked."""
+    """Where weights go that can't be read from the checkpoint as they are, and how much is checked.
+
+    With ``offload_state_dict`` weights bound for the host wait on disk meanwhile: of what is kept that changes nothing.
+    """
 
     offload_folder: str | None = field(default=None, metadata={PATHS: {"": absolute}})
-    offload_state_dict: bool = False
+    offload_state_dict: bool = field(default=False, compare=False)
     strict: bool = True
     check_finite: bool = False
     verify: Literal["index", "headers", "full"] = "headers"
@@ -60,16 +64,16 @@ class ShardLoadInputs:
     """The weights depend on the checkpoint, on what the model is, where each tensor goes, and what fits there.
 
     ``skeleton`` is the key of that artifact, so of all that made the model, its code too; ``device_map`` is the hash of
-    that file, ``homes`` what it comes to for each tensor; ``ledgers`` and ``main_device`` are the plan's. ``spills``
-    says whether weights bound for the host wait on disk; ``model`` is the config's node of that name; ``opened`` is the
-    checkpoint as deep as ``verify`` says, which ``checkpoint`` identifies by its content, and ``digests`` by the
-    SHA-256 of every file where that is asked for. Where only the index is looked at, ``place`` is where it lies: files
-    that were unpacked with times of their own may look alike in two places. ``opened_adapter`` is the adapter, which
-    ``adapter`` identifies by its bytes, if there is one.
-    ``routed`` has the tensors of which single experts are read from disk, ``packed`` those that wait on the host as
-    they rest on disk, and ``packs`` those that rest packed in the offload store.
+    that file of the ``plan``, ``ledgers`` are what the plan has of simulated devices. ``model`` is the config's node of
+    that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint`` identifies by its content,
+    and ``digests`` by the SHA-256 of every file where that is asked for. Where only the index is looked at, ``place``
+    is where it lies: files that were unpacked with times of their own may look alike in two places. ``opened_adapter``
+    is the adapter, which ``adapter`` identifies by its bytes, if there is one. ``routed`` has the tensors of which
+    single experts are read from disk, ``packed`` those that wait on the host as they rest on disk, and ``packs`` those
+    that rest packed in the offload store.
     """
 
+    config: ShardLoadConfig
     checkpoint: Mapping[str, object]
     place: str | None
     digests: Mapping[str, str] | None
@@ -80,16 +84,10 @@ class ShardLoadInputs:
     packed: tuple[str, ...]
     packs: tuple[str, ...]
     ledgers: Mapping[DeviceId, int]
-    offload_folder: str | None
-    strict: bool
-    check_finite: bool
-    verify: str
-    spills: bool = field(compare=False)
+    plan: plans.Plan = field(compare=False)
     model: Mapping[str, Any] = field(compare=False)
     opened: Checkpoint = field(compare=False)
     opened_adapter: Checkpoint | None = field(compare=False)
-    homes: Mapping[str, DeviceId] = field(compare=False)
-    main_device: DeviceId = field(compare=False)
 
 
 class ShardLoadStage(Stage[ShardLoadInputs]):
@@ -107,7 +105,9 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         """Yield what is wrong with the offload keys, and with the checkpoint's files as far as ``verify`` looks."""
         given, model = read(ShardLoadConfig, config), config["model"]
         yield from _check_checkpoint(model, given.depth)
-        yield from _check_adapter(model)
+        adapter = adapter_folder(model)
+        if adapter is not None and adapter.is_dir():  # where it isn't, the model's own check says so
+            yield from _faults_of("model.adapter", lambda: _open_adapter(model))
         if given.offload_folder is not None:
             yield from _check_offload_folder(given.offload_folder, model)
 
@@ -120,6 +120,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         if given.verify == "full":
             opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
         return ShardLoadInputs(
+            config=given,
             checkpoint=identity(opened),
             place=opened.place if given.depth == "index" else None,
             digests=whole_digests(opened) if given.verify == "full" else None,
@@ -130,32 +131,52 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             packed=found.packed_on_host,
             packs=found.packs,
             ledgers={name: one.simulated for name, one in found.devices.items() if one.simulated is not None},
-            offload_folder=given.offload_folder,
-            strict=given.strict,
-            check_finite=given.check_finite,
-            verify=given.verify,
-            spills=given.offload_state_dict,
+            plan=found,
             model=model,
             opened=opened,
             opened_adapter=adapter,
-            homes=found.homes,
-            main_device=found.main_device,
         )
 
     def sources(self, inputs: ShardLoadInputs, context: Context) -> SourceFiles:
-        """Return which weights these are, by file and by tensor, and which adapter's."""
-        return _weight_files(inputs)
+        """Return what the checkpoint is by the content of its files, and the adapter, whose files have their SHA-256.
+
+        Of files that weren't hashed whole the Hub may have said it, where they lie in its cache.
+        """
+        checkpoint, digests = inputs.opened, inputs.digests or {}
+        files: list[dict[str, Any]] = []
+        tensors: dict[str, dict[str, list[Any]]] = {}
+        for (file, held), look in zip(entries_by_file(checkpoint), looks_at(checkpoint), strict=True):
+            named = hub_digest(file.path)
+            files.append(
+                {
+                    "name": file.name,
+                    "size": file.size,
+                    "header": look.header if look else None,
+                    "sampled": look.sampled if look else None,
+                    "sha256": digests.get(file.name, named),
+                    "sha256_from": "bytes" if file.name in digests else "hub" if named else None,
+                }
+            )
+            if look is not None and held:
+                entries = zip(held.items(), look.tensors, strict=True)
+                tensors[file.name] = {
+                    name: [entry.dtype, list(entry.shape), digest] for (name, entry), digest in entries
+                }
+        place = hub_place(checkpoint.files[0].path)
+        hub = {"id": place[0], "revision": place[1]} if place else None
+        weights = {**small_files(checkpoint), "verify": inputs.config.verify, "hub": hub, "files": files}
+        adapter = {} if inputs.adapter is None else {"adapter": inputs.adapter}
+        return SourceFiles({"weights": weights, **adapter}, tensors)
 
     def build(self, inputs: ShardLoadInputs, context: Context, folder: Path) -> Any:
         """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""
-        from offstage.stages.shard_load.place import refuse_infinite_served
-        from offstage.stages.shard_load.sources import check_twins, describe_index, describe_load
+        from offstage.stages.shard_load.sources import check_served, describe_index, describe_load
 
         tables = _prepare(inputs, context)
         for load, sources in tables:
-            check_twins(load)
-            if inputs.check_finite:
-                refuse_infinite_served(load, sources)
+            load.check_twins()
+            if load.check_finite:
+                check_served(load, sources)
         filled = [(load, _fill_store(inputs, context, load, sources)) for load, sources in tables]
         index = {name: entry for load, sources in filled for name, entry in describe_index(load, sources).items()}
         write_text(folder / INDEX_NAME, json.dumps(index, indent=1) + "\n")
@@ -172,21 +193,16 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
         tables, devices = _prepare(inputs, context), Devices(inputs.ledgers)
         base_bytes = held_bytes()
-        for load, _ in tables if inputs.verify == "full" else ():
+        for load, _ in tables if inputs.config.verify == "full" else ():
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
         filled = [(load, _fill_store(inputs, context, load, sources)) for load, sources in tables]
-        placed = [
-            place(
-                load,
-                sources,
-                devices=devices,
-                # What lies on the host of the checkpoint itself is streamed from there, where it isn't used there.
-                host=host_block(sources) if number == 0 and inputs.main_device != CPU else None,
-                spill_folder=_spill_folder(inputs, context, load),
-                check_finite=inputs.check_finite,
-            )
-            for number, (load, sources) in enumerate(filled)
-        ]
+        spill = Path(inputs.config.offload_folder or context.cache / "offload")
+        spill_folder = spill if inputs.config.offload_state_dict else None
+        placed: list[PlacedWeights] = []
+        for load, sources in filled:
+            # What lies on the host of the checkpoint itself is streamed from there, where it isn't used there.
+            host = host_block(sources) if not placed and inputs.plan.main_device != CPU else None
+            placed.append(place(load, sources, devices=devices, host=host, spill_folder=spill_folder))
         return replace(joined(placed), base_bytes=base_bytes)
 
     def report(self, artifact: Artifact) -> Report:
@@ -203,7 +219,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
 def _opened(inputs: ShardLoadInputs) -> Checkpoint:
     """Return the checkpoint of the inputs with its headers; one whose files have changed since is refused."""
-    if inputs.verify != "index":
+    if inputs.config.verify != "index":
         return inputs.opened
     deeper = _open_weights(inputs.model)
     for then, now in zip(inputs.opened.files, deeper.files, strict=False):
@@ -214,29 +230,24 @@ def _opened(inputs: ShardLoadInputs) -> Checkpoint:
 
 def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sources]]:
     """Return the load of the checkpoint, and that of the adapter if there is one, and what their tensors come from."""
-    from offstage.stages.shard_load.adapter import prepare_adapted
-    from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare
+    from offstage.stages.shard_load.checkpoint_match import prepare, prepare_adapted
+    from offstage.stages.shard_load.sources import LoadPlan, find_sources
 
     skeleton = context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME)
-    model, checkpoint, strict = context.live("empty_init"), _opened(inputs), inputs.strict
+    model, checkpoint, strict = context.live("empty_init"), _opened(inputs), inputs.config.strict
     if inputs.opened_adapter is None:
         loads = [prepare(model, skeleton, checkpoint=checkpoint, strict=strict)]
     else:
         adapter = inputs.opened_adapter
         loads = prepare_adapted(model, skeleton, checkpoint=checkpoint, adapter=adapter, strict=strict)
     plan = LoadPlan(
-        inputs.homes,
+        inputs.plan.homes,
         by_expert=frozenset(inputs.routed),
         packed_on_host=frozenset(inputs.packed),
         packs=frozenset(inputs.packs),
     )
+    loads = [replace(load, check_finite=inputs.config.check_finite) for load in loads]
     return [(load, find_sources(load, plan)) for load in loads]
-
-
-def _spill_folder(inputs: ShardLoadInputs, context: Context, load: Load) -> Path | None:
-    """Return where weights of the host wait meanwhile: only a pickle's file is held while its tensors are placed."""
-    spills = inputs.spills and load.checkpoint.format == "bin"
-    return Path(inputs.offload_folder or context.cache / "offload") if spills else None
 
 
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: Sources) -> Sources:
@@ -248,39 +259,9 @@ def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: 
     if not needed:
         return sources
     key, model = load.store_key, model_name(context.config)
-    folder = Path(inputs.offload_folder or context.cache / "offload" / key)
+    folder = Path(inputs.config.offload_folder or context.cache / "offload" / key)
     store = open_store(folder, key, needed_bytes=sum(needed), model=model)
-    return fill_store(load, sources, store, check_finite=inputs.check_finite, full=inputs.verify == "full")
-
-
-def _weight_files(inputs: ShardLoadInputs) -> SourceFiles:
-    """Return what the checkpoint is by the content of its files, and the adapter, whose files have their SHA-256.
-
-    Of files that weren't hashed whole the Hub may have said it, where they lie in its cache.
-    """
-    checkpoint, digests = inputs.opened, inputs.digests or {}
-    files: list[dict[str, Any]] = []
-    tensors: dict[str, dict[str, list[Any]]] = {}
-    for (file, held), look in zip(entries_by_file(checkpoint), looks_at(checkpoint), strict=True):
-        named = hub_digest(file.path)
-        files.append(
-            {
-                "name": file.name,
-                "size": file.size,
-                "header": look.header if look else None,
-                "sampled": look.sampled if look else None,
-                "sha256": digests.get(file.name, named),
-                "sha256_from": "bytes" if file.name in digests else "hub" if named else None,
-            }
-        )
-        if look is not None and held:
-            entries = zip(held.items(), look.tensors, strict=True)
-            tensors[file.name] = {name: [entry.dtype, list(entry.shape), digest] for (name, entry), digest in entries}
-    place = hub_place(checkpoint.files[0].path)
-    hub = {"id": place[0], "revision": place[1]} if place else None
-    weights = {**small_files(checkpoint), "verify": inputs.verify, "hub": hub, "files": files}
-    adapter = {} if inputs.adapter is None else {"adapter": inputs.adapter}
-    return SourceFiles({"weights": weights, **adapter}, tensors)
+    return fill_store(load, sources, store, full=inputs.config.verify == "full")
 
 
 def _open_weights(model: Mapping[str, Any], *, depth: Depth = "headers") -> Checkpoint:
@@ -294,16 +275,6 @@ def _open_adapter(model: Mapping[str, Any]) -> Checkpoint | None:
     return None if folder is None else open_adapter(folder, allow_links=bool(model.get("allow_links")))
 
 
-def _check_adapter(model: Mapping[str, Any]) -> Iterable[Fault]:
-    folder = adapter_folder(model)
-    if folder is None or not folder.is_dir():
-        return  # which the model's own check says
-    try:
-        _open_adapter(model)
-    except (CheckpointError, StorageError) as error:
-        yield Fault("model.adapter", str(error), type(error))
-
-
 def _check_checkpoint(model: Mapping[str, Any], depth: Depth) -> Iterable[Fault]:
     path = model.get("path")
     if not isinstance(path, str) or not path:
@@ -314,10 +285,14 @@ def _check_checkpoint(model: Mapping[str, Any], depth: Depth) -> Iterable[Fault]
         if reason:
             yield Fault("model.path", reason, CheckpointError)
         return  # fetched when the inputs are gathered, once the whole config is known to be sound
+    yield from _faults_of("model.path", lambda: _open_weights(model, depth=depth))
+
+
+def _faults_of(key: str, opening: Callable[[], object]) -> Iterable[Fault]:
     try:
-        _open_weights(model, depth=depth)
+        opening()
     except (CheckpointError, StorageError) as error:
-        yield Fault("model.path", str(error), type(error))
+        yield Fault(key, str(error), type(error))
 
 
 def _check_offload_folder(given: str, model: Mapping[str, Any]) -> Iterable[Fault]:

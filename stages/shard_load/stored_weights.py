@@ -1,177 +1,227 @@
 """Filling the offload store with what a load needs of it: made once, for all runs of a checkpoint and dtype.
 
-That is what can't be served from the checkpoint as it is, and packed copies where those are asked for.
+That is what can't be served from the checkpoint as it is, and packed copies where those are asked for. Copies are
+packed losslessly, block by block, on all cores: read past the page cache, or from memory where a tensor had to be made
+first, packed and handed over in order. No more is held than a few blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
-from typing import TypeVar
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from itertools import accumulate, islice
 
+import numpy as np
+import torch
+
+from offstage.pipeline.environment import allowed_cores
 from offstage.pipeline.errors import StorageError
 from offstage.stages.checkpoints.byte_bar import byte_bar
+from offstage.stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compressor, pack_tile, tile_borders
+from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import rows_of
+from offstage.stages.checkpoints.packed import BLOCK_BYTES
 from offstage.stages.checkpoints.readers import read_extent
-from offstage.stages.machine.aligned_memory import byte_view
+from offstage.stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_memory
 from offstage.stages.machine.devices import Devices
+from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.model_tensors import make_tensors
 from offstage.stages.shard_load.offload_store import OffloadStore, StoredTensor
-from offstage.stages.shard_load.packer import WORTH, ByteSource, InFiles, InMemory, Packer, Unpacked, packed_share
-from offstage.stages.shard_load.place import refuse_infinite
-from offstage.stages.shard_load.sources import Load, Sources, TensorSource, located
+from offstage.stages.shard_load.sources import Sources, TensorSource, located
 
 LARGE_BYTES = 32 * 2**20
 """What is only cast, and as large as that, is cast piece by piece."""
 PIECE_BYTES = 4 * 2**20
+WORTH = 0.95
+"""What is packed to no less than this share of itself isn't worth unpacking, and stays as it is."""
+_AHEAD = 8
+"""Blocks that are being packed, or wait to be written."""
+_SAMPLE_ELEMENTS = 2**15
+_SAMPLES = 3
 
-Found = TypeVar("Found")
-Tensors = Mapping[str, StoredTensor]
+ByteReader = Callable[[int, int], Bytes]
+"""Returns the bytes of a tensor from one of them to another, in any thread."""
 
 
-def fill_store(
-    load: Load, sources: Sources, store: OffloadStore, *, check_finite: bool = False, full: bool = False
-) -> dict[str, TensorSource]:
+def fill_store(load: Load, sources: Sources, store: OffloadStore, *, full: bool = False) -> Sources:
     """Return ``sources`` with where the ``store`` has them, after adding what isn't there, or damaged.
 
-    A copy that doesn't shrink is none: its tensor is brought as it would be otherwise. ``full`` compares every checksum
-    of the store, not a sample.
+    A copy that doesn't shrink is none: its tensor is brought as it would be otherwise, which may be from the store too.
+    ``full`` compares every checksum of the store, not a sample.
     """
     with store.locked():
-        copied = {name: source for name, source in sources.items() if source.otherwise is not None}
-        copies = _fill(
-            store,
-            _stored(load, copied),
-            find=lambda wanted: store.find_packed(wanted, full=full),
-            make=lambda absent: _pack(load, store, absent, copied, check_finite=check_finite),
-        )
-        settled = {
-            name: copied[name].turned_back if copy is None else located(load, copied[name], (copy,))
-            for name, copy in copies.items()
-        }
-        filled = {**sources, **settled}
-        made = {name: source for name, source in filled.items() if source.wants_store}
-        files = _fill(
-            store,
-            _stored(load, made),
-            find=lambda wanted: store.find_all(wanted, full=full),
-            make=lambda absent: _make(load, store, absent, made, check_finite=check_finite),
-        )
-    extents = {name: Extent(files[name], 0, source.spec.dtype, source.spec.shape) for name, source in made.items()}
-    return {**filled, **{name: located(load, made[name], (extent,)) for name, extent in extents.items()}}
+        while wanted := {name: _stored(load, source) for name, source in sources.items() if source.wants_store}:
+            found = store.find(wanted, full=full)
+            absent = {name: tensor for name, tensor in wanted.items() if name not in found}
+            if absent:
+                _add(load, store, absent, sources)
+                store.publish()
+                found |= store.find(absent, full=full)
+            for name in (name for name in absent if name not in found):
+                raise StorageError(
+                    f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
+                )
+            settled = {
+                name: sources[name].turned_back if at is None else located(load, sources[name], (at,))
+                for name, at in found.items()
+            }
+            sources = {**sources, **settled}
+    return sources
 
 
-def _fill(
-    store: OffloadStore,
-    wanted: Tensors,
-    *,
-    find: Callable[[Tensors], dict[str, Found]],
-    make: Callable[[Tensors], None],
-) -> dict[str, Found]:
-    """Return what ``find`` finds of all that is ``wanted``, once ``make`` has put into the store what it lacks."""
-    found = find(wanted) if wanted else {}
-    absent = {name: tensor for name, tensor in wanted.items() if name not in found}
-    if absent:
-        make(absent)
-        store.publish()
-        found |= find(absent)
-    for name in (name for name in absent if name not in found):
-        raise StorageError(
-            f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
-        )
-    return found
+def _stored(load: Load, source: TensorSource) -> StoredTensor:
+    """Return ``source`` as the store has it; of a packed copy each expert can be read alone."""
+    spec, elements = source.spec, math.prod(source.spec.shape)
+    run = elements // spec.shape[0] if spec.name in load.expert_names else elements
+    names = tuple(load.step_of(source.spec.name).source_names)
+    return StoredTensor(spec.dtype, spec.shape, names, None if source.otherwise is None else run)
 
 
-def _stored(load: Load, sources: Sources) -> Tensors:
-    return {
-        name: StoredTensor(source.spec.dtype, source.spec.shape, tuple(load.step_of(source).source_names))
-        for name, source in sources.items()
+def _add(load: Load, store: OffloadStore, absent: Mapping[str, StoredTensor], sources: Sources) -> None:
+    """Put the tensors ``absent`` into the store: packed from where they lie, cast piece by piece, or made whole.
+
+    Of a tensor that doesn't shrink enough it is noted instead.
+    """
+    packable = {
+        name: [at for at in sources[name].at if isinstance(at, Extent) and at.bytes]
+        for name in absent
+        if sources[name].at
     }
+    shares: dict[str, float] = {}
+    for name, extents in packable.items():
+        with opened(extents) as read:
+            shares[name] = packed_share(absent[name], read)
+        if shares[name] > WORTH:
+            store.note_plain(name, absent[name])
+    left = {name: tensor for name, tensor in absent.items() if shares.get(name, 0) <= WORTH}
+    store.check_space(len(left), math.ceil(sum(tensor.bytes * shares.get(name, 1) for name, tensor in left.items())))
+    with byte_bar("packing", sum(left[name].bytes for name in packable.keys() & left.keys())) as bar:
+        for name in (name for name in packable if name in left):
+            with opened(packable[name]) as read, closing(pack(left[name], read, bar.update)) as tiles:
+                store.put_packed(name, left.pop(name), tiles)
+    for name, extent in _cast_sources(load, left, sources).items():
+        store.put(name, left.pop(name), _cast_pieces(load, sources[name], extent))
+    for name, whole in make_tensors(load, {name: sources[name] for name in left}, "offloading", devices=Devices()):
+        _put_whole(store, name, left[name], whole)
+        del whole  # or it would be held while the next one is made
 
 
-def _make(load: Load, store: OffloadStore, absent: Tensors, sources: Sources, *, check_finite: bool) -> None:
-    """Put the tensors ``absent`` into the store as they are used."""
-    store.check_space(len(absent), sum(tensor.bytes for tensor in absent.values()))
-    large = {name: extent for name in absent if (extent := _cast_source(load, sources[name])) is not None}
-    for name, extent in large.items():
-        pieces = _cast_pieces(load, sources[name], extent, check_finite=check_finite)
-        store.put_pieces(name, absent[name].told, pieces)
-    small = {name: sources[name] for name in absent if name not in large}
-    for name, tensor in make_tensors(load, small, "offloading", devices=Devices()):
-        if check_finite:
-            refuse_infinite(load, name, tensor)
-        store.put(name, absent[name], byte_view(tensor))
-        del tensor  # or it would be held while the next one is made
+def _put_whole(store: OffloadStore, name: str, tensor: StoredTensor, whole: torch.Tensor) -> None:
+    if tensor.run is None:
+        store.put(name, tensor, [byte_view(whole)])
+    elif packed_share(tensor, bytes_of(whole)) > WORTH:
+        store.note_plain(name, tensor)
+    else:
+        with closing(pack(tensor, bytes_of(whole))) as tiles:
+            store.put_packed(name, tensor, tiles)
 
 
-def _cast_source(load: Load, source: TensorSource) -> Extent | None:
-    """Return where a tensor lies that is large and only cast; null for any other.
+def _cast_sources(load: Load, wanted: Mapping[str, StoredTensor], sources: Sources) -> dict[str, Extent]:
+    """Return where those of the tensors ``wanted`` lie that are large and only cast.
 
     A run's budget may be less than one of its tensors, which then comes by blocks of rows: it mustn't be whole here.
     """
-    step = load.step_of(source)
-    extent = load.extent_of(step) if step.converter is None else None
-    return extent if isinstance(extent, Extent) and extent.bytes >= LARGE_BYTES else None
+    found = {}
+    for name in (name for name, tensor in wanted.items() if tensor.run is None):
+        step = load.step_of(name)
+        extent = load.extent_of(step) if step.converter is None else None
+        if isinstance(extent, Extent) and extent.bytes >= LARGE_BYTES:
+            found[name] = extent
+    return found
 
 
-def _cast_pieces(load: Load, source: TensorSource, extent: Extent, *, check_finite: bool) -> Iterator[memoryview]:
+def _cast_pieces(load: Load, source: TensorSource, extent: Extent) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, read from its ``extent`` and cast some rows at a time."""
     dtype, count = torch_dtype(source.spec.dtype), extent.shape[0]
     rows = max(1, PIECE_BYTES * count // extent.bytes)
     for begin in range(0, count, rows):
-        piece = rows_of(extent, begin, min(begin + rows, count))
-        assert piece is not None
-        cast = read_extent(piece).to(dtype)
-        if check_finite:
-            refuse_infinite(load, source.spec.name, cast)
-        yield byte_view(cast)
+        piece = read_extent(extent.rows(begin, min(begin + rows, count)))
+        yield byte_view(load.checked(source.spec.name, piece.to(dtype)))
 
 
-def _pack(load: Load, store: OffloadStore, absent: Tensors, sources: Sources, *, check_finite: bool) -> None:
-    """Put copies of the tensors ``absent`` into the store: read where they lie, made first where they lie nowhere."""
-    in_files = {name: tensor for name, tensor in absent.items() if sources[name].at}
-    made = {name: tensor for name, tensor in absent.items() if name not in in_files}
-    shares = {name: _share(load, sources[name]) for name in in_files}
-    for name in (name for name, share in shares.items() if share > WORTH):
-        store.note_plain(name, in_files.pop(name))
-    needed = [tensor.bytes * shares.get(name, 1) for name, tensor in {**in_files, **made}.items()]
-    store.check_space(len(needed), math.ceil(sum(needed)))
-    with Packer() as packer, byte_bar("packing", sum(tensor.bytes for tensor in in_files.values())) as bar:
-        for name, tensor in in_files.items():
-            with (
-                closing(_in_files(sources[name])) as data,  # last: threads that pack read from its files
-                closing(packer.pack(unpacked := _unpacked(load, sources[name], data), bar.update)) as tiles,
-            ):
-                store.put_packed(name, tensor, tiles, run=unpacked.run)
-    with Packer() as packer:
-        for name, whole in make_tensors(load, {name: sources[name] for name in made}, "packing", devices=Devices()):
-            if check_finite:
-                refuse_infinite(load, name, whole)
-            _pack_made(store, name, made[name], _unpacked(load, sources[name], InMemory(whole)), packer)
-            del whole  # or it would be held while the next one is made
+def bytes_of(tensor: torch.Tensor) -> ByteReader:
+    """Return what reads the bytes of a contiguous ``tensor`` on the cpu, without a copy."""
+    data = np.frombuffer(byte_view(tensor), np.uint8)
+    return lambda begin, end: data[begin:end]
 
 
-def _pack_made(store: OffloadStore, name: str, tensor: StoredTensor, unpacked: Unpacked, packer: Packer) -> None:
-    if packed_share(unpacked) > WORTH:
-        store.note_plain(name, tensor)
-    else:
-        store.put_packed(name, tensor, packer.pack(unpacked), run=unpacked.run)
+@contextmanager
+def opened(extents: Sequence[Extent]) -> Iterator[ByteReader]:
+    """Yield what reads the bytes of ``extents``, one after the other; each of their files is opened once."""
+    begins = list(accumulate((extent.bytes for extent in extents), initial=0))
+    with ExitStack() as stack:
+        names = dict.fromkeys(extent.file for extent in extents)
+        files = {file: stack.enter_context(closing(DirectFile(file))) for file in names}
+
+        def read(begin: int, end: int) -> Bytes:
+            first, last = bisect_right(begins, begin) - 1, bisect_right(begins, end - 1)
+            parts = [
+                _read(files[extent.file], extent, max(begin - at, 0), min(end - at, extent.bytes))
+                for extent, at in zip(extents[first:last], begins[first:last], strict=True)
+            ]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        yield read
 
 
-def _in_files(source: TensorSource) -> InFiles:
-    return InFiles([at for at in source.at if isinstance(at, Extent)])
+def _read(file: DirectFile, extent: Extent, begin: int, end: int) -> Bytes:
+    """Return the bytes ``begin`` to ``end`` of ``extent``, past the page cache."""
+    offset = align_down(extent.begin + begin)
+    skipped, wanted = extent.begin + begin - offset, extent.begin + end - offset
+    memory = private_memory(align_up(wanted))
+    file.read(memoryview(memory), offset=offset, wanted=wanted)
+    return np.frombuffer(memory, np.uint8, wanted - skipped, skipped)
 
 
-def _share(load: Load, source: TensorSource) -> float:
-    with closing(_in_files(source)) as data:
-        return packed_share(_unpacked(load, source, data))
+def pack(
+    tensor: StoredTensor, read: ByteReader, progress: Callable[[int], object] | None = None
+) -> Generator[list[bytes]]:
+    """Yield the frames of each tile, in order; ``progress`` is told of the bytes that they were.
+
+    A thread for each core packs. None reads any more once the generator is closed.
+    """
+    elements, size = math.prod(tensor.shape), torch_dtype(tensor.dtype).itemsize
+    run = tensor.run or elements
+    borders = tile_borders(elements, run)
+    step = max(1, BLOCK_BYTES // (min(TILE_ELEMENTS, run) * size))
+    blocks = iter(lambda: tuple(islice(borders, step)), ())
+    waiting: deque[tuple[int, Future[list[list[bytes]]]]] = deque()
+    pool = ThreadPoolExecutor(min(len(allowed_cores()), _AHEAD), thread_name_prefix="packer")
+    try:
+        while True:
+            for block in islice(blocks, _AHEAD - len(waiting)):
+                count = (block[-1][1] - block[0][0]) * size
+                waiting.append((count, pool.submit(_pack_block, tensor, read, block)))
+            if not waiting:
+                return
+            count, packed = waiting.popleft()
+            yield from packed.result()
+            if progress:
+                progress(count)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _unpacked(load: Load, source: TensorSource, data: ByteSource) -> Unpacked:
-    """Return what is to be packed; of experts so that each can be read alone."""
-    spec, elements = source.spec, math.prod(source.spec.shape)
-    run = elements // spec.shape[0] if spec.name in load.expert_names else elements
-    return Unpacked(data, spec.dtype, elements, run)
+def packed_share(tensor: StoredTensor, read: ByteReader) -> float:
+    """Return the share of its bytes that ``tensor`` is packed to, by a few stretches of it."""
+    elements = math.prod(tensor.shape)
+    count = min(_SAMPLE_ELEMENTS, elements)
+    begins = {(elements - count) * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
+    packed = [sum(map(len, tile)) for begin in begins for tile in _pack_block(tensor, read, ((begin, begin + count),))]
+    return sum(packed) / (len(begins) * count * torch_dtype(tensor.dtype).itemsize)
+
+
+def _pack_block(tensor: StoredTensor, read: ByteReader, borders: Sequence[tuple[int, int]]) -> list[list[bytes]]:
+    """Return the frames of neighbouring tiles."""
+    size, compressor = torch_dtype(tensor.dtype).itemsize, new_compressor()
+    first = borders[0][0]
+    data = read(first * size, borders[-1][1] * size)
+    return [
+        pack_tile(data[(begin - first) * size : (end - first) * size], tensor.dtype, compressor)
+        for begin, end in borders
+    ]

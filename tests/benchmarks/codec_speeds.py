@@ -11,7 +11,8 @@ import torch
 
 from offstage.stages.checkpoints.codec_rates import measure
 from offstage.stages.checkpoints.codecs import planes
-from offstage.stages.shard_load.packer import InMemory, Packer, Unpacked
+from offstage.stages.shard_load.offload_store import StoredTensor
+from offstage.stages.shard_load.stored_weights import bytes_of, pack
 from offstage.stages.units import parse_size
 from tests.benchmarks.sides import Setting, offstage_forecast
 
@@ -29,9 +30,8 @@ def speeds(elements: int = ELEMENTS) -> dict[str, float]:
     noise = np.random.default_rng(0).standard_normal(elements, np.float32) * np.float32(SPREAD)
     weights = torch.from_numpy(noise).bfloat16()
     began = time.perf_counter()
-    with Packer() as packer:
-        tiles = packer.pack(Unpacked(InMemory(weights), "bfloat16", elements, elements))
-        packed = sum(len(frame) for tile in tiles for frame in tile)
+    tensor = StoredTensor("bfloat16", (elements,), (), run=elements)
+    packed = sum(len(frame) for tile in pack(tensor, bytes_of(weights)) for frame in tile)
     packing = weights.nbytes / (time.perf_counter() - began)
     return {"packing": packing, "unpacking": float(measure(*planes.sample())), "share": packed / weights.nbytes}
 

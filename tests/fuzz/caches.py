@@ -124,14 +124,14 @@ def _make_store(folder: Path) -> None:
 def _fill(folder: Path) -> dict[str, bytes]:
     """Find all tensors in the store, put what isn't there, and return what each comes to."""
     store, wanted = open_store(folder, "key"), _stored()
-    found = store.find_all(wanted, full=True)
+    found = store.find(wanted, full=True)
     with store.locked():
         for name in wanted.keys() - found.keys():
-            store.put(name, wanted[name], memoryview(_bytes(TENSORS[name])))
+            store.put(name, wanted[name], [memoryview(_bytes(TENSORS[name]))])
         store.publish()
-    found = store.find_all(wanted)
+    found = store.find(wanted)
     require(found.keys() == wanted.keys(), f"after filling, only {sorted(found)}")
-    return {name: file.path.read_bytes() for name, file in found.items()}
+    return {name: at.file.path.read_bytes() for name, at in found.items() if at}
 
 
 def _attempt_store(folder: Path, pristine: Path) -> str:

@@ -204,7 +204,7 @@ def _stored() -> dict[str, tuple[torch.Tensor, StoredTensor]]:
     for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
         whole = (_matrix(number, *_SHAPE) * 0.02).to(dtype)
         name = str(dtype).removeprefix("torch.")
-        found[name] = whole, StoredTensor(name, _SHAPE, (f"source.{name}",))
+        found[name] = whole, StoredTensor(name, _SHAPE, (f"source.{name}",), run=_RUN)
     return found
 
 
@@ -215,15 +215,15 @@ def _make_copies(folder: Path) -> None:
             data, size = whole.view(-1).view(torch.uint8).numpy(), whole.element_size()
             borders = tile_borders(whole.numel(), _RUN)
             tiles = (pack_tile(data[begin * size : end * size], name, compressor) for begin, end in borders)
-            store.put_packed(name, told, tiles, run=_RUN)
-        store.note_plain("noise", StoredTensor("bfloat16", (3,), ()))
+            store.put_packed(name, told, tiles)
+        store.note_plain("noise", StoredTensor("bfloat16", (3,), (), run=3))
         store.publish()
 
 
 def _attempt_copies(folder: Path, _pristine: Path) -> str:
     """What comes out has the bits that were packed; a copy that the store has set aside is made again, in a run."""
     stored = _stored()
-    found = open_store(folder / "offload", "key").find_packed({name: told for name, (_, told) in stored.items()})
+    found = open_store(folder / "offload", "key").find({name: told for name, (_, told) in stored.items()})
     for name, copy in found.items():
         made = read_packed(copy) if copy else stored[name][0]
         require(same(made, stored[name][0]), f"{name}: {made!r}")

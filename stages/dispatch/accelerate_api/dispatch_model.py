@@ -35,8 +35,9 @@ from offstage.stages.machine.devices import AnyDevice, device_id
 from offstage.stages.plan.functions import map_by_policy
 from offstage.stages.plan.placement import Budgets
 from offstage.stages.plan.serving import routed
-from offstage.stages.shard_load.checkpoint_in_model import fill_model, homes_of, load_checkpoint_in_model, with_dtype
-from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare
+from offstage.stages.shard_load.checkpoint_match import prepare
+from offstage.stages.shard_load.functions import fill_model, homes_of, load_checkpoint_in_model, with_dtype
+from offstage.stages.shard_load.sources import LoadPlan, find_sources
 from offstage.stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]

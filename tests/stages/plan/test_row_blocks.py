@@ -108,6 +108,17 @@ def test_blocks_are_as_large_as_two_have_room_beside_what_stays_and_whole_where_
         assert block_sizes(model, found) == ({HEAD: rows * WIDTH * 4} if rows else {})
 
 
+@pytest.mark.parametrize("order", [(WORDS, 2 * WORDS), (2 * WORDS, WORDS)])
+def test_of_weights_of_the_same_bytes_the_largest_block_counts(order: tuple[int, int]) -> None:
+    """As of a layer that widens and the one after it."""
+    with init_empty_weights():
+        layers = [nn.Linear(2 * WORDS * WIDTH // rows, rows, bias=False) for rows in order]
+    model = Outline(describe(nn.Sequential(*layers), rehearsed=False))
+    names = [f"{number}.weight" for number in range(2)]
+    assert {model.sizes[name] for name in names} == {2 * HEAD}
+    assert block_sizes(model, dict.fromkeys(names, LEAST_ROWS)) == {2 * HEAD: 2 * LEAST}
+
+
 def test_what_is_mapped_is_used_where_it_lies() -> None:
     assert plan(outline(), LEAST, io="mmap").block_rows == {}
 

@@ -22,15 +22,15 @@ DATA = memoryview(b"12345678")
 
 def fill(store: OffloadStore, *names: str) -> None:
     for name in names:
-        store.put(name, TENSOR, DATA)
+        store.put(name, TENSOR, [DATA])
     store.publish()
 
 
 def test_what_was_put_is_found_by_every_job_that_opens_the_store(tmp_path: Path) -> None:
     fill(open_store(tmp_path / "s", "k"), "a", "b")
-    found = open_store(tmp_path / "s", "k").find_all(dict.fromkeys("abc", TENSOR))
+    found = open_store(tmp_path / "s", "k").find(dict.fromkeys("abc", TENSOR))
     assert found.keys() == {"a", "b"}
-    assert found["a"].path.read_bytes() == DATA
+    assert found["a"].file.path.read_bytes() == DATA
     assert json.loads((tmp_path / "s" / INDEX_NAME).read_text())["a"]["dtype"] == "float32"
 
 
@@ -45,15 +45,15 @@ def test_what_was_put_is_found_by_every_job_that_opens_the_store(tmp_path: Path)
 def test_a_tensor_of_another_dtype_shape_or_source_is_not_taken(tmp_path: Path, wanted: StoredTensor) -> None:
     store = open_store(tmp_path, "k")
     fill(store, "a")
-    assert not store.find_all({"a": wanted})
+    assert not store.find({"a": wanted})
 
 
 def test_a_tensor_that_was_not_published_or_is_cut_short_is_not_taken(tmp_path: Path) -> None:
     store = open_store(tmp_path, "k")
     fill(store, "a")
-    store.put("b", TENSOR, DATA)
+    store.put("b", TENSOR, [DATA])
     (tmp_path / "a.dat").write_bytes(b"123")
-    assert not open_store(tmp_path, "k").find_all(dict.fromkeys("ab", TENSOR))
+    assert not open_store(tmp_path, "k").find(dict.fromkeys("ab", TENSOR))
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -61,17 +61,17 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).write_text(json.dumps({"a": {"dtype": "float32", "shape": [2]}}))
     store = open_store(tmp_path, "k")
     assert store.folder == tmp_path / "k"
-    assert not store.find_all({"a": TENSOR})
+    assert not store.find({"a": TENSOR})
     fill(store, "a")
     assert (tmp_path / "a.dat").read_bytes() == b"theirs"
-    assert open_store(tmp_path, "k").find_all({"a": TENSOR})
+    assert open_store(tmp_path, "k").find({"a": TENSOR})
 
 
 def test_two_checkpoints_share_a_folder_without_meeting(tmp_path: Path) -> None:
     fill(open_store(tmp_path, "one"), "a")
     other = open_store(tmp_path, "two")
     assert other.folder == tmp_path / "two"
-    assert not other.find_all({"a": TENSOR})
+    assert not other.find({"a": TENSOR})
     assert open_store(tmp_path, "one").folder == tmp_path
 
 
@@ -85,9 +85,9 @@ def test_a_damaged_index_costs_a_rewrite_and_nothing_else(tmp_path: Path) -> Non
     store = open_store(tmp_path, "k")
     fill(store, "a")
     (tmp_path / INDEX_NAME).write_text("{")
-    assert not store.find_all({"a": TENSOR})
+    assert not store.find({"a": TENSOR})
     fill(store, "b")
-    assert store.find_all({"b": TENSOR})
+    assert store.find({"b": TENSOR})
 
 
 def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_disk_that_does_not_tell_its_room_is_written_to(tmp_path: Path, monkey
     store = open_store(tmp_path, "k")
     store.check_space(1, TENSOR.bytes)
     fill(store, "a")
-    assert store.find_all({"a": TENSOR})
+    assert store.find({"a": TENSOR})
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ import sys, os, pathlib
 from offstage.stages.shard_load.offload_store import StoredTensor, open_store
 store = open_store(pathlib.Path(sys.argv[1]), "k")
 for i in range(10**6):
-    store.put(f"t{i % 50}", StoredTensor("float32", (256,), ("s",)), memoryview(bytes([i % 50]) * 1024))
+    store.put(f"t{i % 50}", StoredTensor("float32", (256,), ("s",)), [memoryview(bytes([i % 50]) * 1024)])
     if i % 3 == 0:
         store.publish()
     if i == 5:
@@ -141,10 +141,10 @@ def test_a_kill_leaves_a_store_that_tells_only_of_whole_tensors(tmp_path: Path, 
             process.wait(delay)
         process.kill()
     tensor = StoredTensor("float32", (256,), ("s",))
-    found = open_store(tmp_path, "k").find_all({f"t{i}": tensor for i in range(50)})
+    found = open_store(tmp_path, "k").find({f"t{i}": tensor for i in range(50)})
     assert found
-    for name, file in found.items():
-        assert file.path.read_bytes() == bytes([int(name[1:])]) * 1024
+    for name, at in found.items():
+        assert at.file.path.read_bytes() == bytes([int(name[1:])]) * 1024
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -172,10 +172,10 @@ def test_a_flipped_bit_is_said_and_the_tensor_not_taken(
     store = open_store(tmp_path, "k")
     fill(store, "a", "b")
     flipped(tmp_path / "a.dat", at)
-    assert store.find_all(dict.fromkeys("ab", TENSOR), full=full).keys() == {"b"}
+    assert store.find(dict.fromkeys("ab", TENSOR), full=full).keys() == {"b"}
     assert "a.dat: doesn't match its checksum (block 0); made again" in caplog.text
     fill(store, "a")
-    assert store.find_all(dict.fromkeys("ab", TENSOR), full=full).keys() == {"a", "b"}
+    assert store.find(dict.fromkeys("ab", TENSOR), full=full).keys() == {"a", "b"}
 
 
 def test_every_block_is_compared_where_all_are_and_a_few_otherwise(
@@ -184,12 +184,12 @@ def test_every_block_is_compared_where_all_are_and_a_few_otherwise(
     monkeypatch.setattr(block_sums, "BLOCK_BYTES", 16)
     tensor = StoredTensor("uint8", (1000,), ("source",))
     store = open_store(tmp_path, "k")
-    store.put("a", tensor, memoryview(bytes(range(250)) * 4))
+    store.put("a", tensor, [memoryview(bytes(range(250)) * 4)])
     store.publish()
     assert len(json.loads((tmp_path / INDEX_NAME).read_text())["a"]["blocks"]) == 63
     flipped(tmp_path / "a.dat", 999)
-    assert not store.find_all({"a": tensor}, full=True)
-    outcomes = [bool(store.find_all({"a": tensor})) for _ in range(200)]
+    assert not store.find({"a": tensor}, full=True)
+    outcomes = [bool(store.find({"a": tensor})) for _ in range(200)]
     assert 20 < outcomes.count(False) < 180, "16 of 63 blocks are drawn anew at each time"
 
 
@@ -199,10 +199,10 @@ def test_a_bit_flipped_in_the_index_costs_a_rewrite_and_nothing_else(tmp_path: P
     whole = (tmp_path / INDEX_NAME).read_bytes()
     for at in range(len(whole)):
         flipped(tmp_path / INDEX_NAME, at)
-        found = open_store(tmp_path, "k").find_all({"a": TENSOR}, full=True)
-        assert all(file.path.read_bytes() == DATA for file in found.values())
+        found = open_store(tmp_path, "k").find({"a": TENSOR}, full=True)
+        assert all(at.file.path.read_bytes() == DATA for at in found.values())
         (tmp_path / INDEX_NAME).write_bytes(whole)
-    assert store.find_all({"a": TENSOR}, full=True)
+    assert store.find({"a": TENSOR}, full=True)
 
 
 def test_a_store_without_checksums_is_taken_over_and_its_tensors_made_again(tmp_path: Path) -> None:
@@ -211,19 +211,19 @@ def test_a_store_without_checksums_is_taken_over_and_its_tensors_made_again(tmp_
     (tmp_path / INDEX_NAME).write_text(json.dumps({"a": {"dtype": "float32", "shape": [2], "sources": ["source"]}}))
     store = open_store(tmp_path, "k")
     assert store.folder == tmp_path
-    assert not store.find_all({"a": TENSOR})
+    assert not store.find({"a": TENSOR})
     fill(store, "a")
-    assert store.find_all({"a": TENSOR})
+    assert store.find({"a": TENSOR})
 
 
 def test_a_file_that_changes_after_all_was_compared_is_noticed_at_its_next_use(tmp_path: Path) -> None:
     store = open_store(tmp_path, "k")
     fill(store, "a")
-    file = store.find_all({"a": TENSOR}, full=True)["a"]
-    extent = Extent(file, 0, "float32", (2,))
+    extent = store.find({"a": TENSOR}, full=True)["a"]
+    assert isinstance(extent, Extent)
     assert read_extent(extent).shape == (2,)
     time.sleep(0.02)  # longer than the clock of the file system stands still
-    flipped(file.path, 3)
+    flipped(extent.file.path, 3)
     with pytest.raises(CheckpointError, match="changed while it was being served"):
         read_extent(extent)
 
@@ -234,9 +234,9 @@ def test_a_folder_in_the_place_of_a_file_is_moved_away(tmp_path: Path, name: str
     fill(store, "a")
     (tmp_path / name).unlink()
     (tmp_path / name).joinpath("inside").mkdir(parents=True)
-    assert not store.find_all({"a": TENSOR})
+    assert not store.find({"a": TENSOR})
     fill(store, "a")
-    assert store.find_all({"a": TENSOR})
+    assert store.find({"a": TENSOR})
 
 
 WRITER = """
@@ -261,7 +261,7 @@ for number in range(40):
     name = f"{own}{number}"
     if kind == "store":
         with store.locked():
-            store.put(name, tensor, memoryview(b"12345678"))
+            store.put(name, tensor, [memoryview(b"12345678")])
             store.publish()
     else:
         save_offload_index({name: {"dtype": "float32", "shape": [2]}}, folder)
@@ -287,7 +287,7 @@ def test_two_processes_without_locks_lose_no_entry_of_each_other(tmp_path: Path,
     assert json.loads((tmp_path / "s" / INDEX_NAME).read_text()).keys() == wanted, "for whoever reads that file alone"
     assert read_index(tmp_path / "s").keys() == wanted
     if kind == "store":
-        assert open_store(tmp_path / "s", "k").find_all(dict.fromkeys(wanted, TENSOR)).keys() == wanted
+        assert open_store(tmp_path / "s", "k").find(dict.fromkeys(wanted, TENSOR)).keys() == wanted
 
 
 def test_what_a_killed_writer_was_adding_is_known_and_goes_into_the_index_in_time(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_what_a_killed_writer_was_adding_is_known_and_goes_into_the_index_in_tim
     added = tmp_path / ".added-elsewhere-1-1.json"
     added.write_text(json.dumps({"b": index.pop("b")}))
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    assert store.find_all(dict.fromkeys("ab", TENSOR)).keys() == {"a", "b"}
+    assert store.find(dict.fromkeys("ab", TENSOR)).keys() == {"a", "b"}
     fill(store, "c")
     assert added.exists(), "its writer may still be at work"
     assert json.loads((tmp_path / INDEX_NAME).read_text()).keys() == {"a", "b", "c"}
@@ -306,4 +306,4 @@ def test_what_a_killed_writer_was_adding_is_known_and_goes_into_the_index_in_tim
     os.utime(added, (time.time() - 2 * 24 * 3600,) * 2)
     with store.locked():
         assert not added.exists()
-    assert store.find_all(dict.fromkeys("abc", TENSOR)).keys() == {"a", "b", "c"}
+    assert store.find(dict.fromkeys("abc", TENSOR)).keys() == {"a", "b", "c"}

@@ -1,6 +1,7 @@
 """Weights of an FP8 checkpoint: read whole, from disk for each use, or kept in memory as they rest."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,10 @@ from offstage.stages.checkpoints.packed import AtRest, PackedTensor, files_of
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.describe import describe
+from offstage.stages.shard_load.checkpoint_match import Load, prepare
 from offstage.stages.shard_load.offload_store import open_store
 from offstage.stages.shard_load.place import place
-from offstage.stages.shard_load.sources import Load, LoadPlan, Sources, find_sources, prepare
+from offstage.stages.shard_load.sources import LoadPlan, Sources, find_sources
 from offstage.stages.shard_load.stored_weights import fill_store
 from offstage.stages.units import DeviceId
 
@@ -117,7 +119,7 @@ def test_what_rests_packed_in_memory_is_read_once_and_unpacked_from_there(
 ) -> None:
     names = [name for name in plain if "_proj" in name and ".0." in name]
     load, sources = loading(folder, "cpu", packed_on_host=[*names, "model.norm.weight"])
-    placed = place(load, sources, check_finite=True)
+    placed = place(replace(load, check_finite=True), sources)
     assert set(placed.offloaded.extents) == set(names)
     for name, source in placed.offloaded.extents.items():
         assert isinstance(source, PackedTensor)
@@ -138,7 +140,7 @@ def test_numbers_that_are_none_are_refused_where_they_rest_packed(folder: Path, 
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     load, sources = loading(tmp_path, "cpu", packed_on_host=[name])
     with pytest.raises(CheckpointError, match=r"down_proj.weight' holds NaN or infinity as bfloat16"):
-        place(load, sources, check_finite=True)
+        place(replace(load, check_finite=True), sources)
 
 
 def test_what_is_unpacked_to_the_dtype_of_the_run_need_not_be_stored(
@@ -182,7 +184,7 @@ def test_experts_that_rest_packed_in_memory_are_had_one_by_one(codec: str, mixtu
     folder, packs = (mixture, []) if codec == "fp8" else (mixture / "plain", names)
     load, sources = loading(folder, "cpu", packed_on_host=names, by_expert=names, packs=packs)
     filled = fill_store(load, sources, open_store(tmp_path / "store", load.store_key)) if packs else sources
-    placed = place(load, filled, check_finite=True)
+    placed = place(replace(load, check_finite=True), filled)
     for path in [*tmp_path.rglob("*.dat")]:
         path.unlink()
     wanted = place(*loading(mixture / "plain", "cpu")).model.state_dict()

@@ -27,9 +27,11 @@ from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
 from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.shard_load import OffloadedWeightsLoader
 from offstage.stages.shard_load.offload_store import StoredTensor, open_store
+from offstage.stages.shard_load.stored_weights import opened
 from tests.stages.shard_load.checkpoints import FakeContext, assert_same, load, make_context, revive, state_of
 from tests.stages.shard_load.test_offload_store import flipped
 
@@ -151,6 +153,23 @@ def test_what_does_not_shrink_is_there_under_the_next_plan_that_has_it_wait_pack
         assert not state_of(placed)[NOISY].is_meta
 
 
+def test_a_file_that_is_gone_leaves_no_other_open(tmp_path: Path) -> None:
+    """As a shard that is removed while what it and others hold is to be packed."""
+    files = []
+    for name in ("there", "gone"):
+        tmp_path.joinpath(name).write_bytes(bytes(8))
+        status = tmp_path.joinpath(name).stat()
+        files.append(ShardFile(name, tmp_path / name, 8, status.st_mtime_ns, ""))
+    tmp_path.joinpath("gone").unlink()
+    with (
+        pytest.raises(CheckpointError, match="gone") as caught,
+        opened([Extent(file, 0, "uint8", (8,)) for file in files]),
+    ):
+        pass
+    assert caught.value.__traceback__ is not None  # whose frames hold what was opened
+    assert not [link for link in Path("/proc/self/fd").iterdir() if link.resolve() == tmp_path / "there"]
+
+
 def test_what_does_not_shrink_is_served_where_it_lies_and_looked_at_once(tmp_path: Path) -> None:
     model, name = make_noisy_model(), NOISY
     model.save_pretrained(tmp_path / "checkpoint")
@@ -240,18 +259,16 @@ import sys
 from pathlib import Path
 import torch
 from offstage.stages.shard_load import offload_store
-from offstage.stages.shard_load.packer import InMemory, Packer, Unpacked
+from offstage.stages.shard_load.stored_weights import bytes_of, pack
 offload_store._PUBLISH_BYTES = 30000
 store = offload_store.open_store(Path(sys.argv[1]), "k")
-tensor = offload_store.StoredTensor("bfloat16", (64, 256), ("source",))
-with Packer() as packer:
-    for number in range(10**6):
-        data = torch.full((64, 256), number % 50, dtype=torch.bfloat16)
-        tiles = packer.pack(Unpacked(InMemory(data), "bfloat16", 64 * 256, 64 * 256))
-        store.put_packed(f"t{number % 50}", tensor, tiles, run=64 * 256)
-        if number == 5:
-            store.publish()
-            print("started", flush=True)
+tensor = offload_store.StoredTensor("bfloat16", (64, 256), ("source",), run=64 * 256)
+for number in range(10**6):
+    data = torch.full((64, 256), number % 50, dtype=torch.bfloat16)
+    store.put_packed(f"t{number % 50}", tensor, pack(tensor, bytes_of(data)))
+    if number == 5:
+        store.publish()
+        print("started", flush=True)
 """
 
 
@@ -265,8 +282,8 @@ def test_a_kill_leaves_copies_that_are_whole(tmp_path: Path) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.05)
         process.kill()
-    tensor = StoredTensor("bfloat16", (64, 256), ("source",))
-    found = open_store(tmp_path, "k").find_packed({f"t{number}": tensor for number in range(50)}, full=True)
+    tensor = StoredTensor("bfloat16", (64, 256), ("source",), run=64 * 256)
+    found = open_store(tmp_path, "k").find({f"t{number}": tensor for number in range(50)}, full=True)
     assert len(found) >= 6
     for name, copy in found.items():
         assert copy is not None
