@@ -19,8 +19,8 @@ from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
 from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMemory, kind_bytes
-from offstage.stages.dispatch.streaming.bindings import Binding, make_binding, source_of
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
+from offstage.stages.dispatch.streaming.places import Place, place_of, source_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
@@ -43,19 +43,19 @@ from offstage.stages.units import DeviceId
 class _Mixed:
     """The experts of one module that wait: their spec, where they compute, and their places in the model.
 
-    ``place`` is when they come in a pass.
+    ``position`` is when they come in a pass.
     """
 
     number: int
-    place: int
+    position: int
     spec: ExpertsSpec
     computes: DeviceId
-    bindings: Sequence[Binding]
+    places: Sequence[Place]
 
     @property
     def attributes(self) -> list[str]:
         """The names of the stacks in their module."""
-        return [binding.attribute for binding in self.bindings]
+        return [place.attribute for place in self.places]
 
 
 @dataclass(slots=True)
@@ -74,10 +74,10 @@ class RoutedModel:
             pool.begin_pass()
 
 
-def expert_bindings(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[Binding]]:
+def expert_places(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[Place]]:
     """Return the places of all expert stacks of ``model`` that wait, by module."""
     return {
-        name: [make_binding(model, tensor, on_disk=tensor in stored) for tensor in part.experts.tensors]
+        name: [place_of(model, tensor, has_data=tensor not in stored) for tensor in part.experts.tensors]
         for name, part in plan.parts.items()
         if part.experts is not None
     }
@@ -87,7 +87,7 @@ def attach_experts(
     routed: RoutedModel,
     model: nn.Module,
     plan: DispatchPlan,
-    bindings: Mapping[str, Sequence[Binding]],
+    places: Mapping[str, Sequence[Place]],
     *,
     stored: DiskWeights,
     devices: Devices,
@@ -99,14 +99,14 @@ def attach_experts(
     turns: Callable[[], Turns] = lambda: ALONE,
     trace: Trace | None = None,
 ) -> None:
-    """Have the experts in ``bindings`` be brought for what tokens are routed to, as ``routed``; ``stack`` undoes it.
+    """Have the experts in ``places`` be brought for what tokens are routed to, as ``routed``; ``stack`` undoes it.
 
     ``stored`` has what waits on disk; ``links`` are those to the accelerators, and ``unpackers`` those of the ones that
     unpack themselves; ``saved`` sees what autograd saves of the model. ``turns`` says who may use a layer's experts
     now.
     """
     saved = saved or SavedWeights()
-    mixed = list(_mixed(plan, bindings))
+    mixed = list(_mixed(plan, places))
     for (computes, kind), members in _by_kind(mixed).items():
         pool = _open_slots(
             members,
@@ -122,7 +122,9 @@ def attach_experts(
         )
         routed.pools.append(pool)
         by_number = {
-            each.number: RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, place=(each.place,))
+            each.number: RoutedExperts(
+                pool, each.number, each.attributes, saved, turns=turns, position=(each.position,)
+            )
             for each in members
         }
         _have_guess(model, plan, members, by_number)
@@ -190,7 +192,7 @@ def _have_guess(
     model: nn.Module, plan: DispatchPlan, members: Sequence[_Mixed], by_number: Mapping[int, RoutedExperts]
 ) -> None:
     """Have the experts of each layer guess what the next one will want, whose router can be asked ahead."""
-    for each, following in pairwise(sorted(members, key=lambda one: one.place)):
+    for each, following in pairwise(sorted(members, key=lambda one: one.position)):
         if _can_be_asked_ahead(plan, following):
             name = following.spec.module
             guess = RouterGuess(model.get_submodule(parent(name)), model.get_submodule(name))
@@ -209,12 +211,12 @@ def _wanted(spec: ExpertsSpec, tokens: int) -> int:
     return round(wanted(spec.count, spec.per_token, tokens))
 
 
-def _mixed(plan: DispatchPlan, bindings: Mapping[str, Sequence[Binding]]) -> Iterator[_Mixed]:
-    for number, (name, places) in enumerate(bindings.items()):
+def _mixed(plan: DispatchPlan, places: Mapping[str, Sequence[Place]]) -> Iterator[_Mixed]:
+    for number, (name, found) in enumerate(places.items()):
         spec = plan.parts[name].experts
         assert spec is not None
-        place = plan.order.index(name) if name in plan.order else 0
-        yield _Mixed(number, place, spec, plan.parts[name].execution, places)
+        position = plan.order.index(name) if name in plan.order else 0
+        yield _Mixed(number, position, spec, plan.parts[name].execution, found)
 
 
 def _by_kind(mixed: Sequence[_Mixed]) -> dict[tuple[DeviceId, Kind], list[_Mixed]]:
@@ -222,8 +224,7 @@ def _by_kind(mixed: Sequence[_Mixed]) -> dict[tuple[DeviceId, Kind], list[_Mixed
     found: dict[tuple[DeviceId, Kind], list[_Mixed]] = defaultdict(list)
     for each in mixed:
         kind = tuple(
-            (binding.attribute, RowShape(tuple(binding.waiting.shape[1:]), binding.waiting.dtype))
-            for binding in each.bindings
+            (place.attribute, RowShape(tuple(place.before.shape[1:]), place.before.dtype)) for place in each.places
         )
         found[each.computes, kind].append(each)
     return found
@@ -233,17 +234,17 @@ def _share(slot_bytes: int, kind: Kind, members: Sequence[_Mixed], mixed: Sequen
     """Return the part of a device's ``slot_bytes`` that experts of ``kind`` have: as large as theirs of all experts."""
     mine = sum(each.spec.count for each in members) * kind_bytes(kind)
     there = [each for each in mixed if each.computes == members[0].computes]
-    whole = sum(binding.waiting.nbytes for each in there for binding in each.bindings)
+    whole = sum(place.before.nbytes for each in there for place in each.places)
     return slot_bytes * mine // max(1, whole)
 
 
 def _rows(each: _Mixed, stored: DiskWeights) -> dict[str, list[RowSource]]:
     """Return where each row of the stacks waits."""
     found: dict[str, list[RowSource]] = {}
-    for binding in each.bindings:
-        rows = stored.rows[binding.name] if binding.host is None else binding.host.detach().unbind(0)
-        assert len(rows) == each.spec.count, binding.name
-        found[binding.attribute] = list(rows)
+    for place in each.places:
+        rows = stored.rows[place.name] if place.host is None else place.host.detach().unbind(0)
+        assert len(rows) == each.spec.count, place.name
+        found[place.attribute] = list(rows)
     return found
 
 
@@ -251,12 +252,12 @@ def _have_wait(
     each: _Mixed, experts: RoutedExperts, *, stored: DiskWeights, device: torch.device, stack: ExitStack
 ) -> None:
     """Put stacks that bring their own rows into the model."""
-    for binding in each.bindings:
-        source = source_of(binding, stored, device)
-        waiting = ExpertStack(binding.waiting, source, StackUse(experts, binding.attribute))
-        waiting.kept = binding.waiting
-        binding.wait_as(waiting)
-        stack.callback(binding.restore)
+    for place in each.places:
+        source = source_of(place, stored, device)
+        waiting = ExpertStack(place.before, source, StackUse(experts, place.attribute))
+        waiting.kept = place.before
+        place.settle(waiting)
+        stack.callback(place.restore)
 
 
 def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Callable[[], None]]:

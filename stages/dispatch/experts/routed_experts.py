@@ -20,7 +20,7 @@ from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
 from offstage.stages.dispatch.experts.expert_turns import ExpertTurns
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
-from offstage.stages.dispatch.streaming.lockstep import ALONE, Place, Turns, current_call
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Position, Turns, current_call
 from offstage.stages.dispatch.streaming.saved_weights import Bring, SavedWeights
 
 _PASSED_ON = 4
@@ -32,8 +32,8 @@ _GUESSED_FROM = 4
 class RoutedExperts:
     """The experts of the layer ``number`` of ``pool``; ``attributes`` are the module's stacked tensors.
 
-    What a backward pass needs of them ``saved`` has brought again. ``turns`` says who may use them now, and ``place``
-    is when the layer comes in a pass.
+    What a backward pass needs of them ``saved`` has brought again. ``turns`` says who may use them now;
+    ``position`` is when the layer comes in a pass.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class RoutedExperts:
         saved: SavedWeights,
         *,
         turns: Callable[[], Turns] = lambda: ALONE,
-        place: Place = (0,),
+        position: Position = (0,),
     ) -> None:
-        self.place = place
+        self.position = position
         self._pool, self._number, self._attributes, self._saved = pool, number, attributes, saved
         self._turns = turns
         self._calls: dict[object, bool] = {}  # those under way, and whether it is known what they are routed to
         self._routed: set[Expert] = set()  # what calls are routed to that wait for others to come as far
         self._kept: set[Expert] = set()
-        self._in_turn = ExpertTurns(pool, turns, place)
+        self._in_turn = ExpertTurns(pool, turns, position)
         self._given: torch.Tensor | None = None
         self._next: tuple[int, RouterGuess] | None = None
 
