@@ -13,31 +13,16 @@ from collections.abc import Callable
 
 import torch
 
+from offstage.stages.dispatch.transfer.arena import HostMemory
 from offstage.stages.dispatch.transfer.link import Event, Link, pin
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.finetune.swap import GrowingArena, span
-from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_bytes
+from offstage.stages.machine.aligned_memory import Bytes, align_up, private_bytes
 from offstage.stages.machine.devices import Devices, full
 from offstage.stages.units import DeviceId
 
 Rooms = Callable[[int], torch.Tensor]
-
-
-class _RegisteredMemory:
-    """``size`` bytes of the host, known to the accelerator behind ``link``; regions are arrays."""
-
-    alignment = ALIGNMENT
-
-    def __init__(self, link: Link, size: int) -> None:
-        self.size = align_up(size)
-        self._bytes = private_bytes(self.size)
-        self._unpin = pin(link, self._bytes)
-
-    def lend(self, begin: int, length: int) -> tuple[Bytes, object]:
-        """Return the region at ``begin``."""
-        region = self._bytes[begin : begin + length]
-        return region, region
 
 
 class HostSwap:
@@ -45,26 +30,30 @@ class HostSwap:
 
     def __init__(self, out: Link, back: Link, rooms: Rooms) -> None:
         self.out, self.back, self._rooms = out, back, rooms
-        self._arena: GrowingArena[Bytes] = GrowingArena()
+        self._arena: GrowingArena[torch.Tensor] = GrowingArena()
         self._lock = threading.Lock()
 
     def put(self, source: torch.Tensor, trace: Trace | None) -> AwayOnHost:
         """Ask for the copy of ``source``."""
         with self._lock:
-            region = self._take(source.nbytes)
-        with torch.inference_mode(False):
-            copy = torch.frombuffer(region, dtype=torch.uint8, count=source.nbytes)
+            copy = self._take(source.nbytes)[: source.nbytes]
         with span(trace, "out", "copy", source.nbytes):
             copied = self.out.copy(source, copy, after=self.out.computed())
         return AwayOnHost(self, copy, copied, trace)
 
-    def _take(self, size: int) -> Bytes:
+    def _take(self, size: int) -> torch.Tensor:
         region = self._arena.take(size)
         if region is None:
-            self._arena.grow(_RegisteredMemory(self.out, self._arena.wanted(align_up(size))))
+            self._arena.grow(HostMemory(self._arena.wanted(align_up(size)), self._registered))
             region = self._arena.take(size)
         assert region is not None
         return region
+
+    def _registered(self, size: int) -> Bytes:
+        """Return bytes of the host that the accelerator knows for as long as they are there."""
+        found = private_bytes(align_up(size))
+        pin(self.out, found)
+        return found
 
     def room(self, size: int) -> torch.Tensor:
         """Return memory of the device."""
