@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -68,13 +69,17 @@ class StreamedPart:
         """Whether calls in lockstep use it one after another: what lies in memory anyway needs no turns."""
         return self.brought or self.streamed_bytes > 0
 
-    def take(self) -> list[torch.Tensor]:
-        """Return the tensors of the places, in their order; waits for them if it must."""
-        if self.cache is not None:
-            return self.cache.acquire(self.number)
+    def bind(self) -> None:
+        """Put the tensors in their places; waits for them if it must."""
         for file in self.files:
             file.check()
-        return [place.host.detach() for place in self.places if place.host is not None]
+        if self.cache is not None:
+            found = self.cache.acquire(self.number)
+        else:
+            found = [place.host.detach() for place in self.places if place.host is not None]
+        for place, tensor in zip(self.places, found, strict=True):
+            place.bind_data(tensor)
+        self.began, self.is_bound = time.perf_counter(), True
 
     def expect(self, users: int) -> None:
         """Stay bound until so many more calls have used it."""

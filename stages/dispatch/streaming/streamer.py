@@ -7,7 +7,6 @@ was. A release hook is called even when the forward raises.
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -273,11 +272,9 @@ class Streamer:
             self._passes.turns.wait_for(part)
         part.expected = max(0, part.expected - 1)
         if not part.is_bound:
-            for place, tensor in zip(part.places, part.take(), strict=True):
-                place.bind_data(tensor)
+            part.bind()
             if part.streamed_bytes:
                 self.traffic.count_use(part.computes, at_rest=part.streamed_bytes, carried=part.streamed_bytes)
-            part.began, part.is_bound = time.perf_counter(), True
         if part.brought and self._saved.enter(part):
             self._lend(part)
         part.users += 1
