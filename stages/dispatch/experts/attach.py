@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse, SlotRows
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
-from offstage.stages.dispatch.experts.router_guess import RouterGuess
 from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMemory, kind_bytes
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
 from offstage.stages.dispatch.streaming.places import Place, place_of, source_of
@@ -31,7 +29,7 @@ from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.experts import routing
-from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
+from offstage.stages.empty_init.skeleton import ExpertsSpec
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.probes import bounce_buffers
 from offstage.stages.plan.expert_slots import bank_bounds, wanted
@@ -127,7 +125,6 @@ def attach_experts(
             )
             for each in members
         }
-        _have_guess(model, plan, members, by_number)
         for each in members:
             routed.uses[each.spec.module] = pool.uses[each.number]
             experts = by_number[each.number]
@@ -188,24 +185,6 @@ def _open_slots(
     return pool
 
 
-def _have_guess(
-    model: nn.Module, plan: DispatchPlan, members: Sequence[_Mixed], by_number: Mapping[int, RoutedExperts]
-) -> None:
-    """Have the experts of each layer guess what the next one will want, whose router can be asked ahead."""
-    for each, following in pairwise(sorted(members, key=lambda one: one.position)):
-        if _can_be_asked_ahead(plan, following):
-            name = following.spec.module
-            guess = RouterGuess(model.get_submodule(parent(name)), model.get_submodule(name))
-            by_number[each.number].guess_next(following.number, guess)
-
-
-def _can_be_asked_ahead(plan: DispatchPlan, each: _Mixed) -> bool:
-    """Return whether all that the block of an experts module has beside it is where they compute, and stays there."""
-    block = parent(each.spec.module)
-    beside = [part for name, part in plan.parts.items() if block in upward(name) and name != each.spec.module]
-    return bool(block) and all(not part.serving and part.execution == each.computes for part in beside)
-
-
 def _wanted(spec: ExpertsSpec, tokens: int) -> int:
     """Return how many of a module's experts a pass of so many ``tokens`` is expected to use."""
     return round(wanted(spec.count, spec.per_token, tokens))
@@ -261,12 +240,8 @@ def _have_wait(
 
 
 def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Callable[[], None]]:
-    """Have ``experts`` know when the module ``name`` is called, and with what; and the block around it."""
+    """Have ``experts`` know when the module ``name`` is called, and with what."""
     module = model.get_submodule(name)
-
-    def hear(_block: nn.Module, args: Any, kwargs: Any) -> None:
-        alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-        experts.hear(args[0] if alone else None)
 
     def begin(called: nn.Module, args: Any, kwargs: Any) -> None:
         experts.begin(routing(called, args, kwargs))
@@ -274,8 +249,5 @@ def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Calla
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         experts.end()
 
-    if experts.guesses:
-        block = model.get_submodule(parent(name))
-        yield block.register_forward_pre_hook(uncompiled(hear), with_kwargs=True).remove
     yield module.register_forward_pre_hook(uncompiled(begin), with_kwargs=True).remove
     yield module.register_forward_hook(uncompiled(end), always_call=True).remove

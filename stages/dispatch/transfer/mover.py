@@ -46,16 +46,6 @@ class Transfer:
     work: list[Future[Moved]] = field(default_factory=list)
 
     @property
-    def has_begun(self) -> bool:
-        """Whether something of it has been read, or is being."""
-        return any(work.running() or (work.done() and not work.cancelled()) for work in self.work)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of it is there."""
-        return all(work.done() and not work.cancelled() and not work.exception() for work in self.work)
-
-    @property
     def has_failed(self) -> bool:
         """Whether something that was to fill it has failed."""
         return any(work.done() and not work.cancelled() and work.exception() for work in self.work)
