@@ -54,7 +54,6 @@ FIGURES = (
     Figure("tokens a pass", "number", "tokens_per_pass"),
     Figure("drafts accepted", "share", "draft_acceptance"),
     Figure("experts found in slots", "share", "expert_hit_rate", "predicted_expert_hit_rate"),
-    Figure("guesses of experts that came true", "share", "expert_guess_precision"),
     Figure("scoring", "seconds", "score_seconds"),
     Figure("forwards", "seconds", "forward_seconds"),
     Figure("streamed a forward", "bytes", "streamed_bytes_per_forward"),

@@ -68,9 +68,7 @@ machine was, and how fast its storage. ``samples`` and ``busy_samples`` say how 
 
 A mixture whose experts wait has ``expert_hit_rate`` beside them: how often one that tokens were routed to was in a
 slot, in decoding alone where there was any. ``expert_hits``, ``expert_misses`` and ``expert_evictions`` are of the
-whole run, and the section ``experts`` has them by layer, with the bytes that were streamed for it. So are
-``expert_guesses``, experts that were read before the router had spoken, and ``expert_guesses_used``, those of them that
-it then chose: they are among the misses. What the others read is in ``storage_read_bytes`` alone.
+whole run, and the section ``experts`` has them by layer, with the bytes that were streamed for it.
 The plan's ``predicted_expert_hit_rate`` assumes uniform routing: that all experts are wanted alike.
 
 What streams is told by the device that computes it too: ``link_bytes_per_token.0`` is what came to accelerator 0 for a

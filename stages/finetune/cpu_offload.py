@@ -13,16 +13,17 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from offstage.pipeline.errors import ConfigError, closest
 from offstage.stages.dispatch.streaming.referenced_tensor import ReferencedTensor
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.finetune.destination import Destination
 from offstage.stages.finetune.offload_choice import ShareChoice
-from offstage.stages.finetune.offload_history import find_span, history_of, remember_span
-from offstage.stages.finetune.offload_options import ActivationTraffic, check_ratio, check_tag, check_target
-from offstage.stages.finetune.offload_pass import OffloadPass
+from offstage.stages.finetune.offload_history import Destination, find_span, history_of, remember_span
+from offstage.stages.finetune.offload_pass import ActivationTraffic, OffloadPass
 from offstage.stages.finetune.saved_span import SavedTensor, is_plain, is_weight
 from offstage.stages.machine.devices import Devices
 from offstage.stages.units import DeviceId
+
+TARGETS = ("host", "disk")
 
 
 class CPUOffload:
@@ -61,8 +62,8 @@ class CPUOffload:
         device: DeviceId = 0,
         trace: Trace | None = None,
     ) -> None:
-        self.offload_ratio, self.tag = check_ratio(offload_ratio), check_tag(tag)
-        self._target, self._folder = check_target(target, folder), None if folder is None else Path(folder)
+        self.offload_ratio, self.tag = _check_ratio(offload_ratio), _check_tag(tag)
+        self._target, self._folder = _check_target(target, folder), None if folder is None else Path(folder)
         self._devices, self._device, self._trace = devices or Devices(), device, trace
         self._hooks: list[saved_tensors_hooks] = []
         self._begin_pass()
@@ -125,3 +126,29 @@ class CPUOffload:
 
 def _unpack(packed: SavedTensor | ReferencedTensor) -> torch.Tensor:
     return packed.unpack()
+
+
+def _check_ratio(ratio: object) -> float:
+    """Return ``ratio``; a ``ConfigError`` unless it is a number from 0 to 1."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:  # nan is in no range
+        raise ConfigError(
+            f"offload_ratio: {ratio!r} is no share of the bytes that are saved for the backward pass; give a number"
+            " from 0 (all stay) to 1 (all go)"
+        )
+    return float(ratio)
+
+
+def _check_target(target: object, folder: str | Path | None) -> str:
+    """Return ``target``; a ``ConfigError`` unless it is one of ``TARGETS``, and ``folder`` is for disk alone."""
+    if target not in TARGETS:
+        raise ConfigError(f"target: {target!r} is neither 'host' nor 'disk'{closest(str(target), TARGETS)}")
+    if folder is not None and target != "disk":
+        raise ConfigError(f"folder: {str(folder)!r} is for target='disk' alone, and the target is {target!r}")
+    return str(target)
+
+
+def _check_tag(tag: object) -> str:
+    """Return ``tag``; a ``ConfigError`` unless it is text that isn't empty."""
+    if not isinstance(tag, str) or not tag:
+        raise ConfigError(f"tag: {tag!r} names nothing; give the text under which sizes are remembered, e.g. 'block'")
+    return tag

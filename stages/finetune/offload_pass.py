@@ -11,19 +11,34 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from offstage.stages.finetune.destination import Destination
 from offstage.stages.finetune.offload_choice import TOLERANCE, SavedSizes, ShareChoice, piece_of
-from offstage.stages.finetune.offload_options import ActivationTraffic
+from offstage.stages.finetune.offload_history import AnyStore, Destination
 from offstage.stages.finetune.saved_span import SavedSpan, SpanKey
-from offstage.stages.finetune.swap import Swap
 
 _LEAVING = 2
 """Copies out that aren't waited for while the forward pass goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationTraffic:
+    """What was saved for the backward pass in one iteration, in bytes: what stayed where it was, what went, and the
+    most that was on the device at once.
+    """
+
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """The share of the bytes that went; 0 of nothing."""
+        return self.offloaded_bytes / max(self.kept_bytes + self.offloaded_bytes, 1)
 
 
 class OffloadPass:
@@ -49,11 +64,11 @@ class OffloadPass:
         """Return a new span for the memory ``key`` of ``tensor``; some of it goes, or all, or nothing."""
         span = SavedSpan(tensor, key, self, stays=stays)
         with self._lock:
-            swap = self._destination.swap(tensor.device)
+            store = self._destination.store(tensor.device)
             self._hold(span, span.size)
-            going = self.choice.choose(span.size, stays=stays or swap is None)
-            if swap is not None and going:
-                self._send(span, swap, going)
+            going = self.choice.choose(span.size, stays=stays or store is None)
+            if store is not None and going:
+                self._send(span, store, going)
             elif self._ledger is not None:
                 self._ledger.hold(tensor)
             self._wait_for_leaving(_LEAVING)
@@ -66,12 +81,12 @@ class OffloadPass:
             self._order.append(weakref.ref(span))
             return len(self._order) - 1
 
-    def _send(self, span: SavedSpan, swap: Swap, going: int) -> None:
+    def _send(self, span: SavedSpan, store: AnyStore, going: int) -> None:
         """Put the first ``going`` bytes of ``span`` away; the rest moves, so that the memory can be freed."""
         data = span.data()
         if going < span.size:
-            span.rest = swap.room(span.size - going).copy_(data[going:])
-        span.swap, span.away = swap, swap.put(data[:going], self._trace)
+            span.rest = store.room(span.size - going).copy_(data[going:])
+        span.store, span.away = store, store.put(data[:going], self._trace)
         if span.away.leaving:
             self._leaving.append(weakref.ref(span))
         else:
@@ -130,7 +145,7 @@ class OffloadPass:
         if span.source is None:
             span.source = self._arrived(span)
             span.version, span.source_begin = span.source._version, span.begin
-        span.away = span.rest = span.room = span.fetch = None
+        span.away = span.rest = span.room = None
         self._hold(span, span.size)
 
     def _send_more(self, spans: list[SavedSpan]) -> None:
@@ -138,11 +153,11 @@ class OffloadPass:
         small = SavedSizes.of(self.choice.sizes).small
         for span in spans:
             missing = self.choice.missing
-            swap = self._destination.swap(span.source.device) if span.source is not None else None
+            store = self._destination.store(span.source.device) if span.source is not None else None
             going = span.size if span.size <= missing else piece_of(missing)
-            if swap is None or span.stays or span.away is not None or span.size <= small or going <= 0:
+            if store is None or span.stays or span.away is not None or span.size <= small or going <= 0:
                 continue
-            self._send(span, swap, going)
+            self._send(span, store, going)
             self.choice.gone += going
 
     def bring(self, span: SavedSpan, place: int) -> tuple[torch.UntypedStorage, int]:
@@ -174,9 +189,9 @@ class OffloadPass:
             self._fetch(span)
         assert span.room is not None
         began = time.perf_counter()
-        if span.fetch is not None:
-            span.fetch.finish()
-            span.fetch = None
+        if span.is_coming and span.away is not None:
+            span.away.finish()
+            span.is_coming = False
             if span.rest is not None:
                 span.room[-span.rest.nbytes :].copy_(span.rest)
         if self._trace is not None and time.perf_counter() - began > STALL_SECONDS:
@@ -185,11 +200,11 @@ class OffloadPass:
 
     def _fetch(self, span: SavedSpan) -> None:
         """Start bringing ``span`` back."""
-        assert span.swap is not None
+        assert span.store is not None
         assert span.away is not None
-        room = span.swap.room(span.size)
-        span.fetch = span.away.fetch(room[: span.gone])
-        span.room = room
+        room = span.store.room(span.size)
+        span.away.fetch(room[: span.gone])
+        span.room, span.is_coming = room, True
         self._hold(span, span.size)
 
     def _bring_ahead(self, place: int, *, least: int) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from offstage.stages.dispatch.streaming.referenced_tensor import changed
-from offstage.stages.finetune.swap import Away, Fetch, Swap
+from offstage.stages.finetune.stores import Parcel, Store
 
 SPAN_ALIGNMENT = 512
 """Where a part of a storage may begin, in bytes: kernels are chosen by alignment, and torch aligns no better."""
@@ -78,11 +78,11 @@ class SavedSpan:
         self.size, self.version, self.stays = key[2] - key[1], tensor._version, stays
         self.source: torch.Tensor | None = tensor.detach()  # shares the version; the tensor itself holds its graph
         self.begin, self.source_begin = key[1], 0
-        self.swap: Swap | None = None
-        self.away: Away | None = None
+        self.store: Store[Any] | None = None
+        self.away: Parcel | None = None
         self.rest: torch.Tensor | None = None
         self.room: torch.Tensor | None = None
-        self.fetch: Fetch | None = None
+        self.is_coming = False  # into its room, and not waited for
         self.handles = self.served = 0
         self.is_spent = False  # this backward pass has been given it as often as it was saved
         self._storage = weakref.ref(tensor.untyped_storage())

@@ -8,7 +8,7 @@ any step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -50,6 +50,6 @@ def derive(seed: int, *place: int | str) -> int:
     return int.from_bytes(digest[:8]) >> 1
 
 
-@cache
+@lru_cache(maxsize=2)  # a step may begin in one round and end in the next
 def _order(count: int, seed: int) -> torch.Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

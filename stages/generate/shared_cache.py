@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 )
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from offstage.stages.dispatch.streaming.lockstep import Place, Shared
+from offstage.stages.dispatch.streaming.lockstep import Position, Shared
 
 WaitFor = Callable[[Shared], None]
 """Returns when it is the caller's turn to use what it waits for."""
@@ -40,7 +40,8 @@ _EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
 class LayerView(CacheLayerMixin):  # type: ignore[misc]
     """What the forward of a position sees of one layer of a cache: the ``past`` positions before it.
 
-    It is waited for as a part of the model is: its place is the first as soon as the position before has written.
+    It is waited for as a part of the model is: in a pass it comes first as soon as the position before has
+    written.
     """
 
     def __init__(self, layer: Any, past: int, wait_for: WaitFor) -> None:
@@ -52,7 +53,7 @@ class LayerView(CacheLayerMixin):  # type: ignore[misc]
         self.sliding_window = getattr(layer, "sliding_window", None)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """Where it stands in the order of a pass: before all else, or not yet anywhere."""
         return (-1,) if self._is_next else (sys.maxsize,)
 

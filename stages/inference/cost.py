@@ -112,13 +112,10 @@ def _expert_metrics(dispatched: Dispatched) -> Metrics:
     uses, traffic = dispatched.streamer.routed.uses.values(), dispatched.streamer.traffic
     if not uses:
         return {}
-    calls, guesses = traffic.expert_hits + traffic.expert_misses, traffic.expert_guesses
+    calls = traffic.expert_hits + traffic.expert_misses
     return {
-        **({"expert_guess_precision": traffic.expert_guesses_used / guesses} if guesses else {}),
         "expert_hit_rate": traffic.expert_hits / calls if calls else None,
         "expert_hits": traffic.expert_hits,
         "expert_misses": traffic.expert_misses,
         "expert_evictions": sum(use.evictions for use in uses),
-        "expert_guesses": guesses,
-        "expert_guesses_used": traffic.expert_guesses_used,
     }

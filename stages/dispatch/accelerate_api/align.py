@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.accelerate_api.hooks import ModelHook
-from offstage.stages.dispatch.accelerate_api.stand_ins import bound_tensors
+from offstage.stages.dispatch.streaming.places import Place, places_in
 from offstage.stages.dispatch.streaming.waiting_tensor import (
     WaitingSource,
     WaitingTensor,
-    bring_home,
     rebuild,
     send_waiting,
 )
@@ -40,25 +38,6 @@ def resolve_device(device: AnyDevice | None) -> torch.device | None:
         return torch_device(parse_device(device))
     except ValueError:
         return torch.device(device)
-
-
-@dataclass(slots=True)
-class _BoundTensor:
-    """Where one tensor of a module is bound and under which name; ``brought`` is what is bound for a call."""
-
-    table: dict[str, Any]
-    attribute: str
-    name: str
-    waiting: WaitingTensor | None = None
-    brought: torch.Tensor | None = field(default=None, repr=False)
-
-    @property
-    def bound(self) -> torch.Tensor:
-        found: torch.Tensor = self.table[self.attribute]
-        return found
-
-    def bind(self, tensor: torch.Tensor) -> None:
-        self.table[self.attribute] = tensor
 
 
 class AlignDevicesHook(ModelHook):
@@ -96,8 +75,8 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
-        self._places: list[_BoundTensor] = []
-        self._moved: list[_BoundTensor] = []
+        self._places: list[Place] = []
+        self._moved: list[Place] = []
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -106,16 +85,16 @@ class AlignDevicesHook(ModelHook):
     @property
     def offloaded(self) -> dict[str, WaitingTensor]:
         """The tensors that are there during a call only, by their names in the module."""
-        return {place.name: place.waiting for place in self._places if place.waiting is not None}
+        return {place.name: place.before for place in self._places if isinstance(place.before, WaitingTensor)}
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Send the weights of ``module`` to where they wait, or to the execution device."""
         places = list(_places(module, recurse=self.place_submodules))
-        self.original_devices = {place.name: place.bound.device for place in places}
+        self.original_devices = {place.name: place.before.device for place in places}
         offloaded = [p for p in places if self.offload and self._is_offloaded(module, p)]
         names = {place.name for place in offloaded}
         if self.offload and self.weights_map is None:
-            self.weights_map = {place.name: place.bound.detach().to("cpu") for place in offloaded}
+            self.weights_map = {place.name: place.before.detach().to("cpu") for place in offloaded}
         self._places, self._moved = offloaded, []
         for place in offloaded:
             self._send_away(place)
@@ -132,7 +111,6 @@ class AlignDevicesHook(ModelHook):
         brought = [(place, self._fetch(place, device)) for place in self._places if self._is_away(place, device)]
         for place, tensor in brought:  # all or none: a read may fail
             place.bind(tensor)
-            place.brought = tensor
         if device is None:
             return args, kwargs
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
@@ -147,9 +125,7 @@ class AlignDevicesHook(ModelHook):
     def forward_failed(self, module: nn.Module) -> None:
         """Let the weights go."""
         for place in self._places:
-            if place.brought is not None and place.bound is place.brought and place.waiting is not None:
-                place.bind(place.waiting)
-            place.brought = None
+            place.leave()
         for pointer, device in self.tied_pointers_to_remove:
             (self.tied_params_map or {}).get(pointer, {}).pop(device, None)
         self.tied_pointers_to_remove.clear()
@@ -158,34 +134,30 @@ class AlignDevicesHook(ModelHook):
         """Put the weights back where they were: the same parameters, where their memory was kept."""
         self.forward_failed(module)
         for place in self._places:
-            if isinstance(place.bound, WaitingTensor):
-                place.bind(bring_home(place.bound))
+            place.come_home()
         for place in self._moved:
-            home = self.original_devices[place.name]
-            place.bind(rebuild(place.bound, place.bound.detach().to(home)))
+            place.move(self.original_devices[place.name])
         self._places, self._moved = [], []
         return module
 
-    def _is_offloaded(self, module: nn.Module, place: _BoundTensor) -> bool:
-        if isinstance(place.bound, nn.Parameter):
+    def _is_offloaded(self, module: nn.Module, place: Place) -> bool:
+        if isinstance(place.before, nn.Parameter):
             return True
         owner, _, attribute = place.name.rpartition(".")
         return self.offload_buffers and attribute not in module.get_submodule(owner)._non_persistent_buffers_set
 
-    def _send_away(self, place: _BoundTensor) -> None:
+    def _send_away(self, place: Place) -> None:
         assert self.weights_map is not None
-        tensor = place.bound
+        tensor = place.before
         if isinstance(tensor, WaitingTensor):
-            place.waiting = tensor
             return
         source = WaitingSource(self.weights_map, place.name, resolve_device(self.execution_device))
         keep = tensor.is_meta or _shares_memory(tensor, self.weights_map, place.name)
-        place.waiting = send_waiting(tensor, source, keep=keep)
-        place.bind(place.waiting)
+        place.settle(send_waiting(tensor, source, keep=keep))
 
-    def _settle(self, place: _BoundTensor) -> None:
+    def _settle(self, place: Place) -> None:
         """Move a tensor that is not offloaded to the execution device, to stay there."""
-        device, tensor = resolve_device(self.execution_device), place.bound
+        device, tensor = resolve_device(self.execution_device), place.before
         if device is None or tensor.device == device or isinstance(tensor, WaitingTensor):
             return
         if tensor.is_meta:
@@ -196,33 +168,34 @@ class AlignDevicesHook(ModelHook):
             moved = tensor.detach().to(device)
             if shared is not None:
                 shared[device] = moved
-        place.bind(rebuild(tensor, moved))
+        place.settle(rebuild(tensor, moved))
         if self.offload:
             self._moved.append(place)
 
-    def _is_away(self, place: _BoundTensor, device: torch.device | None) -> bool:
+    def _is_away(self, place: Place, device: torch.device | None) -> bool:
         """Return whether the tensor must be brought in: it waits, or was bound by others on another device."""
-        if isinstance(place.bound, WaitingTensor):
+        now = place.now
+        if isinstance(now, WaitingTensor):
             return True
-        return place.bound is not place.brought and device is not None and place.bound.device != device
+        return now is not None and now is not place.bound and device is not None and now.device != device
 
-    def _fetch(self, place: _BoundTensor, device: torch.device | None) -> torch.Tensor:
-        assert place.waiting is not None
+    def _fetch(self, place: Place, device: torch.device | None) -> torch.Tensor:
+        waiting = place.before
+        assert isinstance(waiting, WaitingTensor)
         assert self.weights_map is not None
         value = self.weights_map[place.name]
         shared = (self.tied_params_map or {}).get(value.data_ptr())
         if shared is None or device is None:
-            return rebuild(place.waiting, place.waiting.moved(value, device))
+            return rebuild(waiting, waiting.moved(value, device))
         if device not in shared:
-            shared[device] = place.waiting.moved(value, device)
+            shared[device] = waiting.moved(value, device)
             self.tied_pointers_to_remove.add((value.data_ptr(), device))
-        return rebuild(place.waiting, shared[device])
+        return rebuild(waiting, shared[device])
 
 
-def _places(module: nn.Module, *, recurse: bool) -> Iterator[_BoundTensor]:
+def _places(module: nn.Module, *, recurse: bool) -> Iterator[Place]:
     for prefix, owner in module.named_modules() if recurse else [("", module)]:
-        for table, attribute in bound_tensors(owner):
-            yield _BoundTensor(table, attribute, f"{prefix}.{attribute}" if prefix else attribute)
+        yield from places_in(owner, prefix)
 
 
 def _shares_memory(tensor: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> bool:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, SkipKeys
+from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, SkipKeys, resolve_device
+from offstage.stages.dispatch.streaming.places import Place
 from offstage.stages.dispatch.streaming.streamer import Streamer
-from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, bring_home, rebuild
-
-Table = dict[str, Any]
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 
 class EngineHook(AlignDevicesHook):
@@ -26,8 +25,8 @@ class EngineHook(AlignDevicesHook):
     def __init__(self, execution_device: torch.device, *, skip_keys: SkipKeys = None) -> None:
         super().__init__(execution_device, io_same_device=True, skip_keys=skip_keys)
         self.streamer: Streamer | None = None
-        self._away: list[tuple[Table, str]] = []
-        self._returning: list[tuple[Table, str, torch.device]] = []
+        self._away: list[Place] = []
+        self._returning: list[tuple[Place, torch.device]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: all but the engine, which is one model's; what waits in the copy reads itself."""
@@ -37,30 +36,28 @@ class EngineHook(AlignDevicesHook):
         """Return ``module``: its weights are placed already."""
         return module
 
-    def send_away(self, table: Table, attribute: str, waiting: torch.Tensor) -> None:
-        """Bind ``waiting`` in the place of a tensor that it stands for."""
-        table[attribute] = waiting
-        self._away.append((table, attribute))
+    def send_away(self, place: Place, waiting: torch.Tensor) -> None:
+        """Have ``waiting`` stand in ``place`` for the tensor that was there."""
+        place.settle(waiting)
+        self._away.append(place)
 
-    def settle(self, table: Table, attribute: str, tensor: torch.Tensor, *, returns: bool) -> None:
-        """Bind ``tensor`` in the place of one on another device, to which it ``returns`` in the end or not."""
-        before = table[attribute].device
-        table[attribute] = tensor
-        if returns and before.type != "meta":
-            self._returning.append((table, attribute, before))
+    def keep_on(self, place: Place, tensor: torch.Tensor, *, returns: bool) -> None:
+        """Have ``tensor`` stand in ``place`` of one on another device, to which it ``returns`` in the end or not."""
+        home = place.before.device
+        place.settle(tensor)
+        if returns and home.type != "meta":
+            self._returning.append((place, home))
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Take the engine off and bring everything back."""
         streamer, self.streamer = self.streamer, None
         if streamer is not None:
             streamer.remove()
-        for table, attribute in self._away:
-            if isinstance(table.get(attribute), WaitingTensor):
-                table[attribute] = bring_home(table[attribute])
-            if isinstance(table.get(attribute), WaitingTensor):
-                table[attribute].source.told = self.execution_device  # what is added to it now is to have data
-        for table, attribute, device in self._returning:
-            if attribute in table:  # else it was taken out of its module
-                table[attribute] = rebuild(table[attribute], table[attribute].detach().to(device))
+        for place in self._away:
+            place.come_home()
+            if isinstance(place.now, WaitingTensor):
+                place.now.source.told = resolve_device(self.execution_device)  # what is added to it now is to have data
+        for place, home in self._returning:
+            place.move(home)
         self._away, self._returning = [], []
         return super().detach_hook(module)

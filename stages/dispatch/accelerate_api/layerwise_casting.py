@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
-from offstage.stages.dispatch.accelerate_api.stand_ins import StandInHook, Table, bound_tensors, stand_in
+from offstage.stages.dispatch.accelerate_api.hooks import StandInHook, add_hook_to_module
+from offstage.stages.dispatch.streaming.places import Place, places_in
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 
 CASTABLE = (
@@ -34,18 +34,17 @@ class LayerwiseCastingHook(StandInHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the floats of ``module`` to the storage dtype: the same tensors, with other data."""
-        for table, name in _floats(module):
-            if not isinstance(table[name], WaitingTensor):
-                table[name].data = table[name].data.to(self.storage_dtype, non_blocking=self.non_blocking)
+        for place in _floats(module):
+            if not isinstance(place.before, WaitingTensor):
+                place.before.data = place.before.data.to(self.storage_dtype, non_blocking=self.non_blocking)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bind copies in the compute dtype, through which gradients reach the tensors that want them."""
-        for table, name in _floats(module):
-            stored = table[name]
-            copied = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-            copied = copied if copied.requires_grad else rebuild(stored, copied)
-            self.stand_ins.append(stand_in(table, name, copied))
+        for place in _floats(module):
+            copied = place.before.to(self.compute_dtype, non_blocking=self.non_blocking)
+            place.bind(copied if copied.requires_grad else rebuild(place.before, copied))
+            self.places.append(place)
         return args, kwargs
 
 
@@ -86,8 +85,6 @@ def _layers(
         yield from _layers(child, inner, patterns=patterns, classes=classes)
 
 
-def _floats(module: nn.Module) -> Iterator[tuple[Table, str]]:
+def _floats(module: nn.Module) -> Iterator[Place]:
     for owner in module.modules():
-        for table, name in bound_tensors(owner):
-            if table[name].is_floating_point():
-                yield table, name
+        yield from (place for place in places_in(owner) if place.before.is_floating_point())

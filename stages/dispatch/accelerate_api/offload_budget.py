@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
-from offstage.stages.dispatch.accelerate_api.stand_ins import StandInHook, bound_tensors, stand_in
+from offstage.stages.dispatch.accelerate_api.hooks import StandInHook, add_hook_to_module
+from offstage.stages.dispatch.streaming.places import places_in
 from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
+from offstage.stages.dispatch.transfer.link import pin
+from offstage.stages.dispatch.transfer.links import open_link
+from offstage.stages.machine.aligned_memory import HostBlock
+from offstage.stages.machine.devices import Devices, device_id
 
 
 @dataclass(slots=True)
@@ -59,22 +63,28 @@ class _HostParameters(StandInHook):
         self._homes = [parameter.device for parameter in chosen]
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Send the parameters to the host, in pinned memory where there is an accelerator to copy to."""
+        """Send the parameters to the host, where an accelerator copies from by itself: into memory of their size."""
         for parameter in self._chosen:
-            on_host = parameter.data.to("cpu")
-            parameter.data = on_host.pin_memory() if self.device.type == "cuda" else on_host
+            parameter.data = parameter.data.to("cpu")
+        if self.device.type == "cuda":
+            block = HostBlock([parameter.nbytes for parameter in self._chosen])
+            for parameter in self._chosen:
+                if parameter.is_contiguous():
+                    parameter.data = block.hold(parameter.data)
+            pin(open_link(Devices(), device_id(self.device)), block.memory)  # until the last of them is gone
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bind a copy of each parameter on the device, under all its names."""
         on_host = {id(parameter) for parameter in self._chosen}
         copies: dict[int, torch.Tensor] = {}
-        for owner in module.modules():
-            for table, name in [(t, n) for t, n in bound_tensors(owner) if id(t[n]) in on_host]:
-                bound = table[name]
-                if id(bound) not in copies:
-                    copies[id(bound)] = rebuild(bound, bound.detach().to(self.device, non_blocking=True))
-                self.stand_ins.append(stand_in(table, name, copies[id(bound)]))
+        for place in [place for owner in module.modules() for place in places_in(owner)]:
+            own = place.before
+            if id(own) in on_host:
+                if id(own) not in copies:
+                    copies[id(own)] = rebuild(own, own.detach().to(self.device, non_blocking=True))
+                place.bind(copies[id(own)])
+                self.places.append(place)
         return args, kwargs
 
     def detach_hook(self, module: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import nn
 
 from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, resolve_device
 from offstage.stages.dispatch.accelerate_api.hooks import hooks_of
-from offstage.stages.dispatch.accelerate_api.stand_ins import StandIn, bound_tensors, stand_in
+from offstage.stages.dispatch.streaming.places import Place, place_of
 from offstage.stages.dispatch.streaming.state_on_host import state_on_host
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 from offstage.stages.empty_init.skeleton import parent
@@ -53,7 +53,7 @@ def align_module_device(module: nn.Module, execution_device: AnyDevice | None = 
     device = resolve_device(execution_device)
     offloaded = offloaded_tensors(module)
     stays = {} if device is None else dict(module.named_parameters(recurse=False))
-    aligned: list[StandIn] = []
+    aligned: list[Place] = []
     try:
         for name, waiting in offloaded.items():
             aligned.append(_bind(module, name, waiting.now(device or waiting.source.device)))
@@ -62,10 +62,11 @@ def align_module_device(module: nn.Module, execution_device: AnyDevice | None = 
                 aligned.append(_bind(module, name, parameter.detach().to(device)))
         yield
     finally:
-        for one in reversed(aligned):
-            has_data = not (isinstance(one.before, WaitingTensor) or one.before.is_meta or one.tensor.is_meta)
-            if one.leave() and has_data:
-                one.before.data.copy_(one.tensor.detach())  # what was written to it
+        for place in reversed(aligned):
+            bound, own = place.bound, place.before
+            is_copy = isinstance(own, WaitingTensor) or own.is_meta
+            if place.leave() and bound is not None and not (is_copy or bound.is_meta):
+                own.data.copy_(bound.detach())  # what was written to it
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def get_state_dict_from_offload(
     return state_dict
 
 
-def _bind(module: nn.Module, name: str, data: torch.Tensor) -> StandIn:
-    owner, attribute = module.get_submodule(parent(name)), name.rpartition(".")[2]
-    table = next(table for table, bound in bound_tensors(owner) if bound == attribute)
-    return stand_in(table, attribute, rebuild(table[attribute], data))
+def _bind(module: nn.Module, name: str, data: torch.Tensor) -> Place:
+    place = place_of(module, name)
+    place.bind(rebuild(place.before, data))
+    return place

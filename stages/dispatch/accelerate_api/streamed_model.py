@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offstage.stages.dispatch.accelerate_api.align import SkipKeys
 from offstage.stages.dispatch.accelerate_api.engine_hook import EngineHook
 from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
-from offstage.stages.dispatch.accelerate_api.stand_ins import bound_tensors
 from offstage.stages.dispatch.dispatch_plan import ModulePlan, make_dispatch_plan
+from offstage.stages.dispatch.streaming.places import places_in
 from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, rebuild, send_waiting
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
@@ -161,13 +161,12 @@ class _Placer:
     def place(self, name: str, part: ModulePlan) -> None:
         """Place what the module ``name`` holds directly."""
         module, device = self.model.get_submodule(name), self.devices.torch_device(part.execution)
-        for table, attribute in bound_tensors(module):
-            tensor, full_name = table[attribute], f"{name}.{attribute}" if name else attribute
-            if full_name in part.serving:
-                self.hook.send_away(table, attribute, self._waiting(tensor, full_name, device))
-            elif tensor.device != device:
-                here = self._resident(tensor, full_name, part)
-                self.hook.settle(table, attribute, here, returns=bool(part.serving))
+        for place in places_in(module, name):
+            if place.name in part.serving:
+                self.hook.send_away(place, self._waiting(place.before, place.name, device))
+            elif place.before.device != device:
+                here = self._resident(place.before, place.name, part)
+                self.hook.keep_on(place, here, returns=bool(part.serving))
 
     def _waiting(self, tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
         """Return what stands for ``tensor`` while it is away: read from disk, or from the host's memory."""

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse, SlotRows
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
-from offstage.stages.dispatch.experts.router_guess import RouterGuess
 from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMemory, kind_bytes
-from offstage.stages.dispatch.streaming.bindings import Binding, make_binding, source_of
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
+from offstage.stages.dispatch.streaming.places import Place, place_of, source_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
@@ -31,7 +29,7 @@ from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.experts import routing
-from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
+from offstage.stages.empty_init.skeleton import ExpertsSpec
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.probes import bounce_buffers
 from offstage.stages.plan.expert_slots import bank_bounds, wanted
@@ -43,19 +41,19 @@ from offstage.stages.units import DeviceId
 class _Mixed:
     """The experts of one module that wait: their spec, where they compute, and their places in the model.
 
-    ``place`` is when they come in a pass.
+    ``position`` is when they come in a pass.
     """
 
     number: int
-    place: int
+    position: int
     spec: ExpertsSpec
     computes: DeviceId
-    bindings: Sequence[Binding]
+    places: Sequence[Place]
 
     @property
     def attributes(self) -> list[str]:
         """The names of the stacks in their module."""
-        return [binding.attribute for binding in self.bindings]
+        return [place.attribute for place in self.places]
 
 
 @dataclass(slots=True)
@@ -74,10 +72,10 @@ class RoutedModel:
             pool.begin_pass()
 
 
-def expert_bindings(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[Binding]]:
+def expert_places(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[Place]]:
     """Return the places of all expert stacks of ``model`` that wait, by module."""
     return {
-        name: [make_binding(model, tensor, on_disk=tensor in stored) for tensor in part.experts.tensors]
+        name: [place_of(model, tensor, has_data=tensor not in stored) for tensor in part.experts.tensors]
         for name, part in plan.parts.items()
         if part.experts is not None
     }
@@ -87,7 +85,7 @@ def attach_experts(
     routed: RoutedModel,
     model: nn.Module,
     plan: DispatchPlan,
-    bindings: Mapping[str, Sequence[Binding]],
+    places: Mapping[str, Sequence[Place]],
     *,
     stored: DiskWeights,
     devices: Devices,
@@ -99,14 +97,14 @@ def attach_experts(
     turns: Callable[[], Turns] = lambda: ALONE,
     trace: Trace | None = None,
 ) -> None:
-    """Have the experts in ``bindings`` be brought for what tokens are routed to, as ``routed``; ``stack`` undoes it.
+    """Have the experts in ``places`` be brought for what tokens are routed to, as ``routed``; ``stack`` undoes it.
 
     ``stored`` has what waits on disk; ``links`` are those to the accelerators, and ``unpackers`` those of the ones that
     unpack themselves; ``saved`` sees what autograd saves of the model. ``turns`` says who may use a layer's experts
     now.
     """
     saved = saved or SavedWeights()
-    mixed = list(_mixed(plan, bindings))
+    mixed = list(_mixed(plan, places))
     for (computes, kind), members in _by_kind(mixed).items():
         pool = _open_slots(
             members,
@@ -122,10 +120,11 @@ def attach_experts(
         )
         routed.pools.append(pool)
         by_number = {
-            each.number: RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, place=(each.place,))
+            each.number: RoutedExperts(
+                pool, each.number, each.attributes, saved, turns=turns, position=(each.position,)
+            )
             for each in members
         }
-        _have_guess(model, plan, members, by_number)
         for each in members:
             routed.uses[each.spec.module] = pool.uses[each.number]
             experts = by_number[each.number]
@@ -186,35 +185,17 @@ def _open_slots(
     return pool
 
 
-def _have_guess(
-    model: nn.Module, plan: DispatchPlan, members: Sequence[_Mixed], by_number: Mapping[int, RoutedExperts]
-) -> None:
-    """Have the experts of each layer guess what the next one will want, whose router can be asked ahead."""
-    for each, following in pairwise(sorted(members, key=lambda one: one.place)):
-        if _can_be_asked_ahead(plan, following):
-            name = following.spec.module
-            guess = RouterGuess(model.get_submodule(parent(name)), model.get_submodule(name))
-            by_number[each.number].guess_next(following.number, guess)
-
-
-def _can_be_asked_ahead(plan: DispatchPlan, each: _Mixed) -> bool:
-    """Return whether all that the block of an experts module has beside it is where they compute, and stays there."""
-    block = parent(each.spec.module)
-    beside = [part for name, part in plan.parts.items() if block in upward(name) and name != each.spec.module]
-    return bool(block) and all(not part.serving and part.execution == each.computes for part in beside)
-
-
 def _wanted(spec: ExpertsSpec, tokens: int) -> int:
     """Return how many of a module's experts a pass of so many ``tokens`` is expected to use."""
     return round(wanted(spec.count, spec.per_token, tokens))
 
 
-def _mixed(plan: DispatchPlan, bindings: Mapping[str, Sequence[Binding]]) -> Iterator[_Mixed]:
-    for number, (name, places) in enumerate(bindings.items()):
+def _mixed(plan: DispatchPlan, places: Mapping[str, Sequence[Place]]) -> Iterator[_Mixed]:
+    for number, (name, found) in enumerate(places.items()):
         spec = plan.parts[name].experts
         assert spec is not None
-        place = plan.order.index(name) if name in plan.order else 0
-        yield _Mixed(number, place, spec, plan.parts[name].execution, places)
+        position = plan.order.index(name) if name in plan.order else 0
+        yield _Mixed(number, position, spec, plan.parts[name].execution, found)
 
 
 def _by_kind(mixed: Sequence[_Mixed]) -> dict[tuple[DeviceId, Kind], list[_Mixed]]:
@@ -222,8 +203,7 @@ def _by_kind(mixed: Sequence[_Mixed]) -> dict[tuple[DeviceId, Kind], list[_Mixed
     found: dict[tuple[DeviceId, Kind], list[_Mixed]] = defaultdict(list)
     for each in mixed:
         kind = tuple(
-            (binding.attribute, RowShape(tuple(binding.waiting.shape[1:]), binding.waiting.dtype))
-            for binding in each.bindings
+            (place.attribute, RowShape(tuple(place.before.shape[1:]), place.before.dtype)) for place in each.places
         )
         found[each.computes, kind].append(each)
     return found
@@ -233,17 +213,17 @@ def _share(slot_bytes: int, kind: Kind, members: Sequence[_Mixed], mixed: Sequen
     """Return the part of a device's ``slot_bytes`` that experts of ``kind`` have: as large as theirs of all experts."""
     mine = sum(each.spec.count for each in members) * kind_bytes(kind)
     there = [each for each in mixed if each.computes == members[0].computes]
-    whole = sum(binding.waiting.nbytes for each in there for binding in each.bindings)
+    whole = sum(place.before.nbytes for each in there for place in each.places)
     return slot_bytes * mine // max(1, whole)
 
 
 def _rows(each: _Mixed, stored: DiskWeights) -> dict[str, list[RowSource]]:
     """Return where each row of the stacks waits."""
     found: dict[str, list[RowSource]] = {}
-    for binding in each.bindings:
-        rows = stored.rows[binding.name] if binding.host is None else binding.host.detach().unbind(0)
-        assert len(rows) == each.spec.count, binding.name
-        found[binding.attribute] = list(rows)
+    for place in each.places:
+        rows = stored.rows[place.name] if place.host is None else place.host.detach().unbind(0)
+        assert len(rows) == each.spec.count, place.name
+        found[place.attribute] = list(rows)
     return found
 
 
@@ -251,21 +231,17 @@ def _have_wait(
     each: _Mixed, experts: RoutedExperts, *, stored: DiskWeights, device: torch.device, stack: ExitStack
 ) -> None:
     """Put stacks that bring their own rows into the model."""
-    for binding in each.bindings:
-        source = source_of(binding, stored, device)
-        waiting = ExpertStack(binding.waiting, source, StackUse(experts, binding.attribute))
-        waiting.kept = binding.waiting
-        binding.wait_as(waiting)
-        stack.callback(binding.restore)
+    for place in each.places:
+        source = source_of(place, stored, device)
+        waiting = ExpertStack(place.before, source, StackUse(experts, place.attribute))
+        waiting.kept = place.before
+        place.settle(waiting)
+        stack.callback(place.restore)
 
 
 def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Callable[[], None]]:
-    """Have ``experts`` know when the module ``name`` is called, and with what; and the block around it."""
+    """Have ``experts`` know when the module ``name`` is called, and with what."""
     module = model.get_submodule(name)
-
-    def hear(_block: nn.Module, args: Any, kwargs: Any) -> None:
-        alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-        experts.hear(args[0] if alone else None)
 
     def begin(called: nn.Module, args: Any, kwargs: Any) -> None:
         experts.begin(routing(called, args, kwargs))
@@ -273,8 +249,5 @@ def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Calla
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         experts.end()
 
-    if experts.guesses:
-        block = model.get_submodule(parent(name))
-        yield block.register_forward_pre_hook(uncompiled(hear), with_kwargs=True).remove
     yield module.register_forward_pre_hook(uncompiled(begin), with_kwargs=True).remove
     yield module.register_forward_hook(uncompiled(end), always_call=True).remove

@@ -18,13 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.dispatch.experts.eviction import Eviction, Expert
-from offstage.stages.dispatch.experts.guess_precision import GuessPrecision
 from offstage.stages.dispatch.experts.slot_memory import SlotMemory
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
-from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
+from offstage.stages.dispatch.transfer.reading_threads import Urgency
 from offstage.stages.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -36,14 +34,11 @@ Rows = Mapping[str, Sequence[RowSource | PartLayout]]
 @dataclass(slots=True)
 class ExpertUse:
     """What the experts of one layer came to: calls for one that found it in a slot or not, what was brought, and how
-    many gave up a slot of this layer's bank for it. Of so many ``guesses`` that were read some came true: these count
-    as misses.
+    many gave up a slot of this layer's bank for it.
     """
 
     hits: int = 0
     misses: int = 0
-    guesses: int = 0
-    guesses_used: int = 0
     streamed_bytes: int = 0
     evictions: int = 0
 
@@ -110,12 +105,12 @@ class Bank:
 class Entry:
     """An expert that has a slot, and what was asked for of it: on its way, or null once it is there.
 
-    One that ``is_guess`` was asked for before anybody was routed to it. So many ``users`` have something of it in use.
+    One that ``is_ahead`` was asked for before it was called. So many ``users`` have something of it in use.
     """
 
     slot: Any
     pieces: dict[str, Transfer | None] = field(default_factory=dict)
-    is_guess: bool = False
+    is_ahead: bool = False
     users: int = 0
 
     @property
@@ -141,8 +136,7 @@ class ExpertSlots:
         self._layers = {layer.number: layer for layer in layers}
         self._banks, self._mover, self._urgency = banks, mover, urgency
         self._entries: dict[Expert, Entry] = {}
-        self._coming: dict[Expert, None] = {}  # those of which something is on its way, or that are guesses
-        self._precision = GuessPrecision()
+        self._coming: dict[Expert, None] = {}  # those of which something is on its way
         self._told: set[int] = set()
         self.is_open = True
         self.uses = {layer.number: ExpertUse() for layer in layers}
@@ -159,7 +153,6 @@ class ExpertSlots:
     def begin_pass(self) -> None:
         """Say that the model's forward begins; what an interrupted one had on its way is given up."""
         self.give_up()
-        self._precision.forget()
         self._begin_pass_of_banks()
 
     def _begin_pass_of_banks(self) -> None:
@@ -169,25 +162,22 @@ class ExpertSlots:
     def has(self, expert: Expert) -> bool:
         """Return whether all of ``expert`` is in a slot, or on its way there."""
         entry = self._entries.get(expert)
-        return entry is not None and not entry.is_guess and len(entry.pieces) == len(self._layers[expert[0]].rows)
+        return entry is not None and not entry.is_ahead and len(entry.pieces) == len(self._layers[expert[0]].rows)
 
     def is_there(self, expert: Expert, piece: str) -> bool:
         """Return whether the ``piece`` of ``expert`` is in a slot and needn't be waited for."""
         entry = self._entries.get(expert)
         return entry is not None and entry.pieces.get(piece, entry) is None
 
-    def count(self, layer: int, *, hits: Collection[Expert], guessed: Collection[Expert], misses: int) -> None:
-        """Note a call of ``layer`` whose tokens are routed to ``hits``, which are there, to those that were ``guessed``
-        and come, and to ``misses`` others.
-        """
+    def count(self, layer: int, *, hits: Collection[Expert], misses: int) -> None:
+        """Note a call of ``layer`` whose tokens are routed to ``hits``, which are there, and to ``misses`` others."""
         use, bank = self.uses[layer], self._banks[layer]
         bank.policy.begin_layer(layer)
-        brought = len(guessed) + misses
         use.hits += len(hits)
-        use.misses += brought
+        use.misses += misses
         self._mover.traffic.expert_hits += len(hits)
-        self._mover.traffic.expert_misses += brought
-        for expert in (*hits, *guessed):
+        self._mover.traffic.expert_misses += misses
+        for expert in hits:
             bank.use(expert)
 
     def ask(self, expert: Expert, pieces: Iterable[str], busy: Container[Expert]) -> bool:
@@ -196,27 +186,16 @@ class ExpertSlots:
         Return false where it lies in none, and all are ``busy``.
         """
         bank, entry = self._banks[expert[0]], self._entries.get(expert)
-        if entry is not None and entry.is_guess:  # one that came to nothing
-            self._drop([expert])
-            entry = None
         if entry is None:
             entry = self._take(expert, busy)
             if entry is None:
-                self._drop([one for one in self._guesses() if self._banks[one[0]] is bank])
-                entry = self._take(expert, busy)
-                if entry is None:
-                    return False
+                return False
             bank.use(expert)
         for piece in pieces:
             if piece not in entry.pieces:
                 layout = self._fetch(expert, entry, piece)
                 self.uses[expert[0]].streamed_bytes += layout.rest_bytes
         return True
-
-    def _guesses(self, layer: int | None = None) -> list[Expert]:
-        """Return what was guessed, of ``layer`` or of all."""
-        coming = [expert for expert in self._coming if layer is None or expert[0] == layer]
-        return [expert for expert in coming if self._entries[expert].is_guess]
 
     def _take(self, expert: Expert, busy: Container[Expert]) -> Entry | None:
         """Return ``expert`` with a slot, for which others make room; null where all are ``busy``."""
@@ -230,74 +209,13 @@ class ExpertSlots:
         entry = self._entries[expert] = Entry(slot)
         return entry
 
-    def _fetch(self, expert: Expert, entry: Entry, piece: str, urgency: Urgency | None = None) -> PartLayout:
+    def _fetch(self, expert: Expert, entry: Entry, piece: str) -> PartLayout:
         """Start what brings a ``piece`` of ``expert`` into its slot; return what that is."""
         layout = self._layers[expert[0]].layout(expert[1], piece)
         transfer = entry.pieces[piece] = Transfer(self._banks[expert[0]].room.region(entry.slot, expert, piece))
         self._coming[expert] = None
-        self._mover.fetch(layout, transfer, urgency=urgency or self._urgency)
+        self._mover.fetch(layout, transfer, urgency=self._urgency)
         return layout
-
-    def guess(self, layer: int, experts: Sequence[Expert], busy: Collection[Expert]) -> None:
-        """Have those of ``experts`` that ``layer`` will probably want be read where nothing that is certain waits.
-
-        The likeliest come first. Those that find no slot but ``busy`` ones, or rest packed, wait until they are asked
-        for.
-        """
-        kept, rows = {*busy, *experts}, self._layers[layer].rows
-        for expert in self._precision.worth_reading(layer, experts):
-            if expert not in self._entries and all(_can_wait(row[expert[1]]) for row in rows.values()):
-                entry = self._take(expert, kept)
-                if entry is None:
-                    return
-                entry.is_guess = True
-                for piece in rows:
-                    self._fetch(expert, entry, piece, Urgency.LIKELY)
-
-    def judge(self, layer: int, wanted: Collection[Expert]) -> list[Expert]:
-        """Return the guesses of ``layer`` that are among those ``wanted``, which are certain now.
-
-        Of the others, what is there stays until its slot is needed; what hasn't begun to come won't.
-        """
-        self._precision.judge(layer, wanted)
-        right = []
-        for expert in self._guesses(layer):
-            entry = self._entries[expert]
-            begun = any(transfer.has_begun for transfer in entry.arriving)
-            came_true = expert in wanted and not any(transfer.has_failed for transfer in entry.arriving)
-            self._count_guess(layer, begun=begun, came_true=came_true)
-            if came_true:
-                entry.is_guess = False
-                reader_pool().make_awaited([work for transfer in entry.arriving for work in transfer.work])
-                self.uses[layer].streamed_bytes += sum(
-                    self._layers[layer].layout(expert[1], piece).rest_bytes for piece in entry.pieces
-                )
-                right.append(expert)
-            else:
-                self._set_aside(expert, entry, failed=expert in wanted)
-        return right
-
-    def _set_aside(self, expert: Expert, entry: Entry, *, failed: bool) -> None:
-        """Keep a guess that came to nothing if all of it is there; if not, have no more of it come."""
-        if failed or not any(transfer.has_begun for transfer in entry.arriving):
-            self._drop([expert])
-        elif all(transfer.is_whole for transfer in entry.arriving):
-            for transfer in entry.arriving:
-                self._mover.follow(transfer.work)
-            entry.pieces, entry.is_guess = dict.fromkeys(entry.pieces), False
-            self._coming.pop(expert)
-            self._banks[expert[0]].unused[expert] = None
-        else:
-            for work in [work for transfer in entry.arriving for work in transfer.work]:
-                work.cancel()
-
-    def _count_guess(self, layer: int, *, begun: bool, came_true: bool) -> None:
-        """Count a guess, if it has been read of it before it was certain."""
-        if begun:
-            self.uses[layer].guesses += 1
-            self.uses[layer].guesses_used += came_true
-            self._mover.traffic.expert_guesses += 1
-            self._mover.traffic.expert_guesses_used += came_true
 
     def wait(self, experts: Iterable[Expert], piece: str) -> None:
         """Wait for the ``piece`` of those of ``experts`` where it is on its way. Raises what bringing one raised."""
@@ -377,8 +295,3 @@ class SlotRows:
     def region(self, slot: int, _expert: Expert, piece: str) -> torch.Tensor:
         """Return the row of the stack ``piece``."""
         return self.memory.row(piece, slot)
-
-
-def _can_wait(source: RowSource | PartLayout) -> bool:
-    """Return whether a row can be read after others: what rests packed is unpacked as it was asked for."""
-    return isinstance(source, tuple) and all(isinstance(place, Extent) for place in source)

@@ -12,28 +12,28 @@ from dataclasses import dataclass
 
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
-from offstage.stages.dispatch.streaming.lockstep import Place, Turns, current_call
+from offstage.stages.dispatch.streaming.lockstep import Position, Turns, current_call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turn:
     """When a tensor of an expert comes, inside the call of its module."""
 
-    place: Place
+    position: Position
 
     def expect(self, users: int) -> None:
         """Nothing: its slot is given up when another one needs it."""
 
 
 class ExpertTurns:
-    """The order of experts that calls of one module have in common, at ``place`` in a pass, and their turns by it."""
+    """The order of experts that calls of one module at ``position`` in a pass have in common, and their turns by it."""
 
-    def __init__(self, pool: ExpertSlots, turns: Callable[[], Turns], place: Place) -> None:
+    def __init__(self, pool: ExpertSlots, turns: Callable[[], Turns], position: Position) -> None:
         self.order: dict[Expert, int] = {}
-        self._pool, self._turns, self._place = pool, turns, place
-        self._known: dict[Place, _Turn] = {}
+        self._pool, self._turns, self._position = pool, turns, position
+        self._known: dict[Position, _Turn] = {}
         self._sweeps: dict[object, int] = {}  # how many each call has begun
-        self._ahead: Place = ()  # what was asked for last
+        self._ahead: Position = ()  # what was asked for last
 
     def add(self, experts: Sequence[Expert]) -> None:
         """Have ``experts``, which are none of those that there are, come after these."""
@@ -55,10 +55,10 @@ class ExpertTurns:
         number = self._sweeps.get(current_call(), 0)
         self._sweeps[current_call()] = number + 1
         for expert in sorted(experts, key=self.when):
-            place = self.when(expert)
-            self._wait_for((number, place))
+            position = self.when(expert)
+            self._wait_for((number, position))
             self._pool.ask(expert, (attribute,), kept)
-            self._ask_ahead(attribute, (number, place), kept)
+            self._ask_ahead(attribute, (number, position), kept)
             self._pool.wait([expert], attribute)
             yield expert
 
@@ -71,18 +71,18 @@ class ExpertTurns:
         """Return when ``expert`` comes: one that nobody was routed to, and that is asked for all the same, last."""
         return self.order.get(expert, len(self.order))
 
-    def _wait_for(self, inside: Place) -> None:
-        place = (*self._place, *inside)
-        self._turns().wait_for(self._known.setdefault(place, _Turn(place)))
+    def _wait_for(self, inside: Position) -> None:
+        position = (*self._position, *inside)
+        self._turns().wait_for(self._known.setdefault(position, _Turn(position)))
 
-    def _ask_ahead(self, attribute: str, now: Place, kept: Set[Expert]) -> None:
+    def _ask_ahead(self, attribute: str, now: Position, kept: Set[Expert]) -> None:
         """Ask for what comes after ``now`` in the same sweep, as far as slots hold nothing that comes before it."""
-        experts, (sweep, place) = list(self.order), now
+        experts, (sweep, position) = list(self.order), now
         begun = self._ahead if self._ahead > now else now
         if begun[0] != sweep:
             return
         asked = begun[1] + 1
-        busy = {*kept, *experts[place:asked]}
+        busy = {*kept, *experts[position:asked]}
         while asked < len(experts) and self._pool.ask(experts[asked], (attribute,), busy):
             busy.add(experts[asked])
             asked += 1

@@ -89,7 +89,7 @@ class ListedSlots(ExpertSlots):
         self._begun = -1
         for expert in [*self._coming]:
             entry = self._entries[expert]
-            entry.is_guess = False
+            entry.is_ahead = False
             if not entry.users and any(transfer.has_failed for transfer in entry.arriving):
                 self._drop([expert])
         self._begin_pass_of_banks()
@@ -164,10 +164,11 @@ class ListedSlots(ExpertSlots):
         self._in_turn = self._in_turn + 1 if place == self._begun + 1 else 1
         self._begun = place
         entry = self._entries.get(expert)
-        there, guessed = [expert] if self.has(expert) else [], [expert] if entry and entry.is_guess else []
-        self.count(expert[0], hits=there, guessed=guessed, misses=not there and not guessed)
-        if entry is not None:
-            entry.is_guess = False
+        there = [expert] if self.has(expert) else []
+        self.count(expert[0], hits=there, misses=not there)
+        if entry is not None and entry.is_ahead:
+            entry.is_ahead = False
+            self._banks[expert[0]].use(expert)
         busy = {**self._in_use, expert: None}
         if self.ask(expert, self._layers[expert[0]].rows, busy) and self._in_turn >= NEIGHBOURS:
             self._ask_next(place + 1, busy)
@@ -178,7 +179,7 @@ class ListedSlots(ExpertSlots):
         if expert is not None and expert not in self._entries:
             entry = self._take(expert, busy)
             if entry is not None:
-                entry.is_guess = True
+                entry.is_ahead = True
                 self._banks[expert[0]].unused[expert] = None
                 for piece in self._layers[expert[0]].rows:
                     self._fetch(expert, entry, piece)

@@ -19,21 +19,18 @@ import torch
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
 from offstage.stages.dispatch.experts.expert_turns import ExpertTurns
-from offstage.stages.dispatch.experts.router_guess import RouterGuess
-from offstage.stages.dispatch.streaming.lockstep import ALONE, Place, Turns, current_call
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Position, Turns, current_call
 from offstage.stages.dispatch.streaming.saved_weights import Bring, SavedWeights
 
 _PASSED_ON = 4
 """Slots that experts pass through which can't all stay: one computes while the others are on their way."""
-_GUESSED_FROM = 4
-"""With slots for the experts of so many calls of a layer, what the next one wants is guessed."""
 
 
 class RoutedExperts:
     """The experts of the layer ``number`` of ``pool``; ``attributes`` are the module's stacked tensors.
 
-    What a backward pass needs of them ``saved`` has brought again. ``turns`` says who may use them now, and ``place``
-    is when the layer comes in a pass.
+    What a backward pass needs of them ``saved`` has brought again. ``turns`` says who may use them now;
+    ``position`` is when the layer comes in a pass.
     """
 
     def __init__(
@@ -44,30 +41,15 @@ class RoutedExperts:
         saved: SavedWeights,
         *,
         turns: Callable[[], Turns] = lambda: ALONE,
-        place: Place = (0,),
+        position: Position = (0,),
     ) -> None:
-        self.place = place
+        self.position = position
         self._pool, self._number, self._attributes, self._saved = pool, number, attributes, saved
         self._turns = turns
         self._calls: dict[object, bool] = {}  # those under way, and whether it is known what they are routed to
         self._routed: set[Expert] = set()  # what calls are routed to that wait for others to come as far
         self._kept: set[Expert] = set()
-        self._in_turn = ExpertTurns(pool, turns, place)
-        self._given: torch.Tensor | None = None
-        self._next: tuple[int, RouterGuess] | None = None
-
-    def guess_next(self, number: int, guess: RouterGuess) -> None:
-        """Have the experts of the layer ``number``, which comes next, be guessed by ``guess``."""
-        self._next = (number, guess)
-
-    @property
-    def guesses(self) -> bool:
-        """Whether it guesses what comes next."""
-        return self._next is not None
-
-    def hear(self, hidden: torch.Tensor | None) -> None:
-        """Hear what the block that holds the module is given, if that is one tensor alone."""
-        self._given = hidden
+        self._in_turn = ExpertTurns(pool, turns, position)
 
     def expect(self, users: int) -> None:
         """Nothing: how many of them calls in lockstep use is known as these begin."""
@@ -98,28 +80,15 @@ class RoutedExperts:
         self._turns().wait_for(self)
         if self._routed:
             self._bring_together()
-        if self._next is not None and self._given is not None and self._can_guess():
-            number, guess = self._next
-            self._pool.guess(number, [(number, expert) for expert in guess.choose(self._given)], self._kept)
-
-    def _can_guess(self) -> bool:
-        """Return whether what the next layer wants can be guessed, and there is room beside what is certain.
-
-        A prompt of many tokens wants nearly all. Where few experts have a slot, one that is given up for a guess is too
-        often one that is wanted: Mixtral's 2 of 8 with slots for 5 were brought a tenth more often.
-        """
-        few = 0 < _GUESSED_FROM * len(self._kept) <= self._pool.room(self._number)
-        return few and self._turns() is ALONE and not torch.is_grad_enabled()
 
     def _bring_together(self) -> None:
         """Ask for the experts of all calls that have come here, as far as they fit."""
         hit = self._routed.difference(self._in_turn.order)
         self._routed.clear()
-        guessed = self._pool.judge(self._number, hit)
-        there = sorted(expert for expert in hit.difference(guessed) if self._pool.has(expert))
-        missing = sorted(hit.difference(there, guessed))
-        self._pool.count(self._number, hits=there, guessed=guessed, misses=len(missing))
-        self._in_turn.add([*there, *guessed, *missing])
+        there = sorted(expert for expert in hit if self._pool.has(expert))
+        missing = sorted(hit.difference(there))
+        self._pool.count(self._number, hits=there, misses=len(missing))
+        self._in_turn.add([*there, *missing])
         self._kept = set(self._staying())
         for attribute in self._attributes:
             for expert in missing:
@@ -147,7 +116,6 @@ class RoutedExperts:
         self._calls.clear()
         self._routed.clear()
         self._kept = set()
-        self._given = None
         self._in_turn.clear()
 
     def note_read_whole(self, count: int) -> None:

@@ -48,27 +48,27 @@ class BackwardOrder:
         """Let go of what brings parts: graphs that are still there need none of its memory."""
         self._caches.clear()
 
-    def save(self, part: StreamedPart, place: int) -> Bring:
-        """Note that the tensor of ``part`` at ``place`` was saved; return what brings it."""
+    def save(self, part: StreamedPart, index: int) -> Bring:
+        """Note that the tensor of ``part`` at ``index`` was saved; return what brings it."""
         saving = self._saving
         if saving is not None and part.cache is not None:
             self._caches[part.computes] = part.cache
             order = saving.setdefault(part.computes, [])
             if order[-1:] != [part.number]:
                 order.append(part.number)
-        return partial(self._bring, part, place, saving)
+        return partial(self._bring, part, index, saving)
 
-    def _bring(self, part: StreamedPart, place: int, saved: _Saved | None) -> torch.Tensor:
+    def _bring(self, part: StreamedPart, index: int, saved: _Saved | None) -> torch.Tensor:
         with self._held():
-            return self._lend(part, place, saved)
+            return self._lend(part, index, saved)
 
-    def _lend(self, part: StreamedPart, place: int, saved: _Saved | None) -> torch.Tensor:
+    def _lend(self, part: StreamedPart, index: int, saved: _Saved | None) -> torch.Tensor:
         if part.cache is None:  # the hooks are gone: it is read from where it waits
-            binding = part.bindings[place]
-            data = self._stored[binding.name] if binding.host is None else binding.host
+            place = part.places[index]
+            data = self._stored[place.name] if place.host is None else place.host
             return data.detach().to(self._devices.torch_device(part.computes))
         if saved is not None and saved is not self._asking:
             self._asking = saved
             for device, order in saved.items():
                 self._caches[device].turn(order)
-        return part.cache.lend(part.number)[place]
+        return part.cache.lend(part.number)[index]

@@ -15,8 +15,8 @@ from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertLayer
 from offstage.stages.dispatch.experts.listed_slots import ListedSlots, SlotRegions
-from offstage.stages.dispatch.streaming.bindings import Binding, settle
-from offstage.stages.dispatch.streaming.lockstep import Place
+from offstage.stages.dispatch.streaming.lockstep import Position
+from offstage.stages.dispatch.streaming.places import Place, gather_on_host
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
@@ -80,7 +80,7 @@ def open_caches(
     link read by way of the same buffers, and unpack by ``unpackers`` where there are. They are closed with ``stack``.
     """
     found = []
-    places, computing = part_places(plan), _by_device(parts)
+    positions, computing = part_positions(plan), _by_device(parts)
     buffers = _pin_buffers(computing, plan, extents=extents, links=links, unpackers=unpackers, stack=stack)
     for device, mine in computing.items():
         sources, link = _sources(mine, extents), links(device)
@@ -103,7 +103,7 @@ def open_caches(
         )
         for number, part in enumerate(mine):
             part.cache, part.number = cache, number
-            part.place = _place_of(part, places)
+            part.position = _position_of(part, positions)
         stack.callback(cache.close)
         found.append(cache)
     return found
@@ -213,24 +213,24 @@ def _order_of(parts: Sequence[StreamedPart], plan: DispatchPlan) -> list[int]:
     return [number for name in plan.order for number in by_module.get(name, ())]
 
 
-def _place_of(part: StreamedPart, places: Mapping[str, Place]) -> Place:
+def _position_of(part: StreamedPart, positions: Mapping[str, Position]) -> Position:
     """Return when ``part`` comes in a pass: of blocks of rows one after another, inside the call of their module."""
-    place = places.get(part.module, (0,))
-    return place if part.whole is None else (*place, part.rows.start)
+    position = positions.get(part.module, (0,))
+    return position if part.whole is None else (*position, part.rows.start)
 
 
-def _at_rest(part: StreamedPart, binding: Binding, extents: Mapping[str, AtRest]) -> AtRest:
-    """Return where ``binding`` lies on disk, or those rows of it that ``part`` has."""
-    source = extents[binding.name]
+def _at_rest(part: StreamedPart, place: Place, extents: Mapping[str, AtRest]) -> AtRest:
+    """Return where ``place`` lies on disk, or those rows of it that ``part`` has."""
+    source = extents[place.name]
     found = source if part.whole is None else rows_of(source, part.rows.start, part.rows.stop)
-    assert found is not None, binding.name
+    assert found is not None, place.name
     return found
 
 
 def _sources(parts: Sequence[StreamedPart], extents: Mapping[str, AtRest]) -> list[list[Source]]:
     """Return where the tensors of each of ``parts`` wait."""
     return [
-        [_at_rest(part, binding, extents) if binding.host is None else binding.host for binding in part.bindings]
+        [_at_rest(part, place, extents) if place.host is None else place.host for place in part.places]
         for part in parts
     ]
 
@@ -262,29 +262,29 @@ def _pin_buffers(
     return buffers
 
 
-def part_places(plan: DispatchPlan) -> dict[str, Place]:
+def part_positions(plan: DispatchPlan) -> dict[str, Position]:
     """Return when the parts of ``plan`` come in a pass, by module.
 
     The experts of a list come one after another where the first does that the plan's order has, or else after what
     comes first around them, their router.
     """
-    places: dict[str, Place] = {name: (number,) for number, name in enumerate(plan.order)}
+    positions: dict[str, Position] = {name: (number,) for number, name in enumerate(plan.order)}
     lists: dict[str, dict[str, list[str]]] = {}
     for name, part in plan.parts.items():
         if part.listed_expert:
             lists.setdefault(parent(part.listed_expert), {}).setdefault(part.listed_expert, []).append(name)
     for holder, experts in lists.items():
-        known = [places[name] for names in experts.values() for name in names if name in places]
-        around = [place for name, place in places.items() if name.startswith(f"{parent(holder)}.")] if not known else []
-        begin = min(known or around, default=(0,))
+        known = [positions[name] for names in experts.values() for name in names if name in positions]
+        inside = [at for name, at in positions.items() if name.startswith(f"{parent(holder)}.")] if not known else []
+        begin = min(known or inside, default=(0,))
         for number, names in enumerate(experts.values()):
-            places |= {name: (*begin, number, within) for within, name in enumerate(names)}
-    return places
+            positions |= {name: (*begin, number, within) for within, name in enumerate(names)}
+    return positions
 
 
 def pin_waiting(
     parts: Sequence[StreamedPart],
-    experts: Mapping[str, Sequence[Binding]],
+    experts: Mapping[str, Sequence[Place]],
     plan: DispatchPlan,
     *,
     host: HostBlock | None,
@@ -294,16 +294,13 @@ def pin_waiting(
 
     That is ``host``, if anything lies there, and memory of its own for the rest. Yields what unpins it.
     """
-    bindings = [binding for part in parts if part.computes != CPU for binding in part.bindings]
-    bindings += [
-        binding
-        for name, places in experts.items()
-        if links.devices.is_apart(plan.parts[name].execution)
-        for binding in places
+    places = [place for part in parts if part.computes != CPU for place in part.places]
+    places += [
+        place for name, them in experts.items() if links.devices.is_apart(plan.parts[name].execution) for place in them
     ]
     computing = [part.computes for part in parts] + [plan.parts[name].execution for name in experts]
     apart = [device for device in computing if links.devices.is_apart(device)]
-    for block in settle(bindings, host) if apart else ():
+    for block in gather_on_host(places, host) if apart else ():
         yield pin(links(apart[0]), block.memory)
 
 
@@ -332,7 +329,7 @@ def _callers(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[int, tup
 
 def open_unpackers(
     parts: Sequence[StreamedPart],
-    experts: Mapping[str, Sequence[Binding]],
+    experts: Mapping[str, Sequence[Place]],
     plan: DispatchPlan,
     *,
     stored: DiskWeights,
@@ -345,9 +342,9 @@ def open_unpackers(
     """
     waiting: dict[DeviceId, list[PackedTensor]] = {device: [] for device in plan.unpacking}
     for part in parts:
-        waiting.get(part.computes, []).extend(_packed_in(part.bindings, stored))
-    for module, bindings in experts.items():
-        waiting.get(plan.parts[module].execution, []).extend(_packed_in(bindings, stored))
+        waiting.get(part.computes, []).extend(_packed_in(part.places, stored))
+    for module, places in experts.items():
+        waiting.get(plan.parts[module].execution, []).extend(_packed_in(places, stored))
     found: dict[DeviceId, DeviceUnpacker] = {}
     for device, tensors in waiting.items():
         if not links.devices.is_apart(device):
@@ -361,11 +358,11 @@ def open_unpackers(
     return found
 
 
-def _packed_in(bindings: Iterable[Binding], stored: DiskWeights) -> Iterator[PackedTensor]:
-    """Yield what rests packed of what is brought to ``bindings``: whole tensors, or an expert's part of one."""
-    for binding in bindings:
-        if binding.host is None:
-            source = stored.sources[binding.name]
+def _packed_in(places: Iterable[Place], stored: DiskWeights) -> Iterator[PackedTensor]:
+    """Yield what rests packed of what is brought to ``places``: whole tensors, or an expert's part of one."""
+    for place in places:
+        if place.host is None:
+            source = stored.sources[place.name]
             rows = source.rows or (source.at,)
             yield from (place for row in rows for place in row if isinstance(place, PackedTensor))
 

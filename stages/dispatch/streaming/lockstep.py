@@ -28,15 +28,15 @@ from offstage.stages.dispatch.streaming.thread_state import ThreadState
 
 Task = Callable[[], object]
 
-Place = tuple[int, ...]
+Position = tuple[int, ...]
 """The number of a module in the order of a pass; then, of what comes inside its call, numbers in the order of that."""
 
 
 class Shared(Protocol):
-    """What members wait for to use it one after another; ``place`` is when it comes in a pass."""
+    """What members wait for to use it one after another; ``position`` is when it comes in a pass."""
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """Where it stands in the order of a pass."""
 
     def expect(self, users: int) -> None:
@@ -250,7 +250,7 @@ class Lockstep(Turns):
         going = [member for member in self._members if not member.under_way]
         inside = [member.wants for member in going if member.wants is not None]
         if inside:
-            shared = min(inside, key=lambda wants: wants.place)
+            shared = min(inside, key=lambda wants: wants.position)
             self._going.extend(member for member in going if member.wants is shared)
             shared.expect(len(self._going))
         elif going:

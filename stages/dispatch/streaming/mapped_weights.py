@@ -10,7 +10,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.mapped_file import MappedFile
 from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.dispatch.streaming.bindings import Binding
+from offstage.stages.dispatch.streaming.places import Place
 
 
 class MappedWeights:
@@ -27,18 +27,18 @@ class MappedWeights:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def use(self, bindings: Sequence[Binding], *, looked_up: bool) -> list[MappedFile]:
-        """Have the data of ``bindings`` be where maps of their shards have it; return the files, to check at each use.
+    def use(self, places: Sequence[Place], *, looked_up: bool) -> list[MappedFile]:
+        """Have the data of ``places`` be where maps of their shards have it; return the files, to check at each use.
 
         ``looked_up`` says that a use touches a few rows, anywhere; without it, that it reads all.
         """
         files = []
-        for binding in bindings:
-            extent = self._extents[binding.name]
-            assert isinstance(extent, Extent), binding.name
+        for place in places:
+            extent = self._extents[place.name]
+            assert isinstance(extent, Extent), place.name
             file = self._open(extent.file)
             file.advise(extent, mmap.MADV_RANDOM if looked_up else mmap.MADV_WILLNEED)
-            binding.host = file.tensor(extent)
+            place.host = file.tensor(extent)
             files.append(file)
         return list(dict.fromkeys(files))
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_packed
-from offstage.stages.dispatch.streaming.bindings import Binding, read_only, source_of
+from offstage.stages.dispatch.streaming.places import Place, read_only, source_of
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 
@@ -46,8 +46,8 @@ class PackedTable(WaitingTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def have_table_wait(binding: Binding, stored: Mapping[str, torch.Tensor], packed: PackedTensor) -> None:
-    """Have ``packed`` be looked up in the place of ``binding``, on the host; ``stored`` reads all of it."""
-    table = PackedTable(binding.waiting, source_of(binding, stored, torch.device("cpu")), packed)
-    table.kept = binding.waiting
-    binding.wait_as(table)
+def have_table_wait(place: Place, stored: Mapping[str, torch.Tensor], packed: PackedTensor) -> None:
+    """Have ``packed`` be looked up in the place of ``place``, on the host; ``stored`` reads all of it."""
+    table = PackedTable(place.before, source_of(place, stored, torch.device("cpu")), packed)
+    table.kept = place.before
+    place.settle(table)

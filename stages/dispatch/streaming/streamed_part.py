@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from torch import nn
 from offstage.stages.checkpoints.mapped_file import MappedFile
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
-from offstage.stages.dispatch.streaming.bindings import Binding, make_binding
-from offstage.stages.dispatch.streaming.lockstep import Place
+from offstage.stages.dispatch.streaming.lockstep import Position
 from offstage.stages.dispatch.streaming.mapped_weights import MappedWeights
 from offstage.stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
+from offstage.stages.dispatch.streaming.places import Place, place_of
 from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.empty_init.skeleton import parent
@@ -32,25 +33,25 @@ class StreamedPart:
 
     ``cache`` has them, by the ``number`` that it knows the part by. Those that aren't ``brought`` lie where
     they compute, in memory or in the maps of ``files``, and are only bound there for each use, which counts as
-    ``streamed_bytes``. ``place`` is when they come in a pass; ``expected`` are calls in lockstep that are about to use
-    them, until when they stay. A block of ``rows`` of the tensor ``whole`` is bound in no module: who multiplies by it
-    asks for it.
+    ``streamed_bytes``. ``position`` is when they come in a pass; ``expected`` are calls in lockstep that are about to
+    use them, until when they stay. A block of ``rows`` of the tensor ``whole`` is bound in no module: who multiplies by
+    it asks for it.
     """
 
     name: str
-    bindings: list[Binding]
+    places: list[Place]
     computes: DeviceId
     brought: bool = True
     files: Sequence[MappedFile] = ()
     streamed_bytes: int = 0
     cache: WeightCache | None = None
     number: int = 0
-    place: Place = (0,)
+    position: Position = (0,)
     users: int = 0
     expected: int = 0
     is_bound: bool = False
     began: float = 0.0
-    whole: Binding | None = None
+    whole: Place | None = None
     rows: range = range(0)
 
     @property
@@ -60,21 +61,25 @@ class StreamedPart:
 
     @property
     def bound(self) -> list[torch.Tensor]:
-        """The tensors of the bindings, while they are bound."""
-        return [binding.bound for binding in self.bindings if binding.bound is not None]
+        """The tensors of the places, while they are bound."""
+        return [place.bound for place in self.places if place.bound is not None]
 
     @property
     def is_shared(self) -> bool:
         """Whether calls in lockstep use it one after another: what lies in memory anyway needs no turns."""
         return self.brought or self.streamed_bytes > 0
 
-    def take(self) -> list[torch.Tensor]:
-        """Return the tensors of the bindings, in their order; waits for them if it must."""
-        if self.cache is not None:
-            return self.cache.acquire(self.number)
+    def bind(self) -> None:
+        """Put the tensors in their places; waits for them if it must."""
         for file in self.files:
             file.check()
-        return [binding.host.detach() for binding in self.bindings if binding.host is not None]
+        if self.cache is not None:
+            found = self.cache.acquire(self.number)
+        else:
+            found = [place.host.detach() for place in self.places if place.host is not None]
+        for place, tensor in zip(self.places, found, strict=True):
+            place.bind_data(tensor)
+        self.began, self.is_bound = time.perf_counter(), True
 
     def expect(self, users: int) -> None:
         """Stay bound until so many more calls have used it."""
@@ -83,8 +88,8 @@ class StreamedPart:
     def unbind(self) -> None:
         """Put back what waits."""
         self.is_bound = False
-        for binding in self.bindings:
-            binding.unbind()
+        for place in self.places:
+            place.leave()
 
 
 def streamed_parts(
@@ -97,49 +102,49 @@ def streamed_parts(
     maps = stack.enter_context(MappedWeights(extents))
     for name, part in plan.parts.items():
         apart = devices.is_apart(part.execution)
-        bindings = _bindings(model, part, stored, apart=apart, stack=stack)
+        places = _places(model, part, stored, apart=apart, stack=stack)
         computes = part.execution if apart else CPU
-        brought = bindings["copy"] + bindings["direct"] if apart else bindings["direct"]
-        if at_once := [binding for binding in brought if binding.name not in part.block_rows]:
+        brought = places["copy"] + places["direct"] if apart else places["direct"]
+        if at_once := [place for place in brought if place.name not in part.block_rows]:
             yield StreamedPart(name, at_once, computes)
-        for whole in (binding for binding in brought if binding.name in part.block_rows):
+        for whole in (place for place in brought if place.name in part.block_rows):
             yield from _row_parts(whole, part.block_rows[whole.name], computes)
-        if not apart and bindings["copy"]:
-            yield StreamedPart(name, bindings["copy"], CPU, brought=False)
-        for looked_up, mapped in ((False, bindings["map"]), (True, bindings["rows"])):
+        if not apart and places["copy"]:
+            yield StreamedPart(name, places["copy"], CPU, brought=False)
+        for looked_up, mapped in ((False, places["map"]), (True, places["rows"])):
             if mapped:
                 files = maps.use(mapped, looked_up=looked_up)
-                count = 0 if looked_up else sum(extents[binding.name].bytes for binding in mapped)
+                count = 0 if looked_up else sum(extents[place.name].bytes for place in mapped)
                 yield StreamedPart(name, mapped, CPU, brought=False, files=files, streamed_bytes=count)
 
 
-def _row_parts(whole: Binding, rows: int, computes: DeviceId) -> Iterator[StreamedPart]:
+def _row_parts(whole: Place, rows: int, computes: DeviceId) -> Iterator[StreamedPart]:
     """Yield the blocks of so many ``rows`` that ``whole`` is brought in."""
-    for block in row_ranges(len(whole.waiting), rows):
+    for block in row_ranges(len(whole.before), rows):
         host = None if whole.host is None else whole.host.detach()[block.start : block.stop]
         # A parameter as the whole is: kernels are chosen by whether a weight requires gradients, too.
-        shape = (len(block), *whole.waiting.shape[1:])
-        waiting = rebuild(whole.waiting, torch.empty(shape, dtype=whole.waiting.dtype, device="meta"))
-        binding = Binding(whole.name, {"block": waiting}, "block", waiting, host)
-        yield StreamedPart(f"{whole.name}[{block.start}:{block.stop}]", [binding], computes, whole=whole, rows=block)
+        shape = (len(block), *whole.before.shape[1:])
+        waiting = rebuild(whole.before, torch.empty(shape, dtype=whole.before.dtype, device="meta"))
+        place = Place(whole.name, {"block": waiting}, "block", waiting, host)
+        yield StreamedPart(f"{whole.name}[{block.start}:{block.stop}]", [place], computes, whole=whole, rows=block)
 
 
-def _bindings(
+def _places(
     model: nn.Module, part: ModulePlan, stored: DiskWeights, *, apart: bool, stack: ExitStack
-) -> Mapping[Serving, list[Binding]]:
+) -> Mapping[Serving, list[Place]]:
     """Return the places of what is bound for each use, by how it is served; packed tables are looked up from now on."""
-    found: dict[Serving, list[Binding]] = {"copy": [], "direct": [], "map": [], "rows": []}
+    found: dict[Serving, list[Place]] = {"copy": [], "direct": [], "map": [], "rows": []}
     for tensor, serving in part.serving.items():
         at = stored.extents.get(tensor)
         # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
         if serving == "experts" or not (apart or serving in ("copy", "packed") or at is not None):
             continue
-        binding = make_binding(model, tensor, on_disk=at is not None)
+        place = place_of(model, tensor, has_data=at is None)
         if serving == "rows" and isinstance(at, PackedTensor) and can_be_looked_up(at):
-            have_table_wait(binding, stored, at)
-            stack.callback(binding.restore)
+            have_table_wait(place, stored, at)
+            stack.callback(place.restore)
         elif isinstance(at, PackedTensor):  # it is brought: in a map it can't be used
-            found["direct"].append(binding)
+            found["direct"].append(place)
         else:  # where loading found that it doesn't rest packed, it lies on the host as it is used
-            found["copy" if serving == "packed" else serving].append(binding)
+            found["copy" if serving == "packed" else serving].append(place)
     return found

@@ -7,7 +7,6 @@ was. A release hook is called even when the forward raises.
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -19,14 +18,14 @@ from torch import nn
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
+from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_places
 from offstage.stages.dispatch.streaming.backward import BackwardOrder
-from offstage.stages.dispatch.streaming.bindings import Binding, have_wait, without_data
 from offstage.stages.dispatch.streaming.caches import Links, OpenLink, open_caches, open_unpackers, pin_waiting
 from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared, Task
 from offstage.stages.dispatch.streaming.passes import ModelPasses
+from offstage.stages.dispatch.streaming.places import Place, have_wait, without_data
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
@@ -163,7 +162,7 @@ class Streamer:
                 self._stack.callback(unhook)
         parts = self._parts
         parts += streamed_parts(self._model, plan, self._stored, devices=self._devices, stack=self._stack)
-        experts = expert_bindings(self._model, plan, self._stored)
+        experts = expert_places(self._model, plan, self._stored)
         brought = [part for part in parts if part.brought]
         for unpin in pin_waiting(brought, experts, plan, host=host, links=self._links):
             self._stack.callback(unpin)
@@ -215,9 +214,9 @@ class Streamer:
         """Have all of ``parts`` wait: for calls, or as blocks of rows for the products of the weight that they are."""
         for part in parts:
             if part.whole is None:
-                for binding in part.bindings:
-                    have_wait(binding, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
-                    self._stack.callback(binding.restore)
+                for place in part.places:
+                    have_wait(place, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
+                    self._stack.callback(place.restore)
                 self._stream(part, callers=plan.parts[part.name].callers)
         blocked: dict[str, list[StreamedPart]] = {}
         for part in parts:
@@ -273,20 +272,18 @@ class Streamer:
             self._passes.turns.wait_for(part)
         part.expected = max(0, part.expected - 1)
         if not part.is_bound:
-            for binding, tensor in zip(part.bindings, part.take(), strict=True):
-                binding.bind(tensor)
+            part.bind()
             if part.streamed_bytes:
                 self.traffic.count_use(part.computes, at_rest=part.streamed_bytes, carried=part.streamed_bytes)
-            part.began, part.is_bound = time.perf_counter(), True
         if part.brought and self._saved.enter(part):
             self._lend(part)
         part.users += 1
 
     def _lend(self, part: StreamedPart) -> None:
         """Have what autograd saves of ``part`` be brought again."""
-        for place, binding in enumerate(part.bindings):
-            if binding.bound is not None:
-                self._saved.lend(binding.bound, partial(self._backward.save, part, place))
+        for index, place in enumerate(part.places):
+            if place.bound is not None:
+                self._saved.lend(place.bound, partial(self._backward.save, part, index))
 
     def _release(self, part: StreamedPart) -> None:
         """Let ``part`` go when its last user leaves; a call whose acquire failed has nothing to release."""
@@ -304,7 +301,7 @@ class Streamer:
         if part.users == 0 and part.expected == 0:
             if self.trace is not None:
                 self.trace.of(part.computes).add(part.name, "compute", part.began)
-            changed = [binding.name for binding in part.bindings if binding.is_written and self._is_lost(binding)]
+            changed = [place.name for place in part.places if place.is_written and self._is_lost(place)]
             part.unbind()
             if part.cache is not None:
                 part.cache.release(part.number)
@@ -315,10 +312,10 @@ class Streamer:
                     "a larger max_memory or another device_map"
                 )
 
-    def _is_lost(self, binding: Binding) -> bool:
-        """Return whether what was written into ``binding`` is not in what waits, so that the next use would lack it."""
-        source = self._stored[binding.name] if binding.host is None else binding.host
-        return binding.bound is not None and not torch.equal(binding.bound.detach().to(source.device), source.detach())
+    def _is_lost(self, place: Place) -> bool:
+        """Return whether what was written into ``place`` is not in what waits, so that the next use would lack it."""
+        source = self._stored[place.name] if place.host is None else place.host
+        return place.bound is not None and not torch.equal(place.bound.detach().to(source.device), source.detach())
 
     def _begin(self) -> None:
         if not self._is_there():

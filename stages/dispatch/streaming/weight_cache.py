@@ -66,7 +66,11 @@ class WeightCache:
             self._end_use(part)
         elif lent is not None:
             self.release(lent)
-        found = self._acquire_expert(part) or self._acquire_certain(part)
+        found = self.experts.acquire(part) if self.experts is not None and self._has_slot(part) else None
+        if found is None:
+            found = self._acquire_certain(part)
+        else:
+            self._ask_ahead()
         self._mover.count_use(*self._bytes[part])
         return found
 
@@ -154,24 +158,24 @@ class WeightCache:
         elif self.experts is not None:
             self.experts.release(part)
 
-    def _acquire_expert(self, part: int) -> list[torch.Tensor]:
-        """Return the tensors of ``part`` in the slot of its expert; nothing where it has none."""
-        if self.experts is None or part not in self._in_slots or part in self._held:
-            return []
-        found = self.experts.acquire(part)
-        self._ask_ahead()
-        return found or []
+    def _has_slot(self, part: int) -> bool:
+        """Return whether ``part`` is a piece of an expert, and wasn't brought beside the slots."""
+        return part in self._in_slots and part not in self._held
 
     def _acquire_certain(self, part: int) -> list[torch.Tensor]:
         """Return the tensors of ``part`` in the ring, and ask for what comes next."""
         expects_others = self._schedule.use(part)
-        held = self._held.get(part) or self._on_demand(part)
+        held = self._held.get(part) or self._ask(part, self._room(part))
         held.users += 1
         if expects_others:
             self._expect_anew()
         else:
             self._ask_ahead()
-        self._wait_for(part, held)
+        with ExitStack() as undo:  # one that failed is given up, so that a later use asks for it again
+            undo.callback(self._drop, part)
+            self._mover.wait(held.transfer.work, f"part {part}")
+            undo.pop_all()
+        held.transfer.work.clear()
         return self._views(part)
 
     def _views(self, part: int) -> list[torch.Tensor]:
@@ -190,7 +194,7 @@ class WeightCache:
                 region = self._ring.take(part, ahead=True)
                 if region is None:
                     return
-                self._ask(part, region)
+                self._ask(part, _RingEntry(Transfer(region)))
 
     def _expect_anew(self) -> None:
         """Ask for what comes next; of what was brought for another order, what comes last or never makes room first."""
@@ -201,40 +205,29 @@ class WeightCache:
                 self._drop(part)
                 self._ask_ahead()
 
-    def _ask(self, part: int, region: torch.Tensor, *, is_beyond: bool = False) -> _RingEntry:
-        """Have ``part`` brought into ``region``."""
-        held = self._held[part] = _RingEntry(Transfer(region), is_beyond)
-        self._mover.fetch(self._layouts[part], held.transfer)
-        return held
+    def _ask(self, part: int, entry: _RingEntry) -> _RingEntry:
+        """Have ``part`` brought into the memory of ``entry``."""
+        self._held[part] = entry
+        self._mover.fetch(self._layouts[part], entry.transfer)
+        return entry
 
-    def _wait_for(self, part: int, held: _RingEntry) -> None:
-        """Wait until ``part`` is there. One that failed is given up, so that a later use asks for it again."""
-        with ExitStack() as undo:
-            undo.callback(self._drop, part)
-            self._mover.wait(held.transfer.work, f"part {part}")
-            undo.pop_all()
-        held.transfer.work.clear()
-
-    def _on_demand(self, part: int) -> _RingEntry:
-        """Ask for ``part`` now. What was brought ahead makes room for it, the last first; else it gets new memory."""
-        region = self._make_room(part) if part not in self._in_slots else None
-        if region is not None:
-            return self._ask(part, region)
-        beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
-        traffic = self._mover.traffic
-        traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + self._layouts[part].size)
-        return self._ask(part, self._ring.beyond(self._layouts[part].size), is_beyond=True)
-
-    def _make_room(self, part: int) -> torch.Tensor | None:
-        """Return room for ``part`` in the ring, if need be that of what was brought ahead; null where all is in use."""
-        region = self._ring.take(part)
-        ahead = [other for other, held in self._held.items() if not held.users]
+    def _room(self, part: int) -> _RingEntry:
+        """Return memory for ``part`` now: what was brought ahead makes room for it, the last first; else it is new."""
+        is_expert, size, traffic = part in self._in_slots, self._layouts[part].size, self._mover.traffic
+        region = None if is_expert else self._ring.take(part)
+        ahead = [] if is_expert else [other for other, held in self._held.items() if not held.users]
         if region is None and ahead:
             self._schedule.ask_again()
         while region is None and ahead:
             self._drop(ahead.pop())
             region = self._ring.take(part)
-        return self._ring.take(part, anywhere=True) if region is None else region
+        if region is None and not is_expert:
+            region = self._ring.take(part, anywhere=True)
+        if region is not None:
+            return _RingEntry(Transfer(region))
+        beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
+        traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + size)
+        return _RingEntry(Transfer(self._ring.beyond(size)), is_beyond=True)
 
     def _drop(self, part: int) -> None:
         """Give ``part`` up; its region is free once no thread fills it."""

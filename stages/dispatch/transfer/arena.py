@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from offstage.stages.machine.aligned_memory import ALIGNMENT, align_up, private_memory, with_huge_pages
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_memory, with_huge_pages
 
 Region = TypeVar("Region")
 Lent = TypeVar("Lent", covariant=True)
@@ -36,18 +36,21 @@ class Memory(Protocol[Lent]):
         """Return the region at ``begin``, and an object that lives exactly as long as anything views the region."""
 
 
+def pages(size: int) -> Bytes:
+    """Return ``size`` bytes of private memory, rounded up to whole pages, which are huge where there are such."""
+    return np.frombuffer(with_huge_pages(private_memory(align_up(max(size, 1)))), np.uint8)
+
+
 class HostMemory:
-    """``size`` bytes of page-aligned private memory, rounded up to whole pages."""
+    """``size`` bytes of the host, or some more, as ``allocate`` gives them: it may count them, or tell a device."""
 
-    alignment = ALIGNMENT
-
-    def __init__(self, size: int) -> None:
-        self.size = align_up(max(size, 1))
-        self._memory = with_huge_pages(private_memory(self.size))
+    def __init__(self, size: int, allocate: Callable[[int], Bytes] = pages, *, alignment: int = ALIGNMENT) -> None:
+        self._bytes = allocate(size)
+        self.size, self.alignment = self._bytes.nbytes, alignment
 
     def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
         """Return the region at ``begin``: a tensor with a storage of its own, which keeps the array alive."""
-        region = np.frombuffer(self._memory, np.uint8, length, begin)
+        region = self._bytes[begin : begin + length]
         with torch.inference_mode(False):  # or no other thread could copy into it
             return torch.frombuffer(region, dtype=torch.uint8), region
 

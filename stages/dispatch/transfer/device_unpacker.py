@@ -27,7 +27,7 @@ from offstage.stages.checkpoints.device_codec import (
 from offstage.stages.checkpoints.memory_file import MemoryFile
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_block
-from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
+from offstage.stages.dispatch.transfer.file_reader import FileReader
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved, pin
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.machine.aligned_memory import align_up, buffer_bytes
@@ -71,7 +71,7 @@ class DeviceUnpacker:
         target: Callable[[], torch.Tensor],
         *,
         after: Event,
-        reader: ChunkReader,
+        reader: FileReader,
         buffers: PinnedBuffers | None,
     ) -> Moved:
         """Have ``block`` be unpacked to its place in ``target``, the bytes of ``tensor``, after ``after``.

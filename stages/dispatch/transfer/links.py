@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,25 +11,9 @@ import torch
 from offstage.stages.dispatch.transfer.arena import HostMemory, Memory
 from offstage.stages.dispatch.transfer.link import Event, Link, Operators
 from offstage.stages.machine.aligned_memory import Bytes
-from offstage.stages.machine.devices import Devices, Ledger
+from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.operator_threads import alone
 from offstage.stages.units import DEVICE_ALIGNMENT, DeviceId
-
-
-class LedgerMemory:
-    """Memory of a simulated accelerator: on the host, and counted in its ledger."""
-
-    alignment = DEVICE_ALIGNMENT
-
-    def __init__(self, ledger: Ledger, size: int) -> None:
-        self.size = size
-        self._bytes = ledger.allocate(size)
-
-    def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
-        """Return the region at ``begin``: a tensor with a storage of its own, which keeps the array alive."""
-        region = self._bytes[begin : begin + length]
-        with torch.inference_mode(False):  # or no other thread could copy into it
-            return torch.frombuffer(region, dtype=torch.uint8), region
 
 
 class FreshMemory:
@@ -121,9 +106,9 @@ def open_link(devices: Devices, device: DeviceId) -> Link:
     """Return the link to the accelerator ``device``."""
     ledger, there = devices.ledger(device), devices.torch_device(device)
     if ledger is not None:
-        return SynchronousLink(lambda size: LedgerMemory(ledger, size))
+        return SynchronousLink(partial(HostMemory, allocate=ledger.allocate, alignment=DEVICE_ALIGNMENT))
     if there.type != "cuda":
-        return SynchronousLink(lambda size: FreshMemory(there, size))
+        return SynchronousLink(partial(FreshMemory, there))
     from offstage.stages.dispatch.transfer.cuda_link import CudaLink
 
     return CudaLink(there)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,9 +23,8 @@ import torch
 from offstage.stages.checkpoints.direct_file import Chunk, cut
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
-from offstage.stages.dispatch.transfer.block_reader import BlockReader
-from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
+from offstage.stages.dispatch.transfer.file_reader import FileReader
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
@@ -44,16 +44,6 @@ class Transfer:
 
     region: torch.Tensor | None
     work: list[Future[Moved]] = field(default_factory=list)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether something of it has been read, or is being."""
-        return any(work.running() or (work.done() and not work.cancelled()) for work in self.work)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of it is there."""
-        return all(work.done() and not work.cancelled() and not work.exception() for work in self.work)
 
     @property
     def has_failed(self) -> bool:
@@ -83,56 +73,48 @@ class Mover:
         self.link, self._buffers, self._unpacker = link, buffers, unpacker
         self.traffic, self._device, self._trace = traffic, device, trace
         on_disk = [source for source in sources if not isinstance(source, torch.Tensor)]
-        self._reader = ChunkReader({file for source in on_disk for file in files_of(source)}, trace)
         packed = [place for place in on_disk if isinstance(place, PackedTensor) and not crosses_packed(place, unpacker)]
-        self._packed = packed if link.in_place else [piece for place in packed for _, piece in in_pieces(place)]
-        self._blocks = BlockReader(self._reader, self._packed)
+        pieces = packed if link.in_place else [piece for place in packed for _, piece in in_pieces(place)]
+        self._reader = FileReader({file for source in on_disk for file in files_of(source)}, pieces, trace)
         self._order, self._ordering = count(), threading.Lock()
         traces = trace is not None and not link.in_place
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
 
     def fetch(self, layout: PartLayout, transfer: Transfer, *, urgency: Urgency = Urgency.CERTAIN) -> None:
         """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is."""
-        after, pool = self.link.computed(), reader_pool()
-        for placed in layout.pieces:
-            if isinstance(placed.source, torch.Tensor) and placed.bytes:
-                data = placed.source.detach().reshape(-1).view(torch.uint8)
-                asked: Future[Moved] = Future()
-                asked.set_result(self._copy(data, transfer, placed.begin, after))
-                transfer.work.append(asked)
-        for shared, work, *given in self._jobs(layout, transfer, after):
-            job = pool.submit(work, *given, urgency=urgency)
-            transfer.work.append(job)
-            if shared is not None:
-                shared.watch(job)
-
-    def _jobs(self, layout: PartLayout, transfer: Transfer, after: Event) -> Iterator[tuple[Any, ...]]:
-        """Yield the jobs that read: a buffer that some share, if any, what to do, and what that is given."""
+        after, submit = self.link.computed(), partial(reader_pool().submit, urgency=urgency)
         read = self._read if layout.reads_in_place else self._read_and_pass_on
         for placed in layout.pieces:
             source, begin = placed.source, placed.begin
             if isinstance(source, Extent):
+                shift = begin - source.begin
                 chunks = cut(source, CHUNK_BYTES)
-                yield from (
-                    (None, read, chunk, transfer, begin + chunk.begin - source.begin, after) for chunk in chunks
-                )
-            elif isinstance(source, PackedTensor) and placed.bytes:
-                yield from self._unpackings(source, transfer, begin, after)
+                transfer.work += [submit(read, chunk, transfer, shift + chunk.begin, after) for chunk in chunks]
+            if isinstance(source, PackedTensor) and placed.bytes:
+                self._fetch_packed(source, transfer, begin, after, submit)
+            if isinstance(source, torch.Tensor) and placed.bytes:
+                asked: Future[Moved] = Future()
+                data = source.detach().reshape(-1).view(torch.uint8)
+                asked.set_result(self._copy(data, transfer, begin, after))
+                transfer.work.append(asked)
 
-    def _unpackings(
-        self, source: PackedTensor, transfer: Transfer, begin: int, after: Event
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield the jobs that bring what rests packed."""
+    def _fetch_packed(
+        self, source: PackedTensor, transfer: Transfer, begin: int, after: Event, submit: Callable[..., Future[Moved]]
+    ) -> None:
+        """Start what brings ``source``, which rests packed, to ``begin`` in the region, block by block."""
         if self.link.in_place or crosses_packed(source, self._unpacker):
             bring = self._unpack if self.link.in_place else self._pass_on_packed
-            yield from ((None, bring, source, block, transfer, begin, after) for block in source.codec.blocks(source))
+            for block in source.codec.blocks(source):
+                transfer.work.append(submit(bring, source, block, transfer, begin, after))
             return
         assert self._buffers is not None
         for place, piece in in_pieces(source):
             blocks = piece.codec.blocks(piece)
             shared = SharedBuffer(self._buffers, len(blocks))
             for block in blocks:
-                yield shared, self._unpack_and_pass_on, piece, block, shared, transfer, begin + place, after
+                job = submit(self._unpack_and_pass_on, piece, block, shared, transfer, begin + place, after)
+                transfer.work.append(job)
+                shared.watch(job)
 
     def _read(self, chunk: Chunk, transfer: Transfer, begin: int, _after: Event) -> Moved:
         """Read one chunk to where it is used. Once that is done nothing here holds the region any more."""
@@ -142,7 +124,7 @@ class Mover:
     def _unpack(self, source: PackedTensor, block: PackedBlock, transfer: Transfer, begin: int, _after: Event) -> Moved:
         """Read a block and unpack it to where it is used."""
         target = _bytes(transfer, begin, source.bytes).numpy()
-        return Moved(stored_bytes=self._blocks.bring(source, block, target))
+        return Moved(stored_bytes=self._reader.unpack(source, block, target))
 
     def _read_and_pass_on(self, chunk: Chunk, transfer: Transfer, begin: int, after: Event) -> Moved:
         """Read one chunk and have it copied on to ``begin`` in the region; runs in a thread of the pool.
@@ -187,7 +169,7 @@ class Mover:
         The last one has all of it copied on to ``begin`` in the region.
         """
         buffer, waited = shared.take()
-        stored = self._blocks.bring(tensor, block, buffer.memory[: tensor.bytes])
+        stored = self._reader.unpack(tensor, block, buffer.memory[: tensor.bytes])
         moved = Moved()
         if shared.fill():
             moved = self._copy(buffer.tensor[: tensor.bytes], transfer, begin, after)
@@ -272,7 +254,7 @@ class Mover:
         A link, and the threads that wait for it, are of the process that opened it.
         """
         if self.link.in_place:
-            self._blocks = BlockReader(self._reader, self._packed)
+            self._reader.start_anew()
         return self.link.in_place
 
     def close(self) -> None:

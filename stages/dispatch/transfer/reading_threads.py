@@ -1,6 +1,6 @@
-"""The threads that read: what is waited for goes first, then what is certain to be used, then what is likely to be.
+"""The threads that read: what is waited for goes first, then what is certain to be used.
 
-Jobs of each kind begin in the order in which they were asked for, and one only where none waits of those before it.
+Jobs of each kind begin in the order in which they were asked for, a certain one only where no awaited one waits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -23,11 +23,10 @@ _Result = TypeVar("_Result")
 
 
 class Urgency(Enum):
-    """How soon a job is done: those that are awaited first, then what is certain to be used, then what is likely."""
+    """How soon a job is done: those that are awaited first, then what is certain to be used."""
 
     AWAITED = 0
     CERTAIN = 1
-    LIKELY = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,15 +60,6 @@ class ReadingThreads:
         if rests:
             self._threads.submit(self._work)
         return future
-
-    def make_awaited(self, futures: Collection[Future[Any]]) -> None:
-        """Have the likely jobs of ``futures`` that haven't begun be awaited ones, after those that there are."""
-        chosen = {*futures}
-        with self._choosing:
-            jobs = [job for job in self._jobs[Urgency.LIKELY] if job.future in chosen]
-            for job in jobs:
-                self._jobs[Urgency.LIKELY].remove(job)
-            self._jobs[Urgency.AWAITED].extend(jobs)
 
     def _work(self) -> None:
         while self._do_next():

@@ -32,8 +32,7 @@ class Traffic:
     ``stall_seconds``; reads waited ``link_seconds``, summed over the threads, until the link had taken what was read
     before. ``overflow_bytes`` is the most that lay outside the staging memory at once. Experts that tokens were routed
     to lay in a slot ``expert_hits`` times, counted once a call of their layer, and were brought ``expert_misses``
-    times; of ``expert_guesses`` that were read before that was certain, ``expert_guesses_used`` came true, and count as
-    brought. ``links`` has what fell to each device that computes something of what streams.
+    times. ``links`` has what fell to each device that computes something of what streams.
     """
 
     streamed_bytes: int = 0
@@ -44,8 +43,6 @@ class Traffic:
     overflow_bytes: int = 0
     expert_hits: int = 0
     expert_misses: int = 0
-    expert_guesses: int = 0
-    expert_guesses_used: int = 0
     links: dict[DeviceId, LinkTraffic] = field(default_factory=dict)
 
     def count_use(self, device: DeviceId, *, at_rest: int, carried: int) -> None:

@@ -18,7 +18,7 @@ from tests.pipeline.report.sample_runs import write_run
         ("stall_share", 0.25, 0.625, ("25.0 %", "62.5 %")),
         ("expert_hit_rate", 0.5, 0.75, ("50.0 %", "75.0 %")),
         ("draft_acceptance", 0.5, 0.0, ("50.0 %", "0 %")),
-        ("expert_guess_precision", None, 0.75, (MISSING, "75.0 %")),
+        ("draft_acceptance", None, 0.75, (MISSING, "75.0 %")),
         ("host_layers", 1, 12, ("1", "12")),
         ("tokens_per_pass", 1.5, 4.0, ("1.5000", "4.0000")),
         ("scored_tokens_per_second", 7.25, 1e4, ("7.25 /s", "10,000.00 /s")),

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import BudgetError, CheckpointError
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.streaming.bindings import data_of
+from offstage.stages.dispatch.streaming.places import data_of
 from offstage.stages.dispatch.transfer.links import FreshMemory, SynchronousLink
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.machine.aligned_memory import HostBlock

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from offstage.pipeline.errors import BudgetError, CheckpointError
-from offstage.stages.dispatch.streaming.bindings import data_of
+from offstage.stages.dispatch.streaming.places import data_of
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.probes import PINNED_BYTES

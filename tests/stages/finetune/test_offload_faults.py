@@ -13,7 +13,7 @@ from torch import nn
 
 from offstage.pipeline.errors import BudgetError, ConfigError
 from offstage.stages.finetune import CPUOffload
-from offstage.stages.finetune.destination import say_that_nothing_goes
+from offstage.stages.finetune.offload_history import say_that_nothing_goes
 from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import INPUTS, expected, gradients, net, same
 from tests.stages.reading_threads import settle
@@ -60,7 +60,7 @@ def waiting(context: CPUOffload) -> int:
     """Return how many bytes are away under the tag of ``context``, in the end."""
     gc.collect()
     settle()
-    return sum(arena.used for swap in context._history.swaps for arena in swap._arena._arenas)
+    return sum(arena.used for store in context._history.stores for arena in store._arenas)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -101,7 +101,7 @@ def test_memory_and_files_that_are_no_longer_used_are_given_back_after_a_while(o
         with offload(ratio, "idle") as context:
             loss = model(INPUTS.clone()).square().sum()
         loss.backward()
-        reserved.append([swap._arena.size for swap in context._history.swaps])
+        reserved.append([store.size for store in context._history.stores])
     assert reserved[0][0] > 0
     assert reserved[:10] == [reserved[0]] * 10
     assert reserved[-1] == [0]
@@ -168,7 +168,7 @@ def test_forty_iterations_leave_memory_files_and_descriptors_as_they_were(offloa
 
     def state() -> tuple[int, int, list[Path], int]:
         gc.collect()
-        reserved = sum(swap._arena.size for swap in offload(0)._history.swaps)
+        reserved = sum(store.size for store in offload(0)._history.stores)
         descriptors = list(Path("/proc/self/fd").iterdir())
         return reserved, len(descriptors), list(tmp_path.iterdir()), len(gc.get_objects())
 

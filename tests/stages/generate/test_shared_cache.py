@@ -58,12 +58,12 @@ def test_a_position_waits_until_the_one_before_has_written() -> None:
     layer, waited = DynamicLayer(), []
     layer.update(states(0, 3), states(0, 3))
     first, second = (LayerView(layer, 3 + number, waited.append) for number in range(2))
-    assert first.place < (0,) < (10**9,) < second.place
+    assert first.position < (0,) < (10**9,) < second.position
     with pytest.raises(RuntimeError, match=r"position 4 have come before those of the one before it"):
         second.update(states(4, 1), states(4, 1))
     assert waited == [second]
     first.update(states(3, 1), states(3, 1))
-    assert second.place < (0,)
+    assert second.position < (0,)
     assert second.update(states(4, 1), states(4, 1))[0].flatten().tolist() == [0, 1, 2, 3, 4]
 
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
-from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
+from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_places
 from offstage.stages.dispatch.streaming.caches import Links, open_unpackers
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.describe import describe
@@ -86,17 +86,17 @@ def waiting_experts(
         spec.module: ModulePlan(computes, dict.fromkeys(spec.tensors, "experts"), (), spec) for spec in skeleton.experts
     }
     plan = DispatchPlan(computes, parts, {}, (), 0, 0, {}, {computes: slots * one}, unpacking={computes: unpacking})
-    links, bindings, routed = Links(devices), expert_bindings(model, plan, stored), RoutedModel()
+    links, places, routed = Links(devices), expert_places(model, plan, stored), RoutedModel()
     with ExitStack() as stack:
         attach_experts(
             routed,
             model,
             plan,
-            bindings,
+            places,
             stored=stored,
             devices=devices,
             links=links,
-            unpackers=open_unpackers([], bindings, plan, stored=stored, links=links, stack=stack),
+            unpackers=open_unpackers([], places, plan, stored=stored, links=links, stack=stack),
             traffic=traffic,
             stack=stack,
         )

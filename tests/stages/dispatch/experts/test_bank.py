@@ -35,7 +35,7 @@ def test_the_one_that_the_rule_names_makes_room() -> None:
     take(slots, 1)
     slots.wait([(0, 0), (0, 1)], "weight")
     before = lie(slots, 0, 1)
-    slots.count(0, hits=[(0, 1)], guessed=[], misses=1)
+    slots.count(0, hits=[(0, 1)], misses=1)
     assert take(slots, 2)
     assert (slots.has((0, 0)), slots.has((0, 1)), slots.uses[0].evictions) == (False, True, 1)
     assert lie(slots, 2, 1) == before
@@ -72,7 +72,7 @@ def test_banks_keep_as_many_as_the_plan_expects(
 def call(kept: ExpertSlots, layer: int, called: set[tuple[int, int]]) -> int:
     """Return how many of the experts ``called`` of ``layer`` were in ``kept``, and have all be there."""
     there = sorted(expert for expert in called if kept.has(expert))
-    kept.count(layer, hits=there, guessed=[], misses=len(called) - len(there))
+    kept.count(layer, hits=there, misses=len(called) - len(there))
     asked = [expert for expert in sorted(called.difference(there)) if kept.ask(expert, ["weight"], called)]
     kept.wait(asked, "weight")
     return len(there)

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from offstage.stages.dispatch.transfer.arena import Arena, HostMemory
-from offstage.stages.dispatch.transfer.links import FreshMemory, LedgerMemory
+from offstage.stages.dispatch.transfer.links import FreshMemory
 from offstage.stages.machine.aligned_memory import ALIGNMENT
 from offstage.stages.machine.devices import Ledger
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 
 def test_regions_are_aligned_and_apart() -> None:
@@ -77,7 +78,7 @@ def test_what_is_taken_at_the_end_leaves_the_rest_in_one_piece() -> None:
 
 def test_memory_that_is_no_multiple_of_its_alignment_is_lent_to_the_byte() -> None:
     ledger = Ledger(0, 1000)
-    arena = Arena(LedgerMemory(ledger, 1000))
+    arena = Arena(HostMemory(1000, ledger.allocate, alignment=DEVICE_ALIGNMENT))
     assert arena.take(1001) is None
     whole = arena.take(1000)
     assert whole.nbytes == 1000
@@ -91,7 +92,10 @@ def test_memory_that_is_no_multiple_of_its_alignment_is_lent_to_the_byte() -> No
 
 @pytest.mark.parametrize("at_end", [False, True])
 def test_a_region_of_an_accelerator_is_free_when_its_last_view_is_gone(at_end: bool) -> None:
-    for memory in (LedgerMemory(Ledger(0, 512), 512), FreshMemory(torch.device("cpu"), 512)):
+    for memory in (
+        HostMemory(512, Ledger(0, 512).allocate, alignment=DEVICE_ALIGNMENT),
+        FreshMemory(torch.device("cpu"), 512),
+    ):
         arena = Arena(memory)
         region = arena.take(512, at_end=at_end)
         view = region[4:12].view(torch.float32)

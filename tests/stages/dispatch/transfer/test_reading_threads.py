@@ -1,4 +1,4 @@
-"""Threads that read: what is waited for goes first, and what is certain before what is only likely."""
+"""Threads that read: what is waited for goes first."""
 
 import gc
 import threading
@@ -20,7 +20,7 @@ class Held:
 
     def go(self) -> list[str]:
         self._released.set()
-        self.threads.submit(int, urgency=Urgency.LIKELY).result()
+        self.threads.submit(int).result()
         return self.done
 
 
@@ -31,13 +31,6 @@ def held() -> Iterator[Held]:
     found.go()
 
 
-def test_likely_jobs_wait_for_all_certain_ones_even_those_asked_for_later(held: Held) -> None:
-    held.threads.submit(held.done.append, "likely", urgency=Urgency.LIKELY)
-    held.threads.submit(held.done.append, "certain")
-    held.threads.submit(held.done.append, "certain too")
-    assert held.go() == ["certain", "certain too", "likely"]
-
-
 def test_what_is_waited_for_goes_first_in_its_order(held: Held) -> None:
     held.threads.submit(held.done.append, "certain")
     held.threads.submit(held.done.append, "awaited", urgency=Urgency.AWAITED)
@@ -45,23 +38,14 @@ def test_what_is_waited_for_goes_first_in_its_order(held: Held) -> None:
     assert held.go() == ["awaited", "awaited too", "certain"]
 
 
-def test_a_likely_job_that_is_waited_for_goes_after_those_that_are_and_before_all_else(held: Held) -> None:
-    held.threads.submit(held.done.append, "unlikely", urgency=Urgency.LIKELY)
-    job = held.threads.submit(held.done.append, "likely", urgency=Urgency.LIKELY)
-    held.threads.submit(held.done.append, "certain")
-    held.threads.submit(held.done.append, "awaited", urgency=Urgency.AWAITED)
-    held.threads.make_awaited([job])
-    assert held.go() == ["awaited", "likely", "certain", "unlikely"]
-
-
 def test_a_job_that_is_cancelled_is_not_done(held: Held) -> None:
-    assert held.threads.submit(held.done.append, "cancelled", urgency=Urgency.LIKELY).cancel()
-    held.threads.submit(held.done.append, "not cancelled", urgency=Urgency.LIKELY)
+    assert held.threads.submit(held.done.append, "cancelled").cancel()
+    held.threads.submit(held.done.append, "not cancelled")
     assert held.go() == ["not cancelled"]
 
 
 def test_whoever_waits_gets_what_a_job_gives_or_raises(held: Held) -> None:
-    given, failed = held.threads.submit(int, "7"), held.threads.submit(int, "seven", urgency=Urgency.LIKELY)
+    given, failed = held.threads.submit(int, "7"), held.threads.submit(int, "seven")
     held.go()
     assert given.result() == 7
     with pytest.raises(ValueError, match="seven"):

@@ -20,9 +20,8 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor, in_memory
 from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.dispatch.transfer import block_reader
-from offstage.stages.dispatch.transfer.block_reader import BlockReader
-from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
+from offstage.stages.dispatch.transfer import file_reader
+from offstage.stages.dispatch.transfer.file_reader import FileReader
 from offstage.stages.machine.aligned_memory import byte_view, private_bytes
 
 RANDOM = np.random.default_rng(0)
@@ -86,18 +85,18 @@ def packed_at(path: Path, kind: str, *, before: int = 4099) -> PackedTensor:
 
 
 @contextmanager
-def reading(*tensors: PackedTensor) -> Iterator[BlockReader]:
-    files = ChunkReader({part.file for tensor in tensors for part in tensor.parts}, None)
+def reading(*tensors: PackedTensor) -> Iterator[FileReader]:
+    files = FileReader({part.file for tensor in tensors for part in tensor.parts}, tensors)
     try:
-        yield BlockReader(files, tensors)
+        yield files
     finally:
         files.close()
 
 
-def brought(reader: BlockReader, tensor: PackedTensor) -> tuple[bytes, int]:
+def brought(reader: FileReader, tensor: PackedTensor) -> tuple[bytes, int]:
     """Return the bytes of ``tensor`` in use, in new memory, and how many were read for them."""
     target = private_bytes(tensor.bytes)
-    count = sum(reader.bring(tensor, block, target) for block in tensor.codec.blocks(tensor))
+    count = sum(reader.unpack(tensor, block, target) for block in tensor.codec.blocks(tensor))
     return target.tobytes(), count
 
 
@@ -121,10 +120,10 @@ def test_a_file_that_is_cut_meanwhile_is_told_and_nothing_passes_for_read(tmp_pa
     target = private_bytes(tensor.bytes)
     with reading(tensor) as reader:
         blocks = tensor.codec.blocks(tensor)
-        reader.bring(tensor, blocks[-1], target)
+        reader.unpack(tensor, blocks[-1], target)
         os.truncate(tensor.file.path, tensor.parts[0].begin + 1000)
         with pytest.raises(CheckpointError, match="changed while it was being served"):
-            reader.bring(tensor, blocks[-1], target)
+            reader.unpack(tensor, blocks[-1], target)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -139,7 +138,7 @@ def test_a_failed_read_leaves_the_error_to_the_usual_way(tmp_path: Path, monkeyp
         ways: list[str] = []
         bring = packed_reads.bring_block
         monkeypatch.setattr(
-            "offstage.stages.dispatch.transfer.block_reader.bring_block",
+            "offstage.stages.dispatch.transfer.file_reader.bring_block",
             lambda *args, **kwargs: (ways.append("usual"), bring(*args, **kwargs))[1],
         )
         monkeypatch.setattr("offstage.stages.checkpoints.codecs.loops.LoopAfterReads.run", lambda *_: False)
@@ -168,7 +167,7 @@ def test_a_loop_waits_for_nobody_whose_operators_unpack(tmp_path: Path, monkeypa
 def test_no_more_is_kept_than_a_little_however_many_blocks_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_reader, "_MOST_KNOWN", 2)
+    monkeypatch.setattr(file_reader, "_MOST_KNOWN", 2)
     tensor = packed_at(tmp_path / "file", "fp8")
     wanted = bytes(byte_view(read_packed(tensor)))
     monkeypatch.setattr(packed_reads, "unpack_block", None)  # nothing is left to it

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.finetune.host_swap import HostSwap, open_host_swap
+from offstage.stages.finetune.stores import HostStore, open_host_store
 from offstage.stages.machine.devices import Devices
 from tests.stages.dispatch.late_link import POISON, LateLink, at
 
@@ -30,10 +30,10 @@ class LateDevice(LateLink):
 
 
 @pytest.fixture
-def device() -> Iterator[tuple[LateDevice, LateDevice, HostSwap]]:
+def device() -> Iterator[tuple[LateDevice, LateDevice, HostStore]]:
     out = LateDevice()
     back = LateDevice(out)
-    yield out, back, HostSwap(out, back, lambda size: torch.full((size,), POISON, dtype=torch.uint8))
+    yield out, back, HostStore(out, back, lambda size: torch.full((size,), POISON, dtype=torch.uint8))
     out.close()
     for stream in (out.computing, out.copies, back.copies):
         stream.end()
@@ -47,64 +47,67 @@ def wrong(out: LateDevice, back: LateDevice) -> list[str]:
 
 
 def test_the_source_may_be_written_to_once_it_is_settled_and_comes_back_as_it_was(
-    device: tuple[LateDevice, LateDevice, HostSwap],
+    device: tuple[LateDevice, LateDevice, HostStore],
 ) -> None:
-    out, back, swap = device
+    out, back, store = device
     sources = [torch.zeros(SIZE + number, dtype=torch.uint8) for number in range(6)]
     for repeat in range(3):  # the regions are used again
         away = []
         for number, source in enumerate(sources):
             out.write(source, 10 * repeat + number)
-            away.append(swap.put(source, None))
+            away.append(store.put(source, None))
         assert all(one.leaving for one in away)
         for one, source in zip(away, sources, strict=True):
             one.settle()
             assert not one.leaving
             out.write(source, POISON)
-        rooms = [swap.room(source.nbytes) for source in sources]
-        fetches = [one.fetch(room) for one, room in zip(away[::-1], rooms[::-1], strict=True)][::-1]
-        for number, (fetch, room) in enumerate(zip(fetches, rooms, strict=True)):
-            fetch.finish()
+        rooms = [store.room(source.nbytes) for source in sources]
+        for one, room in zip(away[::-1], rooms[::-1], strict=True):
+            one.fetch(room)
+        for number, (one, room) in enumerate(zip(away, rooms, strict=True)):
+            one.finish()
             out.launch(room, torch.full_like(room, 10 * repeat + number))
         assert wrong(out, back) == []
-        del away, fetches
-    assert swap._arena.size <= 2 * 8 * SIZE
+        del away, one
+    assert store.size <= 2 * 8 * SIZE
 
 
 def test_what_is_fetched_before_it_has_left_waits_for_that_by_itself(
-    device: tuple[LateDevice, LateDevice, HostSwap],
+    device: tuple[LateDevice, LateDevice, HostStore],
 ) -> None:
-    out, back, swap = device
-    sources, room = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(8)], swap.room(SIZE)
+    out, back, store = device
+    sources, room = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(8)], store.room(SIZE)
     for source in sources:
         out.write(source, 7)
-    away = [swap.put(source, None) for source in sources]  # the last leaves behind all others
-    fetch = away[-1].fetch(room)
-    fetch.finish()
+    away = [store.put(source, None) for source in sources]  # the last leaves behind all others
+    away[-1].fetch(room)
+    away[-1].finish()
     out.launch(room, torch.full_like(room, 7))
     assert wrong(out, back) == []
 
 
 def test_what_nobody_wants_after_all_is_waited_for_before_its_memory_goes_to_others(
-    device: tuple[LateDevice, LateDevice, HostSwap],
+    device: tuple[LateDevice, LateDevice, HostStore],
 ) -> None:
-    _, back, swap = device
-    source, room = torch.full((SIZE,), 3, dtype=torch.uint8), swap.room(SIZE)
-    fetch = swap.put(source, None).fetch(room)
+    _, back, store = device
+    source, room = torch.full((SIZE,), 3, dtype=torch.uint8), store.room(SIZE)
+    away = store.put(source, None)
+    away.fetch(room)
     back._closing = True  # here the thread may wait
-    del fetch
+    del away
     assert np.all(room.numpy() == 3)
 
 
 def test_on_a_simulated_accelerator_all_is_done_at_once_and_counted() -> None:
     devices, trace = Devices({0: 10**6}), Trace()
-    swap = open_host_swap(devices, 0)
+    store = open_host_store(devices, 0)
     ledger = devices.ledger(0)
     assert ledger is not None
-    away = swap.put(torch.arange(200, dtype=torch.uint8), trace)
+    away = store.put(torch.arange(200, dtype=torch.uint8), trace)
     assert not away.leaving
-    room = swap.room(200)
-    away.fetch(room).finish()
+    room = store.room(200)
+    away.fetch(room)
+    away.finish()
     assert torch.equal(room, torch.arange(200, dtype=torch.uint8))
     assert ledger.held == 200
     del room

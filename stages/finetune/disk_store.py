@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,8 +25,7 @@ from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.finetune.host_swap import Rooms
-from offstage.stages.finetune.swap import GrowingArena, span
+from offstage.stages.finetune.stores import Rooms, Store, span
 from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, buffer_bytes, private_bytes
 from offstage.stages.units import format_bytes
 
@@ -137,21 +135,19 @@ class _BlockWrite:
     trace: Trace | None
 
 
-class DiskSwap:
-    """Puts bytes away in ``folder``, and has them back in memory from ``rooms``."""
+class DiskStore(Store[FileRegion]):
+    """Puts bytes away in ``folder``."""
 
     def __init__(self, folder: Path, rooms: Rooms) -> None:
-        self._folder, self._rooms = folder, rooms
-        self._arena: GrowingArena[FileRegion] = GrowingArena()
-        self._lock = threading.Lock()
+        super().__init__(rooms)
+        self._folder = folder
         self._buffers: SimpleQueue[Bytes | None] = SimpleQueue()
         for _ in range(IN_FLIGHT):
             self._buffers.put(None)  # made when it is first wanted
 
-    def put(self, source: torch.Tensor, trace: Trace | None) -> AwayOnDisk:
+    def put(self, source: torch.Tensor, trace: Trace | None) -> DiskParcel:
         """Write ``source``. It is copied when this returns, and written a little later."""
-        with self._lock:
-            region = self._take(align_up(source.nbytes))
+        region = self.take(align_up(source.nbytes))
         writes: list[Future[None]] = []
         for begin in range(0, source.nbytes, BLOCK_BYTES):
             part = source[begin : begin + BLOCK_BYTES]
@@ -160,21 +156,12 @@ class DiskSwap:
             torch.frombuffer(buffer, dtype=torch.uint8, count=part.nbytes).copy_(part)
             block = _BlockWrite(region, begin, align_up(part.nbytes), trace)
             writes.append(reader_pool().submit(self._write, buffer, block))
-        return AwayOnDisk(region, writes, source.nbytes, trace)
+        return DiskParcel(region, writes, source.nbytes, trace)
 
-    def _take(self, size: int) -> FileRegion:
-        region = self._arena.take(size)
-        if region is None:
-            self._arena.grow(self._new_file(size))
-            region = self._arena.take(size)
-        assert region is not None
-        return region
-
-    def _new_file(self, size: int) -> ScratchFile:
-        """Return a file for ``size`` bytes, and for as much again as there is where the disk has room for that."""
+    def _memory(self, size: int, *, least: int) -> ScratchFile:
         with suppress(StorageError):
-            return ScratchFile(self._folder, self._arena.wanted(size))
-        return ScratchFile(self._folder, size)
+            return ScratchFile(self._folder, size)
+        return ScratchFile(self._folder, least)
 
     def _write(self, buffer: Bytes, block: _BlockWrite) -> None:
         try:
@@ -183,50 +170,36 @@ class DiskSwap:
         finally:
             self._buffers.put(buffer)
 
-    def room(self, size: int) -> torch.Tensor:
-        """Return memory of the device."""
-        return self._rooms(size)
 
-    def trim(self) -> None:
-        """Give back files that are no longer used."""
-        with self._lock:
-            self._arena.trim()
-
-
-class AwayOnDisk:
+class DiskParcel:
     """Bytes in a region of a scratch file, there when the ``writes`` are done."""
 
     leaving = False
 
     def __init__(self, region: FileRegion, writes: list[Future[None]], size: int, trace: Trace | None) -> None:
         self._region, self._writes, self._size, self._trace = region, writes, size, trace
+        self._reads: list[Future[None]] = []
+        self._copy: tuple[memoryview, torch.Tensor] | None = None  # on to another device, after the reads
 
     def settle(self) -> None:
         """Do nothing: the source was copied."""
 
-    def fetch(self, target: torch.Tensor) -> FetchFromDisk:
+    def fetch(self, target: torch.Tensor) -> None:
         """Start the reads into ``target``, if it is on the host, else into memory there."""
         for write in self._writes:
             write.result()
         self._writes = []
         memory = _whole_pages(target) if target.is_cpu else private_bytes(align_up(self._size)).data
         length = align_up(self._size)
-        reads = [
+        self._reads = [
             reader_pool().submit(self._read, memory[begin : min(begin + BLOCK_BYTES, length)], begin)
             for begin in range(0, length, BLOCK_BYTES)
         ]
-        return FetchFromDisk(reads, None if target.is_cpu else (memory, target))
+        self._copy = None if target.is_cpu else (memory, target)
 
     def _read(self, target: memoryview, begin: int) -> None:
         with span(self._trace, "back", "read", len(target)):
             self._region.file.read(target, self._region.begin + begin)
-
-
-class FetchFromDisk:
-    """Reads that are under way; ``copy`` says what is to be copied on to another device after them."""
-
-    def __init__(self, reads: list[Future[None]], copy: tuple[memoryview, torch.Tensor] | None) -> None:
-        self._reads, self._copy = reads, copy
 
     def finish(self) -> None:
         """Wait for the reads."""

@@ -14,8 +14,8 @@ import torch
 
 from offstage.pipeline.errors import StorageError
 from offstage.stages.finetune import CPUOffload
-from offstage.stages.finetune.disk_swap import BLOCK_BYTES, DiskSwap, ScratchFile
-from offstage.stages.finetune.host_swap import rooms_on
+from offstage.stages.finetune.disk_store import BLOCK_BYTES, DiskStore, ScratchFile
+from offstage.stages.finetune.stores import rooms_on
 from offstage.stages.machine.aligned_memory import ALIGNMENT
 from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import expected, gradients, net, same
@@ -25,19 +25,20 @@ INPUTS = torch.arange(4096 * 32).view(4096, 32) / 2**17
 """Each tensor that is saved has half a MiB."""
 
 
-def open_swap(folder: Path) -> DiskSwap:
-    return DiskSwap(folder, rooms_on(Devices(), "cpu", alignment=ALIGNMENT))
+def open_store(folder: Path) -> DiskStore:
+    return DiskStore(folder, rooms_on(Devices(), "cpu", alignment=ALIGNMENT))
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, BLOCK_BYTES, 2 * BLOCK_BYTES + 5])
 def test_what_was_put_away_is_what_comes_back(tmp_path: Path, size: int) -> None:
-    swap = open_swap(tmp_path)
+    store = open_store(tmp_path)
     sources = [torch.randint(0, 256, (size + number,), dtype=torch.uint8) for number in range(3)]
-    away = [swap.put(source, None) for source in sources]
-    rooms = [swap.room(source.nbytes + 100) for source in sources]  # the first bytes of a room
-    fetches = [one.fetch(room[: source.nbytes]) for one, room, source in zip(away, rooms, sources, strict=True)]
-    for fetch, room, source in zip(fetches, rooms, sources, strict=True):
-        fetch.finish()
+    away = [store.put(source, None) for source in sources]
+    rooms = [store.room(source.nbytes + 100) for source in sources]  # the first bytes of a room
+    for one, room, source in zip(away, rooms, sources, strict=True):
+        one.fetch(room[: source.nbytes])
+    for one, room, source in zip(away, rooms, sources, strict=True):
+        one.finish()
         assert torch.equal(room[: source.nbytes], source)
 
 
@@ -45,18 +46,19 @@ def test_the_file_has_no_name_is_used_again_and_closes_with_the_last_that_lies_i
     def open_files() -> int:
         return len([link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)])
 
-    swap = open_swap(tmp_path)
+    store = open_store(tmp_path)
     for _ in range(5):
-        away = [swap.put(torch.ones(100_000, dtype=torch.uint8), None) for _ in range(4)]
+        away = [store.put(torch.ones(100_000, dtype=torch.uint8), None) for _ in range(4)]
         assert open_files() in (2, 3, 4)  # one file: to write and to read, each directly where it may be
         assert list(tmp_path.iterdir()) == []
         last = away.pop()
         del away
-    del swap
+    del store
     gc.collect()
     assert open_files() > 0
     room = torch.zeros(102_400, dtype=torch.uint8)
-    last.fetch(room[:100_000]).finish()
+    last.fetch(room[:100_000])
+    last.finish()
     assert torch.all(room[:100_000] == 1)
     del last
     gc.collect()
@@ -119,7 +121,7 @@ def test_a_limit_on_the_size_of_files_is_said_as_the_system_says_it(tmp_path: Pa
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
         with pytest.raises(StorageError, match=r"taking room for .* of activations failed: File too large"):
-            open_swap(tmp_path).put(torch.ones(50_000, dtype=torch.uint8), None)
+            open_store(tmp_path).put(torch.ones(50_000, dtype=torch.uint8), None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)

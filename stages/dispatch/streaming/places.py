@@ -1,0 +1,198 @@
+"""The places in a model where streamed tensors are bound for each use, and what stands there between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from offstage.stages.dispatch.streaming.waiting_tensor import (
+    WaitingSource,
+    WaitingTensor,
+    bring_home,
+    rebuild,
+    send_waiting,
+)
+from offstage.stages.machine.aligned_memory import HostBlock
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a tensor of a model stands: as ``attribute`` in the ``table`` of its module; ``name`` is its name there, or
+    in the model.
+
+    ``before`` stands there between uses, ``bound`` in a use, null where there is none; ``version`` counts the writes to
+    it by then. A tensor that somebody else puts there is left alone. Of one that streams, ``host`` has the data where
+    that waits on the host; null where it waits on disk.
+    """
+
+    name: str
+    table: dict[str, Any]
+    attribute: str
+    before: torch.Tensor
+    host: torch.Tensor | None = None
+    bound: torch.Tensor | None = field(default=None, repr=False)
+    version: int = 0
+
+    @property
+    def now(self) -> torch.Tensor | None:
+        """What stands there now, whoever put it there."""
+        return self.table.get(self.attribute)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether something was written into what is bound since it was."""
+        return self.bound is not None and _writes(self.bound) != self.version
+
+    def bind(self, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` there, until ``leave``."""
+        self.table[self.attribute] = self.bound = tensor
+        self.version = _writes(tensor)
+
+    def bind_data(self, data: torch.Tensor) -> None:
+        """Put ``data`` in the place of what waits, as a parameter like it where that is one.
+
+        One that would learn is none in a call with gradients: a graph would keep it, and its gradient would be lost.
+        Where what waits was taken out of its module, what was made of it is in memory: a ``RuntimeError``.
+        """
+        if self.attribute not in self.table:
+            raise RuntimeError(
+                f"{self.name!r} is streamed, and was taken out of its module, as torch.nn.utils.prune and weight_norm "
+                "do: do that before the model is dispatched, or load what the plain model saves after it"
+            )
+        if self.now is self.before:
+            data = data.data  # its own count of writes: the staging memory around it is written all the time
+            learns = self.before.requires_grad and torch.is_grad_enabled()
+            self.bind(read_only(self.before, data, self.name) if learns else rebuild(self.before, data))
+
+    def leave(self) -> bool:
+        """Put back what was there before; return whether what was bound still was there."""
+        was_there = self.bound is not None and self.now is self.bound
+        if was_there:
+            self.table[self.attribute] = self.before
+        self.bound = None
+        return was_there
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Have ``tensor`` stand there between uses."""
+        self.table[self.attribute] = self.before = tensor
+
+    def come_home(self) -> None:
+        """Have what waits there now be in memory again, where it was; one that never was goes on waiting."""
+        now = self.now
+        if isinstance(now, WaitingTensor):
+            self.settle(bring_home(now))
+
+    def move(self, device: torch.device) -> None:
+        """Have what stands there now lie on ``device``; nothing where it was taken out of its module."""
+        now = self.now
+        if now is not None:
+            self.settle(rebuild(now, now.detach().to(device)))
+
+    def restore(self) -> None:
+        """Put back what was there before anything was streamed, as far as it was kept; else what waits stays."""
+        waiting = self.before
+        if self.now is waiting and isinstance(waiting, WaitingTensor) and waiting.kept is not None:
+            self.settle(bring_home(waiting))
+
+
+def places_in(module: nn.Module, prefix: str = "") -> Iterator[Place]:
+    """Yield the places of the parameters and buffers of ``module`` itself, named behind ``prefix``."""
+    for table in (module._parameters, module._buffers):
+        for attribute, tensor in [*table.items()]:
+            if tensor is not None:
+                yield Place(f"{prefix}.{attribute}" if prefix else attribute, table, attribute, tensor)
+
+
+class _ReadOnly(torch.autograd.Function):
+    """The data of a weight as something computed from the weight that waits, whose gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, _waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradient: torch.Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.name!r} is streamed, and its gradient would be lost: what is streamed is read-only; freeze it "
+            "(requires_grad_(False)), or keep it where it computes, with a larger max_memory or another device_map"
+        )
+
+
+def read_only(waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Tensor:
+    """Return ``data`` of the weight ``name`` that waits, as something whose gradient is refused."""
+    found: torch.Tensor = _ReadOnly.apply(waiting, data, name)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """Return how often something was written into ``tensor``, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def place_of(model: nn.Module, name: str, *, has_data: bool = False) -> Place:
+    """Return the place of the tensor ``name`` of ``model``, which ``has_data`` that waits on the host."""
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
+    waiting = table[attribute]
+    return Place(name, table, attribute, waiting, data_of(waiting) if has_data else None)
+
+
+def without_data(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and value of every parameter that is on meta and waits nowhere."""
+    for prefix, module in model.named_modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and not isinstance(tensor, WaitingTensor) and tensor.is_meta:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the data of one that is in a model: itself, or what a waiting one keeps."""
+    kept = tensor.kept if isinstance(tensor, WaitingTensor) else None
+    return tensor if kept is None else kept
+
+
+def have_wait(place: Place, stored: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Bind a tensor in ``place`` that reads itself, to ``device``, where code uses it and doesn't call its module.
+
+    ``stored`` has what waits on disk. A tensor that waits already goes on as it does.
+    """
+    if not isinstance(place.before, WaitingTensor):
+        place.settle(send_waiting(place.before, source_of(place, stored, device), keep=True))
+
+
+def source_of(place: Place, stored: Mapping[str, torch.Tensor], device: torch.device) -> WaitingSource:
+    """Return where the data of ``place`` waits, for ``device``: in ``stored`` on disk, or on the host."""
+    weights = stored if place.host is None else {place.name: place.host}
+    return WaitingSource(weights, place.name, device, told=device)
+
+
+def gather_on_host(places: Sequence[Place], host: HostBlock | None) -> list[HostBlock]:
+    """Have everything that waits in ``places`` on the host wait in blocks of memory, and return these.
+
+    They are ``host``, if anything lies there, and one for what lay elsewhere, which moves. What was one tensor in two
+    places stays one.
+    """
+    data = {id(place.host): place.host for place in places if place.host is not None}
+    strays = {key: tensor for key, tensor in data.items() if host is None or tensor not in host}
+    block = HostBlock([tensor.nbytes for tensor in strays.values()])
+    moved = {key: rebuild(tensor, block.hold(tensor.detach())) for key, tensor in strays.items()}
+    for place in places:
+        if id(place.host) in moved:
+            _move(place, moved[id(place.host)])
+    blocks = [host] if host is not None and len(strays) < len(data) else []
+    return blocks + ([block] if strays else [])
+
+
+def _move(place: Place, tensor: torch.Tensor) -> None:
+    """Have the data of ``place`` be ``tensor``, where it was moved to."""
+    place.host = tensor
+    if isinstance(place.before, WaitingTensor):
+        place.before.keep(tensor)
+    else:
+        place.settle(tensor)
