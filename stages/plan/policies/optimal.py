@@ -166,5 +166,7 @@ class Search:
                 yield from experts_packed(outline, placement, budgets)
         elif unpacks or any(stored_packed(outline, placement) for placement in found):
             yield from dense_packed(
-                outline, budgets, lambda rooms: self._streamed(outline, rooms) or self._as_used(outline, rooms)
+                outline,
+                budgets,
+                lambda rooms, whole: (not whole and self._streamed(outline, rooms)) or self._as_used(outline, rooms),
             )

@@ -26,22 +26,27 @@ def stored_packed(outline: Outline, placement: Placement) -> set[str]:
 
 
 def dense_packed(
-    outline: Outline, budgets: Budgets, place: Callable[[Budgets], Iterable[Placement]]
+    outline: Outline, budgets: Budgets, place: Callable[[Budgets, bool], Iterable[Placement]]
 ) -> Iterator[Placement]:
-    """Yield what ``place`` makes of some shares of the host's budget, the rest holding packed what is on disk then."""
+    """Yield what ``place`` makes of some shares of the host's budget, the rest holding packed what is on disk then.
+
+    It is told whether to fill devices with whole layers too, which takes long: where as little as can be lies as it is
+    used.
+    """
     budget, least = budgets.get(CPU) or 0, _least_as_used(outline, budgets)
     for share in range(_SHARES):
         room = min(budget, least + max(0, budget - least) * share // _SHARES)
-        for placement in place({**budgets, CPU: room}):
-            waiting = stored_packed(outline, placement) - outline.lookups
+        for placement in place({**budgets, CPU: room}, not share):
+            stays = outline.lookups if placement.main == CPU else outline.lookups & outline.packed.keys()
+            waiting = {name for name, home in placement.homes.items() if home == DISK} - stays
             held = resident_bytes(outline, placement.homes).get(CPU, 0)
             kept = lay_out(outline, placement).kept_free().get(CPU, 0)
             for read in (False, True):  # from disk: room is left to unpack it meanwhile
                 ahead = outline.read_ahead_bytes(waiting, unpacked=read) if placement.main == CPU else 0
-                packed = fitting(outline, waiting, budget - held - max(kept, ahead), at_rest=True)
-                if packed == waiting:
+                taken = fitting(outline, waiting, budget - held - max(kept, ahead), at_rest=True)
+                if outline.packed.keys().isdisjoint(waiting - taken):
                     break
-            yield _with_packed(placement, packed)
+            yield _on_host(placement, taken, packed=taken & outline.packed.keys())
 
 
 def experts_packed(outline: Outline, placement: Placement, budgets: Budgets) -> Iterator[Placement]:
@@ -60,11 +65,11 @@ def experts_packed(outline: Outline, placement: Placement, budgets: Budgets) -> 
             taken = sum(outline.rest_sizes[name] for name in packed)
             left = [name for name in names if name not in packed]
             used = below(outline, left, placement.main, {CPU: max(0, room - taken)})
-            yield _with_packed(replace(stored, homes={**stored.homes, **used}), packed)
+            yield _on_host(replace(stored, homes={**stored.homes, **used}), packed, packed=packed)
 
 
-def _with_packed(placement: Placement, packed: set[str]) -> Placement:
-    return replace(placement, homes={**placement.homes, **dict.fromkeys(packed, CPU)}, packed=frozenset(packed))
+def _on_host(placement: Placement, names: set[str], *, packed: set[str]) -> Placement:
+    return replace(placement, homes={**placement.homes, **dict.fromkeys(names, CPU)}, packed=frozenset(packed))
 
 
 def _least_as_used(outline: Outline, budgets: Budgets) -> int:
