@@ -211,6 +211,7 @@ def set_module_tensor_to_device(  # the field's signature
         raise ValueError(f"{tensor_name!r} is on the meta device and has no data to move to {target}; give a value")
     if value is not None and value.shape != old.shape:
         raise ValueError(f"{tensor_name!r} has shape {list(old.shape)}, and the value {list(value.shape)}")
+    is_parameter = isinstance(old, nn.Parameter)
     pointers = [tensor.data_ptr() for tensor in (value, old) if tensor is not None and not tensor.is_meta]
     tied = tied_params_map or {}
     shared: dict[Any, torch.Tensor] = next((tied[pointer] for pointer in pointers if pointer in tied), {})
@@ -221,9 +222,8 @@ def set_module_tensor_to_device(  # the field's signature
         moved = source.to(target, wanted, non_blocking=non_blocking)
         if value is None and moved is source:
             return
-        is_parameter = isinstance(old, nn.Parameter)
         shared[device] = nn.Parameter(moved, requires_grad=old.requires_grad) if is_parameter else moved
-    bind(module, (tensor_name,), shared[device])
+    bind(module, (tensor_name,), shared[device] if is_parameter else shared[device].detach())
     if clear_cache and target.type not in ("cpu", "meta"):
         torch.accelerator.empty_cache()
 

@@ -1,16 +1,16 @@
 """The offload store: tensors that wait on disk and can't be served from the checkpoint as they are.
 
-One store is for one checkpoint and one dtype, not for a plan: tensors are published one by one, and the
-jobs of a sweep share them. Its files are the field's: ``NAME.dat`` with the raw bytes, ``index.json`` with
-dtypes and shapes. Beside them ``offstage.json`` says what the store was made from. A folder that holds
-anything else is never written to or read from: the store then goes into a subfolder of its own.
+One store is for one checkpoint and one dtype, not for a plan: tensors are published one by one, and the jobs of a sweep
+share them. Its files are the field's: ``NAME.dat`` with the raw bytes, ``index.json`` with dtypes and shapes. Beside
+them ``offstage.json`` says what the store was made from. A folder that holds anything else is never written to or read
+from: the store then goes into a subfolder of its own.
 
 Of what the checkpoint holds plain it may have packed copies, for who waits for its storage: ``NAME.zstd.dat``, whose
 entry in the index has the table of its tiles. Of a tensor that doesn't shrink the index says so, and no copy is made.
 
-A tensor counts once the index names it, and the index names it only after its file is whole and on disk; a
-kill leaves files that nobody reads. The lock saves two jobs writing the same tensors. Nothing depends on
-it: both would write the same bytes, and the index keeps what each of them adds (``add_entries``).
+A tensor counts once the index names it, and the index names it only after its file is whole and on disk; a kill leaves
+files that nobody reads. The lock saves two jobs writing the same tensors. Nothing depends on it: both would write the
+same bytes, and the index keeps what each of them adds (``add_entries``).
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class StoredTensor:
 class OffloadStore:
     """The store in one folder: what is in it, and adding to it.
 
-    Make one with ``open_store``. Tensors that were put are in the index after ``publish``, and now and then
-    before.
+    Make one with ``open_store``. Tensors that were put are in the index after ``publish``, and now and then before.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -315,11 +314,9 @@ def add_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _additions(folder: Path) -> list[Path]:
     """Return the files in which writers say what they add to the index of ``folder``, the latest last."""
-    try:
-        with os.scandir(folder) as names:  # a large model's folder has tens of thousands: what globs is slow
-            found = [folder / entry.name for entry in names if entry.name.startswith(_ADDED)]
-    except OSError:
-        return []
+    found: list[Path] = []
+    with suppress(OSError), os.scandir(folder) as names:  # of tens of thousands, for a large model: what globs is slow
+        found = [folder / entry.name for entry in names if entry.name.startswith(_ADDED)]
     return sorted(found, key=lambda path: _state(path) or 0)
 
 
@@ -337,10 +334,9 @@ def _shard_file(file: SummedFile, *, full: bool) -> ShardFile:
 
 
 def _is_stale(path: Path) -> bool:
-    try:
+    with suppress(OSError):
         return time.time() - path.stat().st_mtime > _STALE_SECONDS
-    except OSError:
-        return False
+    return False
 
 
 def _state(path: Path) -> int | None:

@@ -40,6 +40,18 @@ def test_tied_values_share_their_memory_where_a_map_is_given() -> None:
     assert first.weight.data_ptr() == second.weight.data_ptr()
 
 
+def test_a_buffer_that_shares_its_data_with_a_parameter_stays_a_buffer() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(2))
+    module.register_buffer("seen", module.weight.detach())
+    tied: dict = {module.weight.data_ptr(): {}}
+    for name in ("weight", "seen"):
+        set_module_tensor_to_device(module, name, "cpu", dtype=torch.float16, tied_params_map=tied)
+    assert [name for name, _ in module.named_parameters()] == ["weight"]
+    assert [name for name, _ in module.named_buffers()] == ["seen"]
+    assert module.seen.data_ptr() == module.weight.data_ptr()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
