@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +19,12 @@ from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMem
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
 from offstage.stages.dispatch.streaming.places import Place, place_of, source_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
+from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
-from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
-from offstage.stages.dispatch.transfer.link import Link
-from offstage.stages.dispatch.transfer.mover import Mover
-from offstage.stages.dispatch.transfer.part_layout import RowSource, read_lengths
+from offstage.stages.dispatch.transfer.part_layout import RowSource
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
-from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.experts import routing
 from offstage.stages.empty_init.skeleton import ExpertsSpec
-from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.probes import bounce_buffers
 from offstage.stages.plan.expert_slots import bank_bounds, wanted
 from offstage.stages.shard_load.sources import DiskWeights
@@ -84,74 +78,46 @@ def expert_places(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> 
 def attach_experts(
     routed: RoutedModel,
     model: nn.Module,
-    plan: DispatchPlan,
     places: Mapping[str, Sequence[Place]],
+    transport: Transport,
     *,
-    stored: DiskWeights,
-    devices: Devices,
-    links: Callable[[DeviceId], Link],
-    unpackers: Mapping[DeviceId, DeviceUnpacker],
-    traffic: Traffic,
-    stack: ExitStack,
     saved: SavedWeights | None = None,
     turns: Callable[[], Turns] = lambda: ALONE,
-    trace: Trace | None = None,
 ) -> None:
-    """Have the experts in ``places`` be brought for what tokens are routed to, as ``routed``; ``stack`` undoes it.
+    """Have the experts in ``places`` of ``model`` be brought for what tokens are routed to, as ``routed``.
 
-    ``stored`` has what waits on disk; ``links`` are those to the accelerators, and ``unpackers`` those of the ones that
-    unpack themselves; ``saved`` sees what autograd saves of the model. ``turns`` says who may use a layer's experts
-    now.
+    ``saved`` sees what autograd saves of the model; ``turns`` says who may use a layer's experts now.
     """
-    saved = saved or SavedWeights()
+    saved, plan = saved or SavedWeights(), transport.plan
     mixed = list(_mixed(plan, places))
     for (computes, kind), members in _by_kind(mixed).items():
         pool = _open_slots(
             members,
             kind,
             _share(plan.slots.get(computes, 0), kind, members, mixed),
-            rows=[_rows(each, stored) for each in members],
             together=max(_wanted(each.spec, plan.pass_tokens) for each in members),
-            link=links(computes),
-            unpacker=unpackers.get(computes),
-            traffic=traffic,
-            trace=trace.of(computes) if trace is not None else None,
-            stack=stack,
+            transport=transport,
         )
         routed.pools.append(pool)
-        by_number = {
-            each.number: RoutedExperts(
-                pool, each.number, each.attributes, saved, turns=turns, position=(each.position,)
-            )
-            for each in members
-        }
         for each in members:
+            experts = RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, position=(each.position,))
             routed.uses[each.spec.module] = pool.uses[each.number]
-            experts = by_number[each.number]
             routed.layers.append(experts)
-            _have_wait(each, experts, stored=stored, device=devices.torch_device(computes), stack=stack)
+            _have_wait(each, experts, transport)
             for handle in _hook(model, each.spec.module, experts):
-                stack.callback(handle)
+                transport.stack.callback(handle)
 
 
 def _open_slots(
-    members: Sequence[_Mixed],
-    kind: Kind,
-    slot_bytes: int,
-    *,
-    rows: Sequence[Mapping[str, Sequence[RowSource]]],
-    together: int,
-    link: Link,
-    unpacker: DeviceUnpacker | None,
-    traffic: Traffic,
-    trace: Trace | None,
-    stack: ExitStack,
+    members: Sequence[_Mixed], kind: Kind, slot_bytes: int, *, together: int, transport: Transport
 ) -> ExpertSlots:
-    """Return the slots of experts of one ``kind`` in ``slot_bytes`` behind ``link``, one at least.
+    """Return the slots of experts of one ``kind`` in ``slot_bytes`` of the device that computes them, one at least.
 
     A call of a layer is likely to use so many experts ``together``. What is read on its way to a slot passes through
     buffers, since direct reads can't choose where a row begins.
     """
+    device = members[0].computes
+    link, rows = transport.link(device), [_rows(each, transport.stored) for each in members]
     experts = sum(each.spec.count for each in members)
     bounds = bank_bounds(
         max(1, min(slot_bytes // max(1, kind_bytes(kind)), experts)),
@@ -164,24 +130,16 @@ def _open_slots(
     sources = [row for layer in rows for stack_rows in layer.values() for row in stack_rows]
     places = [place for row in sources for place in ((row,) if isinstance(row, torch.Tensor) else row)]
     passing = [place for place in places if not link.in_place or isinstance(place, Extent)]
-    lengths = read_lengths(passing, as_at_rest=unpacker is not None)
+    lengths = transport.read_lengths(device, passing)
     buffers = PinnedBuffers(link, count=bounce_buffers(max(lengths)), size=max(lengths)) if lengths else None
     if buffers is not None:
-        stack.callback(buffers.close)
+        transport.stack.callback(buffers.close)
     pool = ExpertSlots(
         [ExpertLayer(each.number, each.spec.module, row) for each, row in zip(members, rows, strict=True)],
         {each.number: banks[place % len(banks)] for place, each in enumerate(members)},
-        Mover(
-            link,
-            places,
-            device=members[0].computes,
-            buffers=buffers,
-            unpacker=unpacker,
-            traffic=traffic,
-            trace=trace,
-        ),
+        transport.mover(device, places, buffers),
     )
-    stack.callback(pool.close)
+    transport.stack.callback(pool.close)
     return pool
 
 
@@ -227,16 +185,15 @@ def _rows(each: _Mixed, stored: DiskWeights) -> dict[str, list[RowSource]]:
     return found
 
 
-def _have_wait(
-    each: _Mixed, experts: RoutedExperts, *, stored: DiskWeights, device: torch.device, stack: ExitStack
-) -> None:
+def _have_wait(each: _Mixed, experts: RoutedExperts, transport: Transport) -> None:
     """Put stacks that bring their own rows into the model."""
+    device = transport.devices.torch_device(each.computes)
     for place in each.places:
-        source = source_of(place, stored, device)
+        source = source_of(place, transport.stored, device)
         waiting = ExpertStack(place.before, source, StackUse(experts, place.attribute))
         waiting.kept = place.before
         place.settle(waiting)
-        stack.callback(place.restore)
+        transport.stack.callback(place.restore)
 
 
 def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Callable[[], None]]:

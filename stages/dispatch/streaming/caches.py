@@ -1,27 +1,22 @@
-"""What brings the parts of a model: a cache for each device that computes some, and what unpacks what comes packed."""
+"""What has the parts of a model: a cache for each device that computes some."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from offstage.stages.checkpoints.device_codec import can_unpack
-from offstage.stages.checkpoints.memory_file import MemoryFile
-from offstage.stages.checkpoints.packed import AtRest, PackedTensor, rows_of
+from offstage.stages.checkpoints.packed import AtRest, rows_of
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertLayer
 from offstage.stages.dispatch.experts.listed_slots import ListedSlots, SlotRegions
 from offstage.stages.dispatch.streaming.lockstep import Position
-from offstage.stages.dispatch.streaming.places import Place, gather_on_host
+from offstage.stages.dispatch.streaming.places import Place
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
+from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
-from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
-from offstage.stages.dispatch.transfer.link import Link, pin
-from offstage.stages.dispatch.transfer.links import HostLink, open_link
+from offstage.stages.dispatch.transfer.link import Link
 from offstage.stages.dispatch.transfer.mover import Mover
 from offstage.stages.dispatch.transfer.part_layout import (
     NOTHING,
@@ -29,82 +24,41 @@ from offstage.stages.dispatch.transfer.part_layout import (
     Source,
     lay_out,
     lay_out_reads,
-    read_lengths,
 )
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
 from offstage.stages.dispatch.transfer.ring import SMALL_BYTES, Ring, slot_bytes
-from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.skeleton import parent
-from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, HostBlock, align_up
-from offstage.stages.machine.devices import Devices
+from offstage.stages.machine.aligned_memory import ALIGNMENT, align_up
 from offstage.stages.plan.lasting_parts import place_lasting
-from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import CPU, DEVICE_ALIGNMENT, DeviceId
 
 _ALIGNED_TENSORS = 32
 """Tensors on their way at once that the staging memory on the host has alignment to spare for."""
 
-OpenLink = Callable[[Devices, DeviceId], Link]
 
-
-@dataclass(slots=True)
-class Links:
-    """The links to what is behind ``devices``, each opened once, by ``open``."""
-
-    devices: Devices
-    open: OpenLink = open_link
-    opened: dict[DeviceId, Link] = field(default_factory=dict)
-
-    def __call__(self, device: DeviceId) -> Link:
-        """Return the link to ``device``."""
-        if device not in self.opened:
-            self.opened[device] = self.open(self.devices, device) if self.devices.is_apart(device) else HostLink()
-        return self.opened[device]
-
-
-def open_caches(
-    parts: Sequence[StreamedPart],
-    plan: DispatchPlan,
-    *,
-    extents: Mapping[str, AtRest],
-    links: Links,
-    unpackers: Mapping[DeviceId, DeviceUnpacker],
-    traffic: Traffic,
-    trace: Trace | None,
-    stack: ExitStack,
-) -> list[WeightCache]:
+def open_caches(parts: Sequence[StreamedPart], transport: Transport) -> list[WeightCache]:
     """Give each of ``parts`` to the cache of the device that computes it; return the caches.
 
-    ``extents`` has what waits on disk. All bring ahead at once, each within the reserve of its device; those behind a
-    link read by way of the same buffers, and unpack by ``unpackers`` where there are. They are closed with ``stack``.
+    All bring ahead at once, each within the reserve of its device; those behind a link read by way of the same buffers.
     """
-    found = []
+    found, plan = [], transport.plan
     positions, computing = part_positions(plan), _by_device(parts)
-    buffers = _pin_buffers(computing, plan, extents=extents, links=links, unpackers=unpackers, stack=stack)
+    sources = {device: _sources(mine, transport.stored.extents) for device, mine in computing.items()}
+    buffers = _pin_buffers(sources, transport)
     for device, mine in computing.items():
-        sources, link = _sources(mine, extents), links(device)
-        mover = Mover(
-            link,
-            [source for part in sources for source in part],
-            device=device,
-            buffers=buffers,
-            unpacker=unpackers.get(device),
-            traffic=traffic,
-            trace=trace.of(device) if trace is not None else None,
-        )
+        mover = transport.mover(device, [source for part in sources[device] for source in part], buffers)
         cache = make_cache(
-            sources,
+            sources[device],
             mover,
             _order_of(mine, plan),
-            staging_bytes=plan.staging_bytes if link.in_place else plan.reserves.get(device, 0),
+            staging_bytes=plan.staging_bytes if mover.link.in_place else plan.reserves.get(device, 0),
             callers=_callers(mine, plan),
             lists=_listed_experts(mine, plan),
         )
         for number, part in enumerate(mine):
             part.cache, part.number = cache, number
             part.position = _position_of(part, positions)
-        stack.callback(cache.close)
+        transport.stack.callback(cache.close)
         found.append(cache)
     return found
 
@@ -235,30 +189,19 @@ def _sources(parts: Sequence[StreamedPart], extents: Mapping[str, AtRest]) -> li
     ]
 
 
-def _pin_buffers(
-    computing: Mapping[DeviceId, Sequence[StreamedPart]],
-    plan: DispatchPlan,
-    *,
-    extents: Mapping[str, AtRest],
-    links: Links,
-    unpackers: Mapping[DeviceId, DeviceUnpacker],
-    stack: ExitStack,
-) -> PinnedBuffers | None:
-    """Return the buffers that all links read by way of, pinned until ``stack`` is closed; null where none reads.
+def _pin_buffers(sources: Mapping[DeviceId, Sequence[Sequence[Source]]], transport: Transport) -> PinnedBuffers | None:
+    """Return the buffers that all links read by way of; null where none reads.
 
     The threads that read are as many however many links there are, and so is what they need.
     """
-    apart = [device for device in computing if device != CPU]
+    apart = [device for device in sources if device != CPU]
     lengths = [
-        length
-        for device in apart
-        for part in _sources(computing[device], extents)
-        for length in read_lengths(part, as_at_rest=device in unpackers)
+        length for device in apart for part in sources[device] for length in transport.read_lengths(device, part)
     ]
-    staging_bytes = sum(plan.reserves.get(device, 0) for device in apart)
-    buffers = buffers_for(lengths, links(apart[0]), staging_bytes=staging_bytes) if apart else None
+    staging_bytes = sum(transport.plan.reserves.get(device, 0) for device in apart)
+    buffers = buffers_for(lengths, transport.link(apart[0]), staging_bytes=staging_bytes) if apart else None
     if buffers is not None:
-        stack.callback(buffers.close)
+        transport.stack.callback(buffers.close)
     return buffers
 
 
@@ -282,28 +225,6 @@ def part_positions(plan: DispatchPlan) -> dict[str, Position]:
     return positions
 
 
-def pin_waiting(
-    parts: Sequence[StreamedPart],
-    experts: Mapping[str, Sequence[Place]],
-    plan: DispatchPlan,
-    *,
-    host: HostBlock | None,
-    links: Links,
-) -> Iterator[Callable[[], object]]:
-    """Have what waits on the host wait in memory that the accelerators copy from by themselves, whichever it is.
-
-    That is ``host``, if anything lies there, and memory of its own for the rest. Yields what unpins it.
-    """
-    places = [place for part in parts if part.computes != CPU for place in part.places]
-    places += [
-        place for name, them in experts.items() if links.devices.is_apart(plan.parts[name].execution) for place in them
-    ]
-    computing = [part.computes for part in parts] + [plan.parts[name].execution for name in experts]
-    apart = [device for device in computing if links.devices.is_apart(device)]
-    for block in gather_on_host(places, host) if apart else ():
-        yield pin(links(apart[0]), block.memory)
-
-
 def _listed_experts(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[str, list[list[int]]]:
     """Return the parts of each listed expert by their numbers, as they are in the order of the plan, by list."""
     found: dict[str, dict[str, list[int]]] = {}
@@ -325,50 +246,3 @@ def _callers(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[int, tup
         elif not part.rows.start:
             found[number] = (part.whole.name,)
     return found
-
-
-def open_unpackers(
-    parts: Sequence[StreamedPart],
-    experts: Mapping[str, Sequence[Place]],
-    plan: DispatchPlan,
-    *,
-    stored: DiskWeights,
-    links: Links,
-    stack: ExitStack,
-) -> dict[DeviceId, DeviceUnpacker]:
-    """Return the unpackers of the devices that ``plan`` gives room for one, until ``stack`` is closed.
-
-    What waits for them in memory is pinned where it lies.
-    """
-    waiting: dict[DeviceId, list[PackedTensor]] = {device: [] for device in plan.unpacking}
-    for part in parts:
-        waiting.get(part.computes, []).extend(_packed_in(part.places, stored))
-    for module, places in experts.items():
-        waiting.get(plan.parts[module].execution, []).extend(_packed_in(places, stored))
-    found: dict[DeviceId, DeviceUnpacker] = {}
-    for device, tensors in waiting.items():
-        if not links.devices.is_apart(device):
-            continue
-        unpacker = open_unpacker(links(device), tensors, room=plan.unpacking[device])
-        if unpacker is not None:
-            found[device] = unpacker
-            stack.callback(unpacker.close)
-            for memory in _memories(tensors):
-                stack.callback(pin(links(device), memory))
-    return found
-
-
-def _packed_in(places: Iterable[Place], stored: DiskWeights) -> Iterator[PackedTensor]:
-    """Yield what rests packed of what is brought to ``places``: whole tensors, or an expert's part of one."""
-    for place in places:
-        if place.host is None:
-            source = stored.sources[place.name]
-            rows = source.rows or (source.at,)
-            yield from (place for row in rows for place in row if isinstance(place, PackedTensor))
-
-
-def _memories(tensors: Iterable[PackedTensor]) -> list[Bytes]:
-    """Return the pieces of memory in which those of ``tensors`` lie that devices unpack, each once."""
-    files = (part.file for tensor in tensors if can_unpack(tensor) for part in tensor.parts)
-    found = {file.memory.ctypes.data: file.memory for file in files if isinstance(file, MemoryFile)}
-    return [memory for memory in found.values() if memory.nbytes]

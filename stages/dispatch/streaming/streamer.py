@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_places
 from offstage.stages.dispatch.streaming.backward import BackwardOrder
-from offstage.stages.dispatch.streaming.caches import Links, OpenLink, open_caches, open_unpackers, pin_waiting
+from offstage.stages.dispatch.streaming.caches import open_caches
 from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared, Task
@@ -29,12 +29,11 @@ from offstage.stages.dispatch.streaming.places import Place, have_wait, without_
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
+from offstage.stages.dispatch.streaming.transport import OpenLink, Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
-from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.sources import DiskWeights
@@ -91,9 +90,10 @@ class Streamer:
         open_link: OpenLink = open_link,
         skip_keys: str | Collection[str] | None = None,
     ) -> None:
-        self.traffic, self.trace = Traffic(), trace
-        self._model, self._extents, self._stored = model, stored.extents, stored
-        self._devices, self._links, self._skip_keys = devices, Links(devices, open_link), skip_keys
+        self._stack = ExitStack()
+        self._transport = Transport(plan, stored, devices, self._stack, trace=trace, open=open_link)
+        self.traffic, self.trace = self._transport.traffic, trace
+        self._model, self._stored, self._devices, self._skip_keys = model, stored, devices, skip_keys
         self.routed = RoutedModel()
         self._saved = SavedWeights()
         self._caches: list[WeightCache] = []
@@ -105,7 +105,6 @@ class Streamer:
         )
         self._backward = BackwardOrder(stored, devices, self._passes.lock.held)
         self.is_attached = True
-        self._stack = ExitStack()
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
             undo.callback(self.remove)
             self._hook(plan, host)
@@ -164,24 +163,16 @@ class Streamer:
         parts += streamed_parts(self._model, plan, self._stored, devices=self._devices, stack=self._stack)
         experts = expert_places(self._model, plan, self._stored)
         brought = [part for part in parts if part.brought]
-        for unpin in pin_waiting(brought, experts, plan, host=host, links=self._links):
-            self._stack.callback(unpin)
-        unpackers = open_unpackers(brought, experts, plan, stored=self._stored, links=self._links, stack=self._stack)
-        self._bring(brought, plan, unpackers)
+        waiting: dict[DeviceId, list[Place]] = {}
+        for part in brought:
+            waiting.setdefault(part.computes, []).extend(part.places)
+        for name, places in experts.items():
+            waiting.setdefault(plan.parts[name].execution, []).extend(places)
+        self._transport.pin(waiting, host)
+        self._transport.open_unpackers(waiting)
+        self._bring(brought)
         attach_experts(
-            self.routed,
-            self._model,
-            plan,
-            experts,
-            stored=self._stored,
-            devices=self._devices,
-            links=self._links,
-            unpackers=unpackers,
-            saved=self._saved,
-            turns=lambda: self._passes.turns,
-            traffic=self.traffic,
-            stack=self._stack,
-            trace=self.trace,
+            self.routed, self._model, experts, self._transport, saved=self._saved, turns=lambda: self._passes.turns
         )
         self._have_wait(parts, plan)
         for name in experts:
@@ -189,20 +180,9 @@ class Streamer:
         for unhook in self._passes.hook():
             self._stack.callback(unhook)
 
-    def _bring(
-        self, parts: Sequence[StreamedPart], plan: DispatchPlan, unpackers: Mapping[DeviceId, DeviceUnpacker]
-    ) -> None:
+    def _bring(self, parts: Sequence[StreamedPart]) -> None:
         """Have ``parts`` be brought ahead of use, each to the device that computes it."""
-        self._caches += open_caches(
-            parts,
-            plan,
-            extents=self._extents,
-            links=self._links,
-            unpackers=unpackers,
-            traffic=self.traffic,
-            trace=self.trace,
-            stack=self._stack,
-        )
+        self._caches += open_caches(parts, self._transport)
         for cache in self._caches:
             if cache.experts is not None:
                 self.routed.uses |= cache.experts.uses_by_module

@@ -21,7 +21,7 @@ from transformers import (
 
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_places
-from offstage.stages.dispatch.streaming.caches import Links, open_unpackers
+from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.machine.devices import Devices
@@ -81,23 +81,14 @@ def waiting_experts(
     skeleton = describe(model, rehearsed=False)
     whole = sum(skeleton.by_name[name].bytes for spec in skeleton.experts for name in spec.tensors)
     one = whole // sum(spec.count for spec in skeleton.experts)
-    devices, stored, traffic = Devices({0: 2 * whole}), stored or DiskWeights({}), Traffic()
+    devices, stored = Devices({0: 2 * whole}), stored or DiskWeights({})
     parts = {
         spec.module: ModulePlan(computes, dict.fromkeys(spec.tensors, "experts"), (), spec) for spec in skeleton.experts
     }
     plan = DispatchPlan(computes, parts, {}, (), 0, 0, {}, {computes: slots * one}, unpacking={computes: unpacking})
-    links, places, routed = Links(devices), expert_places(model, plan, stored), RoutedModel()
+    places, routed = expert_places(model, plan, stored), RoutedModel()
     with ExitStack() as stack:
-        attach_experts(
-            routed,
-            model,
-            plan,
-            places,
-            stored=stored,
-            devices=devices,
-            links=links,
-            unpackers=open_unpackers([], places, plan, stored=stored, links=links, stack=stack),
-            traffic=traffic,
-            stack=stack,
-        )
-        yield routed, traffic
+        transport = Transport(plan, stored, devices, stack)
+        transport.open_unpackers({computes: [place for found in places.values() for place in found]})
+        attach_experts(routed, model, places, transport)
+        yield routed, transport.traffic

@@ -24,7 +24,7 @@ AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 @dataclass(frozen=True)
 class Part:
-    place: tuple[int, ...] = (0,)
+    position: tuple[int, ...] = (0,)
 
     def expect(self, users: int) -> None:
         pass
