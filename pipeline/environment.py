@@ -11,7 +11,9 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -105,12 +107,18 @@ def is_own_checkout(source: Path) -> bool:
 def imported_packages() -> dict[str, str]:
     """Return the versions of all distributions of which this process has imported something, by name.
 
-    Takes a tenth of a second: it looks through the files of every distribution there is.
+    The first time takes a tenth of a second: see ``_owners``.
     """
-    owners = metadata.packages_distributions()
+    owners = _owners()
     tops = {name.partition(".")[0] for name in list(sys.modules)}
     names = sorted({owner for top in tops for owner in owners.get(top, ())}, key=str.lower)
     return {name: version for name in names if (version := _version(name)) is not None}
+
+
+@cache
+def _owners() -> Mapping[str, Sequence[str]]:
+    """Return the distributions of each module, by its top name: the files of all that is installed tell."""
+    return metadata.packages_distributions()
 
 
 def _version(distribution: str) -> str | None:

@@ -13,6 +13,10 @@ from offstage.conf.checkpoints import corpus, make_tiny, training
 COMMITTED = Path(make_tiny.__file__).parent / "tiny"
 PROMPT = "Return the number of"
 STANDARD_LIBRARY = Path(json.__file__).parents[1]
+NARROW = {
+    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -26,11 +30,12 @@ def _refuse(*_: object) -> None:
 
 
 def make(work: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Make a checkpoint of one layer from a few modules in twenty short steps; return its files."""
+    """Make a checkpoint of one narrow layer from a few modules in twenty short steps; return its files."""
     names = ("argparse.py", "logging/__init__.py", "tkinter/__init__.py", "typing.py", "subprocess.py")
     files = tuple(STANDARD_LIBRARY / name for name in names)
     monkeypatch.setattr(corpus, "HELD_OUT_SHARE", 3)
-    monkeypatch.setitem(make_tiny.MODEL_CONFIG, "num_hidden_layers", 1)
+    for name, value in NARROW.items():
+        monkeypatch.setitem(make_tiny.MODEL_CONFIG, name, value)
     monkeypatch.setattr(corpus, "installed_sources", lambda: [corpus.Source("Python", "3", "PSF-2.0", files)])
     make_tiny.make(work, folder, training.Recipe(steps=20, rows=2, context=16))
     return {path.name: path.read_bytes() for path in folder.iterdir()}

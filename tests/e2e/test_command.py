@@ -1,7 +1,9 @@
 """The main job on the embedded model, as a newcomer meets it."""
 
 import json
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,17 +154,18 @@ def test_a_module_that_is_not_of_transformers_works(
 
 
 @pytest.mark.parametrize("number", in_ci(signal.SIGINT, of=[signal.SIGINT, signal.SIGTERM]))
-def test_an_interrupted_run_says_so(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(tmp_path, "generate.max_new_tokens=2000", "generate.min_new_tokens=2000")
+def test_an_interrupted_run_says_so(number: signal.Signals, fresh_folder: Path) -> None:
+    process = start(fresh_folder, "generate.max_new_tokens=2000", "generate.min_new_tokens=2000")
     wait_for(
-        lambda: any("generate: begins" in log.read_text() for log in tmp_path.glob("outputs/runs/*/*/run.log")), process
+        lambda: any("generate: begins" in log.read_text() for log in fresh_folder.glob("outputs/runs/*/*/run.log")),
+        process,
     )
     process.send_signal(number)
-    done = finish(process, tmp_path, {})
+    done = finish(process, fresh_folder, {})
     assert done.code == 130
     assert done.record["status"] == "interrupted"
     assert "Traceback" not in done.err
-    assert not list(tmp_path.glob("outputs/cache/*/.tmp-*"))
+    assert not list(fresh_folder.glob("outputs/cache/*/.tmp-*"))
 
 
 def test_a_signal_is_heeded_where_the_shell_had_it_ignored(tmp_path: Path) -> None:
@@ -207,10 +210,11 @@ def test_two_processes_on_an_empty_cache_share_one_artifact_a_key(tmp_path: Path
 
 
 @pytest.mark.from_nothing
-def test_killed_while_any_stage_is_written_the_next_run_is_right(offstage_here: Run, tmp_path: Path) -> None:
-    import random
-
+def test_killed_while_any_stage_is_written_the_next_run_is_right(
+    offstage_here: Run, described: Path, tmp_path: Path
+) -> None:
     chance = random.Random(5)
+    shutil.copytree(described, tmp_path / "reference/cache")
     expected = offstage_here("generate.max_new_tokens=4", "outputs=reference")
     tokens = json.loads(next(tmp_path.glob("reference/runs/*/*/run.json")).read_text())["outputs"]
     assert expected.code == 0

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from offstage.pipeline.errors import CheckpointError
 from tests.e2e.conftest import COMMAND, Finished, environment, records_in
 from tests.e2e.pipelines import dispatched_model
 from tests.e2e.test_architectures import save
+from tests.long_form import in_ci
 
 TOKENS = torch.tensor([[5, 6, 7]])
 
@@ -59,8 +61,13 @@ HARMS = {
 }
 
 
-@pytest.mark.parametrize("io", ["direct", "mmap"])
-@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize(
+    ("harm", "io"),
+    in_ci(
+        *product(HARMS, ["direct"]), ("truncated", "mmap"), ("written into", "mmap"),
+        of=product(HARMS, ["direct", "mmap"]),
+    ),
+)  # fmt: skip
 def test_a_shard_that_changes_between_tokens_never_gives_a_wrong_token(
     harm: str, io: str, checkpoint: Path, outputs: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import COMMAND, enter, environment, heed_signals, records_in, start, wait_for
+from tests.long_form import in_ci
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -31,7 +32,7 @@ PROMPTS = "generate.prompts=[[5,6,7],[8,9],[10]]"
 LOCKSTEP = ["generate.lockstep=2", "max_memory.cpu=1500kB", "storage.io=direct", "generate.max_new_tokens=100000"]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", in_ci(signal.SIGHUP, of=SIGNALS))
 def test_a_signal_while_prompts_are_decoded_in_lockstep_ends_the_run_as_interrupted(
     number: signal.Signals, fresh_folder: Path
 ) -> None:

@@ -16,9 +16,11 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     T5Config,
 )
 
@@ -49,6 +51,10 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "t5": T5Config(d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, vocab_size=WORDS, decoder_start_token_id=0),
     "bloom": BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=WORDS, **ENDS),
     "gpt_oss": GptOssConfig(**SIZES, **WINDOWS, num_local_experts=4, num_experts_per_tok=2),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=6),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
 }  # fmt: skip
 SAMPLED = {"do_sample": True, "temperature": 0.4, "repetition_penalty": 1.1}
 
