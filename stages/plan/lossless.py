@@ -20,7 +20,7 @@ from offstage.pipeline.typed_config import fits
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import opened_shard, read_into
 from offstage.stages.empty_init.skeleton import PackedSpec
 from offstage.stages.machine.kept_figures import kept_or_measured
@@ -136,7 +136,7 @@ def _opened(config: Config) -> Checkpoint | None:
     if not model.get("path"):
         return None
     try:
-        return open_checkpoint(checkpoint_folder(model), allow_links=bool(model.get("allow_links")))
+        return open_checkpoint(ModelSource.of(model).folder, allow_links=bool(model.get("allow_links")))
     except CheckpointError:  # whoever loads it says what is wrong; planning needs no weights
         return None
 

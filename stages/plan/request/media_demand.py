@@ -17,6 +17,7 @@ from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.decoding import decode, decodes
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.stage import MEASURED, Config
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.empty_init.identity import text_identity
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
 from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
@@ -91,7 +92,7 @@ def _measure(
     from offstage.stages.empty_init.media_call import weigh_media
     from offstage.stages.inputs.prompt_processor import PromptProcessor
 
-    processor = PromptProcessor(model, key=next(iter(prompts)))
+    processor = PromptProcessor(ModelSource.of(model), key=next(iter(prompts)))
     tokens, preparing = 0, 0
     largest: dict[str, torch.Tensor] = {}
     for name, prompt in prompts.items():
