@@ -20,10 +20,11 @@ import torch
 
 from offstage.pipeline.environment import allowed_cores
 from offstage.stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compressor, pack_tile, tile_borders
-from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.checkpoints.direct_file import whole
 from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.open_files import OpenFiles
 from offstage.stages.checkpoints.packed import BLOCK_BYTES
-from offstage.stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_memory
+from offstage.stages.machine.aligned_memory import Bytes, byte_view, private_memory
 from offstage.stages.units import DTYPE_BYTES
 
 WORTH = 0.95
@@ -58,7 +59,7 @@ class InFiles:
     def __init__(self, extents: Sequence[Extent]) -> None:
         self._extents = [extent for extent in extents if extent.bytes]
         self._begins = list(accumulate((extent.bytes for extent in self._extents), initial=0))
-        self._files = {file: DirectFile(file) for file in dict.fromkeys(extent.file for extent in self._extents)}
+        self._files = OpenFiles(dict.fromkeys(extent.file for extent in self._extents))
 
     def read(self, begin: int, end: int) -> Bytes:
         """Read from as many of the extents as have some of it."""
@@ -70,16 +71,14 @@ class InFiles:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, extent: Extent, begin: int, end: int) -> Bytes:
-        offset = align_down(extent.begin + begin)
-        skipped, wanted = extent.begin + begin - offset, extent.begin + end - offset
-        memory = private_memory(align_up(wanted))
-        self._files[extent.file].read(memoryview(memory), offset=offset, wanted=wanted)
-        return np.frombuffer(memory, np.uint8, wanted - skipped, skipped)
+        chunk = whole(Extent(extent.file, extent.begin + begin, "uint8", (end - begin,)))
+        memory = private_memory(chunk.length)
+        self._files.read(chunk, memoryview(memory))
+        return np.frombuffer(memory, np.uint8, end - begin, chunk.skipped)
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
-            file.close()
+        self._files.close()
 
 
 @dataclass(frozen=True, slots=True)

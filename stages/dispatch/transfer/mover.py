@@ -21,9 +21,9 @@ import torch
 
 from offstage.stages.checkpoints.direct_file import Chunk, cut
 from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.open_files import OpenFiles, untraced
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
 from offstage.stages.dispatch.transfer.block_reader import BlockReader
-from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
@@ -83,10 +83,11 @@ class Mover:
         self.link, self._buffers, self._unpacker = link, buffers, unpacker
         self.traffic, self._device, self._trace = traffic, device, trace
         on_disk = [source for source in sources if not isinstance(source, torch.Tensor)]
-        self._reader = ChunkReader({file for source in on_disk for file in files_of(source)}, trace)
+        files = {file for source in on_disk for file in files_of(source)}
+        self._files = OpenFiles(files, traced=trace.span if trace else untraced)
         packed = [place for place in on_disk if isinstance(place, PackedTensor) and not crosses_packed(place, unpacker)]
         self._packed = packed if link.in_place else [piece for place in packed for _, piece in in_pieces(place)]
-        self._blocks = BlockReader(self._reader, self._packed)
+        self._blocks = BlockReader(self._files, self._packed)
         self._order, self._ordering = count(), threading.Lock()
         traces = trace is not None and not link.in_place
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
@@ -136,7 +137,7 @@ class Mover:
 
     def _read(self, chunk: Chunk, transfer: Transfer, begin: int, _after: Event) -> Moved:
         """Read one chunk to where it is used. Once that is done nothing here holds the region any more."""
-        self._reader.read(chunk, _bytes(transfer, begin - chunk.skipped, chunk.length).numpy().data)
+        self._files.read(chunk, _bytes(transfer, begin - chunk.skipped, chunk.length).numpy().data)
         return Moved(stored_bytes=chunk.wanted)
 
     def _unpack(self, source: PackedTensor, block: PackedBlock, transfer: Transfer, begin: int, _after: Event) -> Moved:
@@ -151,7 +152,7 @@ class Mover:
         """
         assert self._buffers is not None
         with self._buffers.lend() as (buffer, waited):
-            self._reader.read(chunk, buffer.memory.data[: chunk.length])
+            self._files.read(chunk, buffer.memory.data[: chunk.length])
             moved = self._copy(buffer.tensor[chunk.skipped : chunk.wanted], transfer, begin, after)
             buffer.note_copy(self.link, moved.done)
         return replace(moved, stored_bytes=chunk.wanted, waited_seconds=waited)
@@ -167,7 +168,7 @@ class Mover:
             block,
             lambda: _bytes(transfer, begin, source.bytes),
             after=after,
-            reader=self._reader,
+            files=self._files,
             buffers=self._buffers,
         )
         self._watch("unpack", began, moved)
@@ -272,7 +273,7 @@ class Mover:
         A link, and the threads that wait for it, are of the process that opened it.
         """
         if self.link.in_place:
-            self._blocks = BlockReader(self._reader, self._packed)
+            self._blocks = BlockReader(self._files, self._packed)
         return self.link.in_place
 
     def close(self) -> None:
@@ -280,7 +281,7 @@ class Mover:
         self.link.close()
         if self._watcher is not None:
             self._watcher.shutdown()
-        self._reader.close()
+        self._files.close()
 
 
 def _bytes(transfer: Transfer, begin: int, length: int) -> torch.Tensor:

@@ -17,12 +17,12 @@ from offstage.stages.checkpoints import packed_reads
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
 from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, ScaledCodes, table_codes
 from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.open_files import OpenFiles
 from offstage.stages.checkpoints.packed import PackedTensor, in_memory
 from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.transfer import block_reader
 from offstage.stages.dispatch.transfer.block_reader import BlockReader
-from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
 from offstage.stages.machine.aligned_memory import byte_view, private_bytes
 
 RANDOM = np.random.default_rng(0)
@@ -87,7 +87,7 @@ def packed_at(path: Path, kind: str, *, before: int = 4099) -> PackedTensor:
 
 @contextmanager
 def reading(*tensors: PackedTensor) -> Iterator[BlockReader]:
-    files = ChunkReader({part.file for tensor in tensors for part in tensor.parts}, None)
+    files = OpenFiles({part.file for tensor in tensors for part in tensor.parts})
     try:
         yield BlockReader(files, tensors)
     finally:
@@ -189,3 +189,14 @@ def test_tensors_that_follow_each_other_at_one_address_are_told_apart(tmp_path: 
             found += brought(reader, rows)[0]
             del rows
     assert found == wanted
+
+
+@pytest.mark.usefixtures("compiled")
+def test_how_a_block_is_brought_is_worked_out_once_however_often_its_rows_are_made_a_tensor(tmp_path: Path) -> None:
+    tensor = packed_at(tmp_path / "file", "fp8")
+    with reading(tensor) as reader:
+        for begin in (0, 128, 0, 128, 0):
+            rows = tensor.codec.rows(tensor, begin, begin + 128)
+            assert rows is not None
+            assert brought(reader, rows)[0] == bytes(byte_view(read_packed(rows)))
+        assert len(reader._known) == 2
