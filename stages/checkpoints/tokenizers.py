@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
-from offstage.pipeline.errors import PANIC, ConfigError, OffstageError, foreign
+from offstage.pipeline.errors import PANIC, ConfigError, OffstageError, errors_alone, foreign
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import TOKENIZER_FILES
 from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
@@ -60,11 +60,11 @@ def load_tokenizer(source: ModelSource) -> Any:
     """
     from transformers import AutoTokenizer, logging
 
-    logging.set_verbosity_error()  # that a text is longer than the context is for who asked for it to say
     folder = source.text_folder
     if not source.tokenizer and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     check_tokenizer(folder)
     advice = "; set model.tokenizer to a folder that has one that loads, or give token ids: generate.prompts=[[5,6,7]]"
-    with tokenizing(ConfigError, f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads", advice=advice):
+    about = f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads"
+    with errors_alone(logging), tokenizing(ConfigError, about, advice=advice):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code, local_files_only=True)

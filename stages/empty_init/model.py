@@ -12,7 +12,7 @@ import transformers
 from hydra.utils import instantiate
 from torch import nn
 
-from offstage.pipeline.errors import CheckpointError, ConfigError, closest, foreign
+from offstage.pipeline.errors import CheckpointError, ConfigError, closest, errors_alone, foreign
 from offstage.stages.checkpoints.adapters import adapter_folder
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
@@ -40,8 +40,8 @@ def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
     of that.
     """
     import_models()
-    transformers.logging.set_verbosity_error()
-    model: Any = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
+    with errors_alone(transformers.logging):
+        model: Any = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
     if getattr(model, "can_generate", lambda: False)():
         model.generation_config = read_generation_config(ModelSource.of(node).folder) or model.generation_config
     folder = adapter_folder(node)
