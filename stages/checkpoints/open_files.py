@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,8 +14,9 @@ from numpy.typing import NDArray
 
 from offstage.stages.checkpoints.direct_file import Chunk, DirectFile
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
 from offstage.stages.checkpoints.shard_files import ShardFile, read_into
+
+PAGE_BYTES = mmap.PAGESIZE
 
 Traced = Callable[..., AbstractContextManager[Any]]
 """Returns what a read is done in, given a name, a category and details of it: see ``Trace.span``."""
@@ -77,3 +81,35 @@ class OpenFiles:
         opened = self._files[file]
         opened.check()
         return opened
+
+
+def cached_pages(descriptor: int, size: int) -> NDArray[np.bool_]:
+    """Return, for each page of the open file of ``size`` bytes, whether the page cache holds it.
+
+    Where that can't be told (another system, or a file of somebody else's, for which Linux would always say yes), no
+    page counts as held. A read that doesn't wait (``RWF_NOWAIT``) would tell too, but on today's kernels it starts a
+    read-ahead, which then competes with the direct read that follows.
+    """
+    pages = np.zeros(-(-size // PAGE_BYTES), dtype=np.uint8)
+    mincore = getattr(_libc(), "mincore", None)
+    if mincore is None or not size or not _may_ask(descriptor):
+        return pages.astype(np.bool_)
+    try:
+        with mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
+            address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+            if mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
+                pages[:] = 0
+    except OSError:
+        pages[:] = 0
+    return (pages & 1).astype(np.bool_)
+
+
+def _libc() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):
+        return None
+
+
+def _may_ask(descriptor: int) -> bool:
+    return os.geteuid() in (0, os.fstat(descriptor).st_uid)

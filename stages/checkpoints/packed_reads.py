@@ -17,9 +17,8 @@ from offstage.stages.checkpoints.codecs.loops import LoopAfterReads, Read
 from offstage.stages.checkpoints.direct_file import Chunk, whole
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.memory_file import MemoryFile
 from offstage.stages.checkpoints.open_files import OpenFiles
-from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+from offstage.stages.checkpoints.packed import MemoryFile, PackedBlock, PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, byte_view, room_for
 from offstage.stages.machine.probes import READERS, READING_THREADS

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offstage.stages.checkpoints.device_codec import can_unpack
-from offstage.stages.checkpoints.memory_file import MemoryFile
-from offstage.stages.checkpoints.packed import AtRest, PackedTensor, rows_of
+from offstage.stages.checkpoints.packed import AtRest, MemoryFile, PackedTensor, rows_of
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertLayer

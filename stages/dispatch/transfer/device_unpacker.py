@@ -24,9 +24,8 @@ from offstage.stages.checkpoints.device_codec import (
     device_bytes,
     landing_bytes,
 )
-from offstage.stages.checkpoints.memory_file import MemoryFile
 from offstage.stages.checkpoints.open_files import OpenFiles
-from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+from offstage.stages.checkpoints.packed import MemoryFile, PackedBlock, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_block
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved, pin
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers

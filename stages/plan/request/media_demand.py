@@ -21,7 +21,7 @@ from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.empty_init.identity import text_identity
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
 from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
-from offstage.stages.inputs.libraries import media_libraries
+from offstage.stages.inputs.media_files import media_libraries
 from offstage.stages.inputs.prompts import Prompt, prompt_inputs, read_prompts
 from offstage.stages.machine.kept_figures import Figure
 from offstage.stages.plan.request.geometry import encoder_rows_bytes

@@ -13,8 +13,8 @@ from offstage.stages.checkpoints.codecs.scaled_codes import ScaledCodes
 from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.open_files import cached_pages
 from offstage.stages.checkpoints.packed import PackedTensor, in_pieces, rest_bytes
-from offstage.stages.checkpoints.page_cache import cached_pages
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine import aligned_memory as memory

@@ -16,11 +16,10 @@ from offstage.stages.checkpoints import gguf_model
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.gguf_entries import gguf_entries
 from offstage.stages.checkpoints.gguf_model import NAMES, gguf_folder
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.packed import PackedTensor, in_dtype
-from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.checkpoints.readers import gguf_entries, open_reader
 from tests.packed_references import without_asking_for_accelerate
 from tests.stages.checkpoints.ggufs import make_gguf, raw_gguf, settings, tensor
 
