@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offstage.stages.checkpoints.codecs.loops import Loop, loops
+from offstage.stages.checkpoints.codecs.loops import Loop, ScaleLayout, loops
 from offstage.stages.checkpoints.device_codec import DeviceCodec, look_up, most_at_once, tiles
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
@@ -139,12 +139,8 @@ class ScaledCodes(DeviceCodec):
             return known.mxfp4(codes.reshape(height, -1), scales.reshape(height, -1), table, made)
         kind, (matrices, rows, _) = tensor.parts[1].dtype, self._grid(tensor)
         nested = (_floats(self.nested.values).numpy(), self.nested.run, self.nested.offset) if self.nested else None
-        return known.scaled(
-            codes.reshape(height, -1),
-            scales.reshape(-1, self._scale_grid(tensor)[1] * int(DTYPE_BYTES[kind])),
-            target.reshape(matrices * rows, -1)[block.begin : block.end],
+        layout = ScaleLayout(
             code=self._code,
-            dtype=tensor.dtype,
             scale_dtype=kind,
             inside=block.begin % rows,
             block=(self.block_rows, self.block_columns),
@@ -152,6 +148,9 @@ class ScaledCodes(DeviceCodec):
             above=above[0] if above else None,
             nested=nested,
         )
+        scales = scales.reshape(-1, self._scale_grid(tensor)[1] * int(DTYPE_BYTES[kind]))
+        made = target.reshape(matrices * rows, -1)[block.begin : block.end]
+        return known.scaled(codes.reshape(height, -1), scales, made, dtype=tensor.dtype, layout=layout)
 
     def _is_odd(self, tensor: PackedTensor) -> bool:
         """Return whether codes of eight bits aren't pairs in each row."""
