@@ -28,15 +28,6 @@ def decode(kind: type[Kind], data: object) -> Kind:
     return made
 
 
-def decodes(kind: type[Any], data: object) -> bool:
-    """Return whether ``data`` says one of ``kind``."""
-    try:
-        decode(kind, data)
-    except ValueError:
-        return False
-    return True
-
-
 @cache
 def _decoder(hint: Any) -> Decoder:
     """Return what makes of a value one of the type ``hint``. (They are many: it is looked at once.)"""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 PANIC = "PanicException"
 """The class of a panic in Rust, which has no other handle: each library that is built so has one of its own."""
@@ -134,6 +134,17 @@ def foreign(kind: type[OffstageError], about: str, *, advice: str = "") -> Itera
             raise
         refused = isinstance(error, OSError) and error.errno in _REFUSED
         raise (StorageError if refused else kind)(f"{about}: {words_of(error)}{advice}") from error
+
+
+@contextmanager
+def errors_alone(logging: Any) -> Iterator[None]:
+    """Have a library whose ``logging`` is transformers' tell errors alone; afterwards it is as verbose as before."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager

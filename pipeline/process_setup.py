@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _UNUSABLE = 2
@@ -19,10 +20,19 @@ _UNUSABLE = 2
 def set_up(name: str) -> None:
     """Make the process one that the command ``name`` can run in, or exit with one line that says why it can't be."""
     open_streams()
+    hush_libraries()
     fault = argument_fault(sys.argv[1:]) or folder_fault()
     if fault:
         sys.stderr.write(f"{name}: {fault}\n")
         sys.exit(_UNUSABLE)
+
+
+def hush_libraries() -> None:
+    """Have the libraries of models tell errors alone in this process, unless the environment says otherwise."""
+    for library in ("transformers", "diffusers"):
+        said = os.environ.setdefault(f"{library.upper()}_VERBOSITY", "error")
+        if library in sys.modules and said == "error":
+            import_module(f"{library}.utils.logging").set_verbosity_error()
 
 
 def open_streams() -> None:

@@ -17,7 +17,7 @@ import torch
 from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.calls.options import KEY, ForwardOptions, Text, check_unchanged, files_of, pins, read_texts
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from offstage.stages.inputs.audio import read_audio
 from offstage.stages.inputs.batches import by_length
@@ -53,18 +53,19 @@ def calls(
     ``asked`` is the ``identity`` of what is given, values and all: what was changed since is refused. Raises
     ``ConfigError``, which names the key and the value, for what can't be made a call.
     """
+    source = ModelSource.of(model)
     texts = read_texts(given) if given.texts or given.texts_file else {}
     if asked is not None and texts and [*texts.values()] != [_as_text(one) for one in asked["texts"]]:
         raise ConfigError(f"{KEY}.texts_file: {given.texts_file!r} has changed since the run began; run it again")
     pinned = {} if asked is None else pins(given, asked)
     kinds = [bool(texts), bool(given.images), bool(given.audio)]
     if not any(kinds):
-        yield from _of_tensors(given, model, pinned)
+        yield from _of_tensors(given, source, pinned)
         return
     if sum(kinds) > 1 or given.inputs:
-        yield _together(given, model, texts, pinned)
+        yield _together(given, source, texts, pinned)
     else:
-        yield from _of_one_kind(given, model, texts, pinned)
+        yield from _of_one_kind(given, source, texts, pinned)
 
 
 def _as_text(kept: Any) -> Text:
@@ -72,21 +73,21 @@ def _as_text(kept: Any) -> Text:
 
 
 def _of_one_kind(
-    given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text], pinned: Pins
+    given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text], pinned: Pins
 ) -> Iterator[ForwardCall]:
     if texts:
-        return _of_texts(given, model, texts)
-    return _of_images(given, model, pinned) if given.images else _of_audio(given, model, pinned)
+        return _of_texts(given, source, texts)
+    return _of_images(given, source, pinned) if given.images else _of_audio(given, source, pinned)
 
 
-def _of_tensors(given: ForwardOptions, model: Mapping[str, Any], pinned: Pins) -> Iterator[ForwardCall]:
+def _of_tensors(given: ForwardOptions, source: ModelSource, pinned: Pins) -> Iterator[ForwardCall]:
     key = f"{KEY}.inputs"
     tensors = _tensors_of(given, pinned)
     counts = {name: len(tensor) if tensor.dim() else 0 for name, tensor in tensors.items()}
     count = max(counts.values())
     ids = tensors.get("input_ids")
     if ids is not None and ids.numel() and not ids.is_floating_point():
-        _check_ids(key, model, int(ids.min()), int(ids.max()))
+        _check_ids(key, source, int(ids.min()), int(ids.max()))
     if given.batch_size is None:
         yield ForwardCall(key, tuple(range(count)), tensors)
         return
@@ -108,8 +109,8 @@ def _tensors_of(given: ForwardOptions, pinned: Pins) -> Tensors:
     return tensors
 
 
-def _of_texts(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]) -> Iterator[ForwardCall]:
-    encode = _text_encoder(given, model, texts)
+def _of_texts(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text]) -> Iterator[ForwardCall]:
+    encode = _text_encoder(given, source, texts)
     names, listed = list(texts), list(texts.values())
     lengths = [len(ids) for ids in encode(listed, padding=False)["input_ids"]]
     for rows in by_length(lengths, size=given.batch_size):
@@ -118,16 +119,16 @@ def _of_texts(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[st
 
 
 def _text_encoder(
-    given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]
+    given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text]
 ) -> Callable[..., Mapping[str, Any]]:
     """Return what makes tokens of a list of texts; ``texts`` are all that there are, by name."""
-    tokenizer, first = load_tokenizer(model), next(iter(texts))
+    tokenizer, first = load_tokenizer(source), next(iter(texts))
     if tokenizer is None:
         raise ConfigError(
             f"{first}: {texts[first]!r} is text and the checkpoint has no tokenizer; set model.tokenizer to a folder "
             "that has one, or give input_ids in a file: forward.inputs=FILE.npz"
         )
-    most = _longest(tokenizer, model)
+    most = _longest(tokenizer, source)
     alone = len(texts) == 1 or given.batch_size == 1
     if tokenizer.pad_token_id is None and not alone:
         raise ConfigError(f"{KEY}.batch_size: the tokenizer has no token to pad with; set forward.batch_size=1")
@@ -140,7 +141,7 @@ def _text_encoder(
             found = tokenizer([one for one, _ in pairs], seconds, padding=padding and not alone, **cut)
         if not padding:
             _check_lengths(texts, found["input_ids"], most)
-            _check_ids(f"{KEY}.texts", model, max(max(row) for row in found["input_ids"]))
+            _check_ids(f"{KEY}.texts", source, max(max(row) for row in found["input_ids"]))
         return dict(found)
 
     return encode
@@ -157,41 +158,41 @@ def _check_lengths(texts: Mapping[str, Text], ids: Sequence[Sequence[int]], most
             )
 
 
-def _check_ids(key: str, model: Mapping[str, Any], *ids: int) -> None:
+def _check_ids(key: str, source: ModelSource, *ids: int) -> None:
     """Refuse token ids that the model has no embedding for, before its forward trips over them."""
-    words = min((one for one in _numbers(model, "vocab_size")), default=None)
+    words = min((one for one in _numbers(source, "vocab_size")), default=None)
     for token in ids:
         if words is not None and not 0 <= token < words:
             raise ConfigError(f"{key}: token id {token} is none of the model's {words} words; give others")
 
 
-def _longest(tokenizer: Any, model: Mapping[str, Any]) -> int | None:
+def _longest(tokenizer: Any, source: ModelSource) -> int | None:
     """Return how many tokens the model has positions for; null where neither tokenizer nor config says it."""
-    said = [tokenizer.model_max_length, *_numbers(model, "max_position_embeddings")]
+    said = [tokenizer.model_max_length, *_numbers(source, "max_position_embeddings")]
     return min((one for one in said if isinstance(one, int) and 0 < one < _NO_LIMIT), default=None)
 
 
-def _numbers(model: Mapping[str, Any], name: str) -> list[int]:
-    """Return what the ``config.json`` of ``model`` says under ``name``, for all of it and for its part that is text."""
-    config = read_object(checkpoint_folder(model) / "config.json")
+def _numbers(source: ModelSource, name: str) -> list[int]:
+    """Return what the ``config.json`` of ``source`` says under ``name``, for all of it and for its part of text."""
+    config = read_object(source.folder / "config.json")
     text = config.get("text_config")
     found = [place.get(name) for place in (config, text if isinstance(text, dict) else {})]
     return [one for one in found if isinstance(one, int) and not isinstance(one, bool)]
 
 
-def _of_images(given: ForwardOptions, model: Mapping[str, Any], pinned: Pins) -> Iterator[ForwardCall]:
+def _of_images(given: ForwardOptions, source: ModelSource, pinned: Pins) -> Iterator[ForwardCall]:
     files = files_of(given, "images")
     names = list(files)
-    processor = load_processor(model, "image processor", key=f"{KEY}.images")
+    processor = load_processor(source, "image processor", key=f"{KEY}.images")
     for rows in by_length([0] * len(files), size=given.batch_size):
         images = [read_image(names[row], files[names[row]], sha256=pinned.get(files[names[row]])) for row in rows]
         yield _call(names[rows[0]], rows, _processed(f"{KEY}.images", processor, images=images))
 
 
-def _of_audio(given: ForwardOptions, model: Mapping[str, Any], pinned: Pins) -> Iterator[ForwardCall]:
+def _of_audio(given: ForwardOptions, source: ModelSource, pinned: Pins) -> Iterator[ForwardCall]:
     files = files_of(given, "audio")
     names = list(files)
-    extractor = load_processor(model, "feature extractor", key=f"{KEY}.audio")
+    extractor = load_processor(source, "feature extractor", key=f"{KEY}.audio")
     pads = inspect.signature(extractor.__call__).parameters.get("padding")
     padding = {} if pads is not None and pads.default else {"padding": True}
     rate = sampling_rate(extractor)
@@ -203,14 +204,14 @@ def _of_audio(given: ForwardOptions, model: Mapping[str, Any], pinned: Pins) -> 
         yield _call(names[rows[0]], rows, made)
 
 
-def _together(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:
+def _together(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:
     """Return the one call of things of several kinds: through the checkpoint's processor, beside named tensors."""
     key = KEY if sum(map(bool, (texts, given.images, given.audio))) > 1 else _kind_key(given, texts)
     beside = _tensors_of(given, pinned) if given.inputs else {}
     if key != KEY:
-        (call,) = _of_one_kind(given, model, texts, pinned)
+        (call,) = _of_one_kind(given, source, texts, pinned)
     else:
-        call = _by_processor(given, model, texts, pinned)
+        call = _by_processor(given, source, texts, pinned)
     twice = sorted(beside.keys() & call.arguments.keys())
     if twice:
         raise ConfigError(f"{KEY}.inputs: {twice[0]!r} is made of {key} too; give it once")
@@ -221,12 +222,10 @@ def _kind_key(given: ForwardOptions, texts: Mapping[str, Text]) -> str:
     return f"{KEY}.{'texts' if texts else 'images' if given.images else 'audio'}"
 
 
-def _by_processor(
-    given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text], pinned: Pins
-) -> ForwardCall:
-    processor = load_processor(model, "processor", key=KEY)
-    if model.get("tokenizer"):
-        processor.tokenizer = load_tokenizer(model)
+def _by_processor(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:
+    processor = load_processor(source, "processor", key=KEY)
+    if source.tokenizer:
+        processor.tokenizer = load_tokenizer(source)
     images = [read_image(name, file, sha256=pinned.get(file)) for name, file in files_of(given, "images").items()]
     rate = sampling_rate(getattr(processor, "feature_extractor", None))
     sounds = [

@@ -13,39 +13,36 @@ import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import chain
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from offstage.stages.checkpoints.direct_file import Chunk, DirectFile, cut
+from offstage.stages.checkpoints.direct_file import Chunk, cut
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor, in_pieces
-from offstage.stages.checkpoints.packed_reads import bring_block, lent, read_span, room_at_rest
-from offstage.stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
-from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from offstage.stages.checkpoints.open_files import OpenFiles
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor, files_of, in_pieces
+from offstage.stages.checkpoints.packed_reads import bring_block, lent, plan_at_once, room_at_rest
+from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import (
     TENSOR_ALIGNMENT,
     Bytes,
     align_down,
-    align_up,
     byte_view,
     private_bytes,
     private_memory,
 )
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.operator_threads import alone
+from offstage.stages.machine.probes import READING_THREADS
 from offstage.stages.units import DeviceId
 
-IN_FLIGHT = 8
-"""More than storage needs: some of the threads are held up by memory that is touched for the first time."""
 GAP_BYTES = 2**18
 """Neighbours at most so far apart are read together, with what lies between them."""
 _OPEN_FILES = 64
@@ -80,45 +77,10 @@ def read_into_new_memory(
     return TensorRead(extent, room.tensor, room.memory)
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenFile:
-    """A file held open, and of each of its pages whether the page cache held it when the file was opened."""
-
-    path: Path
-    file: DirectFile
-    pages: NDArray[np.bool_]
-
-    def holds(self, begin: int, end: int) -> bool:
-        """Return whether the page cache held all bytes from ``begin`` to ``end``."""
-        return bool(self.pages[begin // PAGE_BYTES : -(-end // PAGE_BYTES)].all())
-
-    def read(self, target: memoryview, *, offset: int, wanted: int) -> None:
-        """Fill the first ``wanted`` bytes of ``target``, from the page cache if it holds them, else directly."""
-        if self.holds(offset, offset + wanted):
-            read_into(self.file.descriptor, target[:wanted], offset=offset, path=self.path)
-        else:
-            self.file.read(target, offset=offset, wanted=wanted)
-
-    def read_chunk(self, chunk: Chunk, target: memoryview) -> None:
-        """Read ``chunk``, of this file or another of the checkpoint's, into ``target``."""
-        if chunk.file.path == self.path:
-            self.read(target, offset=chunk.offset, wanted=chunk.wanted)
-        else:
-            with opened_shard(chunk.file) as descriptor:
-                read_into(descriptor, target[: chunk.wanted], offset=chunk.offset, path=chunk.file.path)
-
-    def read_span(self, span: Extent, target: memoryview) -> None:
-        """Read ``span``, of this file or another of the checkpoint's, through the page cache."""
-        if span.file.path == self.path:
-            read_into(self.file.descriptor, target, offset=span.begin, path=self.path)
-        else:
-            read_span(span, target)
-
-
 class _FileRead(Protocol):
     """A part of a file that is read at once."""
 
-    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
+    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
         """Read it; return how many bytes of tensors that was."""
 
 
@@ -129,47 +91,46 @@ class _DirectRead:
     chunk: Chunk
     target: memoryview
 
-    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
+    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
         """Read from the page cache or directly: the bytes land where they stay."""
-        source.read(self.target, offset=self.chunk.offset, wanted=self.chunk.wanted)
+        files.read(self.chunk, self.target)
         return self.chunk.end - self.chunk.begin
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorSlice:
-    """A part of a tensor: its first byte in the file and the one after its last, and the elements to fill."""
+    """A chunk of a tensor of ``dtype``, and the elements to fill with it."""
 
-    begin: int
-    end: int
+    chunk: Chunk
     target: torch.Tensor
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Neighbouring parts of tensors, in the order of the file."""
+class _BufferedRead:
+    """Neighbouring ``slices`` of tensors, in the order of the file, and the ``chunk`` that has them all."""
 
-    parts: list[_TensorSlice]
+    chunk: Chunk
+    slices: list[_TensorSlice]
 
-    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
-        """Read straight from the page cache where nothing is cast, else by way of a buffer."""
-        cached = source.holds(self.parts[0].begin, self.parts[-1].end)
-        if cached and all(part.target.dtype == part.dtype and part.target.is_cpu for part in self.parts):
-            for part in self.parts:
-                read_into(source.file.descriptor, byte_view(part.target), offset=part.begin, path=source.path)
+    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read straight from the page cache where nothing is cast, else by way of a buffer.
+
+        On an accelerator it is there when this returns: the buffer is free again.
+        """
+        as_it_is = all(part.target.dtype == part.dtype and part.target.is_cpu for part in self.slices)
+        if as_it_is and files.in_page_cache(self.chunk):
+            for part in self.slices:
+                span = Extent(self.chunk.file, part.chunk.begin, "uint8", (part.chunk.end - part.chunk.begin,))
+                files.read_small(span, byte_view(part.target))
         else:
-            with lent(buffers) as buffer:
-                self._read_by_way_of(buffer, source)
-        return sum(part.end - part.begin for part in self.parts)
-
-    def _read_by_way_of(self, buffer: mmap.mmap, source: _OpenFile) -> None:
-        """Fill the parts by way of ``buffer``, which is aligned as direct reads need it."""
-        start = align_down(self.parts[0].begin)
-        wanted = self.parts[-1].end - start
-        source.read(memoryview(buffer)[: align_up(wanted)], offset=start, wanted=wanted)
-        data = torch.frombuffer(buffer, dtype=torch.uint8)
-        for part in self.parts:
-            _copy(part.target, data[part.begin - start : part.end - start].view(part.dtype))
+            with lent(buffers) as buffer, alone():
+                files.read(self.chunk, memoryview(buffer)[: self.chunk.length])
+                data = torch.frombuffer(buffer, dtype=torch.uint8)
+                for part in self.slices:
+                    begin, end = part.chunk.begin - self.chunk.offset, part.chunk.end - self.chunk.offset
+                    part.target.copy_(data[begin:end].view(part.dtype))
+        return sum(part.chunk.end - part.chunk.begin for part in self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +141,15 @@ class _BlockRead:
     block: PackedBlock
     target: Bytes
 
-    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
-        """Read by way of a buffer, or of new memory where the block is larger than that."""
+    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read by way of a buffer, or of new memory where the block is larger than that; in one call where it can."""
         room = room_at_rest(self.block)
-        small, direct = source.read_span, source.read_chunk
         with lent(buffers) as lent_buffer:
             buffer = np.frombuffer(lent_buffer, np.uint8) if room <= BLOCK_BYTES else private_bytes(room)
-            return bring_block(self.tensor, self.block, self.target, buffer=buffer, small=small, direct=direct)
+            known = plan_at_once(files, self.tensor, self.block, self.target, buffer=buffer)
+            if known is not None and known.run(files, buffer, self.target):
+                return known.bytes
+            return bring_block(files, self.tensor, self.block, self.target, buffer=buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,22 +159,22 @@ class _PieceRead:
     tensor: PackedTensor
     target: torch.Tensor
 
-    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
+    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
         """Unpack on the host, and copy."""
         made = private_bytes(self.tensor.bytes)
         blocks = self.tensor.codec.blocks(self.tensor)
-        count = sum(_BlockRead(self.tensor, block, made).read(source, buffers) for block in blocks)
+        count = sum(_BlockRead(self.tensor, block, made).read(files, buffers) for block in blocks)
         self.target.copy_(torch.from_numpy(made)[: self.tensor.bytes])
         return count
 
 
 class BulkReader:
-    """Reads pieces with ``IN_FLIGHT`` threads, each with a buffer of ``BLOCK_BYTES``; a context manager."""
+    """Reads pieces with ``READING_THREADS`` threads, each with a buffer of ``BLOCK_BYTES``; a context manager."""
 
     def __enter__(self) -> BulkReader:
-        self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="shard_load")
+        self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="shard_load")
         self._buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
-        for _ in range(IN_FLIGHT):
+        for _ in range(READING_THREADS):
             self._buffers.put(private_memory(BLOCK_BYTES))
         return self
 
@@ -231,37 +194,32 @@ class BulkReader:
             self._read_files({file: by_file[file] for file in files[start : start + _OPEN_FILES]}, progress)
 
     def _read_files(self, by_file: Mapping[ShardFile, list[TensorRead]], progress: Callable[[int], object]) -> None:
-        with ExitStack() as stack:
-            sources = {file: stack.enter_context(_opened(file)) for file in by_file}
-            futures: list[Future[int]] = []
-            stack.callback(wait, futures)  # runs before the files are closed: no thread reads one that isn't open
-            for file, pieces in by_file.items():
-                futures += [self._pool.submit(job.read, sources[file], self._buffers) for job in _jobs(pieces)]
-            _gather(futures, progress)
+        in_order = [sorted(pieces, key=lambda piece: piece.extent.begin) for pieces in by_file.values()]
+        wanted = {file for pieces in in_order for piece in pieces for file in files_of(piece.extent)}
+        futures: list[Future[int]] = []
+        with closing(OpenFiles(wanted, once=True)) as files:
+            try:
+                for job in chain.from_iterable(map(_jobs, in_order)):
+                    futures.append(self._pool.submit(job.read, files, self._buffers))
+                for future in futures:
+                    progress(future.result())
+            finally:  # the first that fails cancels those that have not begun
+                for future in futures:
+                    future.cancel()
+                wait(futures)  # before the files are closed: no thread reads one that isn't open
 
 
-def _gather(futures: list[Future[int]], progress: Callable[[int], object]) -> None:
-    """Wait for all ``futures``; the first that fails cancels those that have not begun."""
-    try:
-        for future in futures:
-            progress(future.result())
-    finally:
-        for future in futures:
-            future.cancel()
-
-
-def _jobs(pieces: Iterable[TensorRead]) -> list[_FileRead]:
-    """Return what is to be read of one file."""
-    in_place: list[_FileRead] = []
-    parts: list[_TensorSlice] = []
+def _jobs(pieces: Iterable[TensorRead]) -> Iterator[_FileRead]:
+    """Yield what is to be read of one file, whose ``pieces`` come in order."""
+    slices: list[_TensorSlice] = []
     for piece in (piece for piece in pieces if piece.target.numel()):
         if isinstance(piece.extent, PackedTensor):
-            in_place += _unpack_in_place(piece.extent, piece.target)
+            yield from _unpack_in_place(piece.extent, piece.target)
         elif piece.memory is None:
-            parts += _slices(piece.extent, piece.target)
+            slices += _slices(piece.extent, piece.target)
         else:
-            in_place += _read_in_place(piece.extent, piece.memory)
-    return in_place + list(_blocks(parts))
+            yield from _read_in_place(piece.extent, piece.memory)
+    yield from _neighbours_together(slices)
 
 
 def _read_in_place(extent: Extent, memory: memoryview) -> Iterator[_DirectRead]:
@@ -285,35 +243,28 @@ def _slices(extent: Extent, target: torch.Tensor) -> Iterator[_TensorSlice]:
     """Yield the parts of a tensor, none larger than a buffer."""
     flat, begin, dtype = target.view(-1), extent.begin, torch_dtype(extent.dtype)
     for chunk in cut(extent, BLOCK_BYTES):
-        target = flat[(chunk.begin - begin) // dtype.itemsize : (chunk.end - begin) // dtype.itemsize]
-        yield _TensorSlice(chunk.begin, chunk.end, target, dtype)
+        some = flat[(chunk.begin - begin) // dtype.itemsize : (chunk.end - begin) // dtype.itemsize]
+        yield _TensorSlice(chunk, some, dtype)
 
 
-def _blocks(parts: Iterable[_TensorSlice]) -> Iterator[_Block]:
-    """Yield neighbours together, as far as they fit in a buffer."""
-    block: list[_TensorSlice] = []
-    for part in sorted(parts, key=lambda part: part.begin):
-        apart = block and part.begin - block[-1].end > GAP_BYTES
-        if apart or (block and part.end - align_down(block[0].begin) > BLOCK_BYTES):
-            yield _Block(block)
-            block = []
-        block.append(part)
-    if block:
-        yield _Block(block)
+def _neighbours_together(slices: Iterable[_TensorSlice]) -> Iterator[_BufferedRead]:
+    """Yield the reads of ``slices``: of neighbours one, as far as they fit in a buffer."""
+    found: list[_TensorSlice] = []
+    for part in slices:
+        first, last = (found[0].chunk, found[-1].chunk) if found else (part.chunk, part.chunk)
+        if part.chunk.begin - last.end > GAP_BYTES or part.chunk.end - first.offset > BLOCK_BYTES:
+            yield _buffered(found)
+            found = []
+        found.append(part)
+    if found:
+        yield _buffered(found)
+
+
+def _buffered(slices: list[_TensorSlice]) -> _BufferedRead:
+    first, last = slices[0].chunk, slices[-1].chunk
+    return _BufferedRead(replace(first, end=last.end), slices)
 
 
 def can_be_cut(extent: Extent) -> bool:
     """Return whether no element lies across the border of two blocks: the tensor is aligned to its own elements."""
     return extent.begin % torch_dtype(extent.dtype).itemsize == 0
-
-
-@contextmanager
-def _opened(file: ShardFile) -> Iterator[_OpenFile]:
-    with closing(DirectFile(file)) as opened:
-        yield _OpenFile(file.path, opened, cached_pages(opened.descriptor, file.size))
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy and cast in this thread alone. On an accelerator it is there when this returns: the buffer is free again."""
-    with alone():
-        target.copy_(source)

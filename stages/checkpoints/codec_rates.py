@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offstage.pipeline.environment import allowed_cores
 from offstage.stages.machine import kernels
-from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.machine.kept_figures import Figure
 from offstage.stages.machine.probes import READERS, READING_THREADS
-from offstage.stages.machine.rates import FILE_NAME, coarse_rate, is_rate
+from offstage.stages.machine.rates import FILE_NAME, coarse_rate
 
 if TYPE_CHECKING:
     from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
@@ -38,10 +38,9 @@ def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
 
     loops.build()
     machine = f"{loops.identity()}; numpy {metadata.version('numpy')}; {kernels.identity()}"
-    wanted = {name: f"unpacking {name}, by all threads for {_MEASURING_SECONDS} s; {machine}" for name in names}
-    probes: Mapping[str, Callable[[], Any]] = {key: partial(_measured, name) for name, key in wanted.items()}
-    kept = kept_or_measured(folder / FILE_NAME, probes, is_sound=is_rate)
-    return {name: coarse_rate(kept[key]) for name, key in wanted.items() if key in kept}
+    keys = {name: f"unpacking {name}, by all threads for {_MEASURING_SECONDS} s; {machine}" for name in names}
+    found = {name: Figure(FILE_NAME, key, partial(_measured, name)).get(folder) for name, key in keys.items()}
+    return {name: coarse_rate(rate) for name, rate in found.items() if rate}
 
 
 def mean_rate(rates: Mapping[str, int], used_bytes: Mapping[str, int]) -> int | None:

@@ -45,6 +45,11 @@ class Chunk:
         return align_up(self.wanted)
 
 
+def whole(extent: Extent) -> Chunk:
+    """Return the one aligned read that brings ``extent``."""
+    return Chunk(extent.file, align_down(extent.begin), extent.begin, extent.end)
+
+
 def cut(extent: Extent, chunk_bytes: int) -> Iterator[Chunk]:
     """Yield the aligned reads, of ``chunk_bytes`` (aligned) at most, that bring ``extent``; none if it is empty."""
     for offset in range(align_down(extent.begin), extent.end if extent.bytes else 0, chunk_bytes):

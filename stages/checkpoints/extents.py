@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.units import DTYPE_BYTES, tensor_bytes
 
 MAX_ELEMENTS = 2**63 - 1
 """As many as a tensor can have, and as large as an offset can be."""
+
+
+def misfit(entry: Extent, what: str) -> CheckpointError:
+    """Return the error of a checkpoint that can't be right: ``what`` is wrong, of which ``entry`` has a part."""
+    return CheckpointError(f"{entry.file.path}: {what}; get the checkpoint again")
 
 
 def are_counts(values: object) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.cache.user_cache import user_cache
-from offstage.pipeline.errors import CheckpointError, ConfigError, foreign
+from offstage.pipeline.errors import CheckpointError, ConfigError, errors_alone, foreign
 from offstage.pipeline.regular_files import read_regular
 from offstage.stages.checkpoints.bounds import bounded
 from offstage.stages.checkpoints.gguf_header import GgufHeader, read_gguf_header
@@ -81,8 +81,7 @@ def _describe(header: GgufHeader, folder: Path) -> None:
 
     path = header.file.path
     _log.info("%s: transformers reads its config and its tokenizer, once; a large vocabulary takes a minute", path)
-    transformers.logging.set_verbosity_error()
-    with foreign(CheckpointError, f"{path}: no model can be made of it"):
+    with errors_alone(transformers.logging), foreign(CheckpointError, f"{path}: no model can be made of it"):
         keys = _read_keys(header)
         with bounded(str(path)):
             config, model = _empty_model(path, keys)

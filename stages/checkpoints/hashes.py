@@ -19,9 +19,9 @@ from offstage.stages.checkpoints.shard_files import (
     opened_shard,
     read_into,
 )
+from offstage.stages.machine.probes import READING_THREADS
 
 _BLOCK_BYTES = 4 * 2**20
-_AT_ONCE = 8
 
 
 def hold(checkpoint: Checkpoint) -> Checkpoint:
@@ -73,7 +73,7 @@ def _hash_all(files: Iterable[ShardFile]) -> dict[str, str]:
     files = list(files)
     if not files:
         return {}
-    with byte_bar("hashing", sum(file.size for file in files)) as bar, ThreadPoolExecutor(_AT_ONCE) as pool:
+    with byte_bar("hashing", sum(file.size for file in files)) as bar, ThreadPoolExecutor(READING_THREADS) as pool:
         digests = pool.map(partial(_hash, bar.update), files)
         return {file.name: digest for file, digest in zip(files, digests, strict=True)}
 

@@ -23,7 +23,8 @@ from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import Checkpoint, check_index
 from offstage.stages.checkpoints.extents import MAX_ELEMENTS, Extent
-from offstage.stages.checkpoints.hub import checkpoint_folder, words_of_failure
+from offstage.stages.checkpoints.hub import words_of_failure
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.safetensors_header import header_bytes, parse_header
 from offstage.stages.checkpoints.shard_files import ShardFile, is_plain_name
 from offstage.stages.checkpoints.weight_files import LAYOUTS, read_weight_map
@@ -40,15 +41,15 @@ _CHUNK = 2**16
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})", re.ASCII)
 
 
-def remote_checkpoint(model: Mapping[str, Any]) -> Checkpoint:
+def remote_checkpoint(source: ModelSource) -> Checkpoint:
     """Return the checkpoint of a Hub id with all its headers, and none of its data on this machine.
 
     It is to be planned by, and never read. A ``CheckpointError`` where the Hub can't be reached, gives no ranges, or
     says what can't be; and where the weights aren't safetensors.
     """
-    folder = checkpoint_folder(model)
+    folder = source.folder
     index, weight_map = _index(folder)
-    repo, commit = str(model["path"]), folder.name
+    repo, commit = source.path, folder.name
     key = hashlib.sha256(json.dumps([_VERSION, repo, commit]).encode()).hexdigest()[:32]
     store = Store(user_cache(), model=repo)
     names = None if weight_map is None else sorted(set(weight_map.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -14,13 +14,13 @@ import torch
 
 from offstage.pipeline.environment import allowed_cores
 from offstage.stages.checkpoints.codecs.loops import LoopAfterReads, Read
-from offstage.stages.checkpoints.direct_file import Chunk
+from offstage.stages.checkpoints.direct_file import Chunk, whole
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.memory_file import MemoryFile
-from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+from offstage.stages.checkpoints.open_files import OpenFiles
+from offstage.stages.checkpoints.packed import MemoryFile, PackedBlock, PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
-from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, byte_view, room_for
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, byte_view, room_for
 from offstage.stages.machine.probes import READERS, READING_THREADS
 
 SMALL_SPAN_BYTES = 64 * 2**10
@@ -29,12 +29,6 @@ SMALL_SPAN_BYTES = 64 * 2**10
 _UNPACKING = threading.BoundedSemaphore(min(READERS, len(allowed_cores())))
 
 Buffer = TypeVar("Buffer")
-
-ReadSmall = Callable[[Extent, memoryview], object]
-"""Fills the memory with a span."""
-
-ReadChunk = Callable[[Chunk, memoryview], object]
-"""Reads a chunk directly into the aligned memory, ``chunk.length`` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +46,6 @@ class SpanRead:
         return self.span.bytes if self.chunk is None else self.chunk.wanted
 
 
-Descriptor = Callable[[SpanRead], int | None]
-"""Returns what the file of a read is open as; null where it can't be read directly as it should."""
-
-
 @dataclass(frozen=True, slots=True)
 class BlockAtOnce:
     """How a block is read and unpacked in one call: so many ``bytes`` of ``files``.
@@ -68,21 +58,23 @@ class BlockAtOnce:
     bytes: int
     sizes: tuple[int, int]
 
-    def run(self, buffer: Bytes, target: Bytes) -> bool:
-        """Read into ``buffer`` and unpack to ``target``; return false where a read failed."""
+    def run(self, files: OpenFiles, buffer: Bytes, target: Bytes) -> bool:
+        """Read from ``files``, if they are what they were, and unpack; return false where a read failed."""
         assert (buffer.nbytes, target.nbytes) == self.sizes
-        return self.work.run(buffer.ctypes.data, target.ctypes.data)
+        files.check(self.files)
+        with files.traced("read and unpack", "read", bytes=self.bytes):
+            return self.work.run(buffer.ctypes.data, target.ctypes.data)
 
 
-def read_at_once(
-    tensor: PackedTensor, block: PackedBlock, target: Bytes, *, buffer: Bytes, descriptor: Descriptor
+def plan_at_once(
+    files: OpenFiles, tensor: PackedTensor, block: PackedBlock, target: Bytes, *, buffer: Bytes
 ) -> BlockAtOnce | None:
     """Return how ``block`` is read into a buffer like ``buffer`` and unpacked to a target like ``target``.
 
     Null where there is no loop for it, or a part of it is in memory, or can't be read directly.
     """
     data, reads = _lay_out(block, buffer)
-    opened = [descriptor(read) for read in reads]
+    opened = [files.descriptor(read.span.file, read.chunk) for read in reads]
     if len(reads) < len(block.spans) or None in opened:
         return None
     loop = tensor.codec.loop(tensor, block, data, target)
@@ -92,9 +84,9 @@ def read_at_once(
     for file, read in zip(opened, reads, strict=True):
         offset, size = (read.span.begin, read.wanted) if read.chunk is None else (read.chunk.offset, read.chunk.length)
         rows.append(Read(file, offset, size, read.wanted, read.memory.ctypes.data - first))
-    files = tuple({read.span.file: None for read in reads})
     work = LoopAfterReads(loop, rows, at=(first, target.ctypes.data))
-    return BlockAtOnce(work, files, sum(read.wanted for read in reads), (buffer.nbytes, target.nbytes))
+    read_from = tuple({read.span.file: None for read in reads})
+    return BlockAtOnce(work, read_from, sum(read.wanted for read in reads), (buffer.nbytes, target.nbytes))
 
 
 def room_at_rest(block: PackedBlock) -> int:
@@ -118,23 +110,25 @@ def lent(buffers: SimpleQueue[Buffer]) -> Iterator[Buffer]:
         buffers.put(buffer)
 
 
-def bring_block(
-    tensor: PackedTensor, block: PackedBlock, target: Bytes, *, buffer: Bytes, small: ReadSmall, direct: ReadChunk
-) -> int:
+def bring_block(files: OpenFiles, tensor: PackedTensor, block: PackedBlock, target: Bytes, *, buffer: Bytes) -> int:
     """Read ``block`` and unpack it to its place in ``target``, the bytes of all of ``tensor``.
 
     It is read into ``buffer``, which is aligned and has ``room_at_rest`` bytes at least. Returns how many bytes were
     read.
     """
-    data, count = read_block(block, buffer, small=small, direct=direct)
+    data, count = read_block(files, block, buffer)
     unpack_block(tensor, block, data, target)
     return count
 
 
-def read_block(block: PackedBlock, buffer: Bytes, *, small: ReadSmall, direct: ReadChunk) -> tuple[list[Bytes], int]:
+def read_block(files: OpenFiles, block: PackedBlock, buffer: Bytes) -> tuple[list[Bytes], int]:
     """Return the bytes of the spans of ``block``, and how many were read: what isn't in memory, into ``buffer``."""
     data, reads = _lay_out(block, buffer)
-    _read(reads, small=small, direct=direct)
+    for read in reads:
+        if read.chunk is None:
+            files.read_small(read.span, read.data.data)
+        else:
+            files.read(read.chunk, read.memory.data)
     return data, sum(read.wanted for read in reads)
 
 
@@ -149,28 +143,16 @@ def _lay_out(block: PackedBlock, buffer: Bytes) -> tuple[list[Bytes], list[SpanR
             continue
         memory = buffer[begin : begin + _room(span)]
         begin += len(memory)
-        chunk = _chunk(span) if span.bytes >= SMALL_SPAN_BYTES else None
+        chunk = whole(span) if span.bytes >= SMALL_SPAN_BYTES else None
         data.append(memory[: span.bytes] if chunk is None else memory[chunk.skipped : chunk.wanted])
         reads.append(SpanRead(span, chunk, memory, data[-1]))
     return data, reads
 
 
-def _read(reads: Sequence[SpanRead], *, small: ReadSmall, direct: ReadChunk) -> None:
-    for read in reads:
-        if read.chunk is None:
-            small(read.span, read.data.data)
-        else:
-            direct(read.chunk, read.memory.data)
-
-
 def _room(span: Extent) -> int:
     if isinstance(span.file, MemoryFile):
         return 0
-    return _chunk(span).length if span.bytes >= SMALL_SPAN_BYTES else align_up(span.bytes)
-
-
-def _chunk(span: Extent) -> Chunk:
-    return Chunk(span.file, align_down(span.begin), span.begin, span.end)
+    return whole(span).length if span.bytes >= SMALL_SPAN_BYTES else align_up(span.bytes)
 
 
 def unpack_block(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:

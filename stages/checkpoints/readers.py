@@ -7,21 +7,28 @@ at use and no second copy of the weights besides the page cache. ``.bin`` goes t
 
 from __future__ import annotations
 
+import os
 import pickle
+import pickletools
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.regular_files import open_regular, read_json
 from offstage.stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS, PLAIN
+from offstage.stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement, GgufCodec
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.gguf_entries import gguf_entries
-from offstage.stages.checkpoints.legacy_pickle import check_storages
+from offstage.stages.checkpoints.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from offstage.stages.checkpoints.gguf_model import NAMES, gguf_folder
+from offstage.stages.checkpoints.gguf_names import NamedTensor
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from offstage.stages.checkpoints.packed_reads import fill_packed, read_packed
 from offstage.stages.checkpoints.quantised import logical_entries
@@ -35,6 +42,11 @@ _LOAD_FAILURES = (
     AssertionError, ImportError, MemoryError, pickle.PickleError, struct.error,
 )  # fmt: skip
 """What ``torch.load`` is seen to raise for files that are damaged or made to harm."""
+
+
+_PICKLES = 5
+_COUNT_BYTES = 8
+"""Before each storage stands how many elements it has."""
 
 
 class SourceReader(Protocol):
@@ -189,7 +201,7 @@ def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:
         _check_tensor(file.path, name, tensor)
     if magic != ZIP_MAGIC:
         with _load_errors(file.path):
-            check_storages(file.path, data.values())
+            _check_storages(file.path, data.values())
     return dict(data)
 
 
@@ -213,3 +225,53 @@ def _load_errors(path: Path) -> Iterator[None]:
     except _LOAD_FAILURES as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: can't be loaded, get it again: {reason}") from error
+
+
+def _check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise a ``CheckpointError`` where ``tensors``, loaded from ``path``, have other bytes than were stored there.
+
+    Files of torch before 1.6 are five pickles one after another, the last a list of keys, and then the storages.
+    ``torch.load`` makes room for every storage that a tensor refers to, and fills those that the list of keys names.
+    One flipped bit in a key leaves a storage as the memory was: a tensor of whatever stood there before.
+    """
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    with os.fdopen(open_regular(path), "rb") as file:
+        keys = 0
+        for _ in range(_PICKLES):
+            keys = sum(isinstance(argument, str) for _, argument, _ in pickletools.genops(file))
+        stored = os.fstat(file.fileno()).st_size - file.tell() - _COUNT_BYTES * keys
+    if needed != stored:
+        raise CheckpointError(
+            f"{path}: its tensors have {needed} bytes, and {stored} are stored there; get the file again"
+        )
+
+
+def gguf_entries(path: Path) -> Mapping[str, AtRest]:
+    """Return the tensors of the model that the GGUF file ``path`` holds, by their names in the model."""
+    header, folder = read_gguf_header(path), gguf_folder(path)
+    kept = read_json(folder / NAMES)
+    return {name: _entry(header, _named(fields)) for name, fields in kept.items()}
+
+
+def _named(fields: Mapping[str, Any]) -> NamedTensor:
+    swapped = fields["arrangement"]["swapped"]
+    arrangement = Arrangement(**{**fields["arrangement"], "swapped": None if swapped is None else tuple(swapped)})
+    return NamedTensor(tuple(fields["shape"]), tuple(fields["sources"]), arrangement)
+
+
+def _entry(header: GgufHeader, named: NamedTensor) -> AtRest:
+    """Return what the tensor ``named`` rests in; plain values in the model's own order are it, in their own dtype."""
+    sources = [header.tensors[name] for name in named.sources]
+    kinds = tuple(source.kind for source in sources)
+    parts = tuple(_part(source, named.arrangement) for source in sources)
+    if kinds[0] in PLAIN and len(kinds) == 1 and named.arrangement == AS_THEY_ARE:
+        parts = (replace(parts[0], dtype=PLAIN[kinds[0]], shape=named.shape),)
+    return PackedTensor(GgufCodec(kinds, named.arrangement), parts, "float32", named.shape)
+
+
+def _part(tensor: GgufTensor, arrangement: Arrangement) -> Extent:
+    """Return the extent of ``tensor``: rows of blocks, of a vector whose elements change places one element each."""
+    width = FORMATS[tensor.kind].bytes
+    by_element = arrangement.swapped is not None and len(tensor.shape) == 1
+    return replace(tensor.extent, shape=(tensor.shape[0], width)) if by_element else tensor.extent

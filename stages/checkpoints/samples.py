@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.shard_files import ShardFile, check_unchanged, opened_shard, read_into
+from offstage.stages.machine.probes import READING_THREADS
 
 BLOCK_BYTES = 8 * 1024
 BLOCKS = 8
 """As many blocks of a tensor are read, the first and the last of them at its ends; a smaller one is read whole."""
 FILE_BLOCKS = 256
 """The same for a file that doesn't tell its tensors."""
-_AT_ONCE = 8
 _EACH = 64
 """Tensors that one thread reads before it takes others."""
 
@@ -67,7 +67,7 @@ def _read_all(descriptor: int, file: ShardFile, extents: Sequence[Extent]) -> tu
         return [_digest(descriptor, file, extent) for extent in some]
 
     groups = [extents[begin : begin + _EACH] for begin in range(0, len(extents), _EACH)]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(READING_THREADS) as pool:
         return tuple(digest for group in pool.map(digests, groups) for digest in group)
 
 

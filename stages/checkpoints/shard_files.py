@@ -17,10 +17,14 @@ from pathlib import Path
 from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.pipeline.regular_files import NotRegularError, open_regular
 
-TOKENIZER_TEXTS = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.spm", "*.codes")
-"""Of what one tokenizer or another is made beside what shows that there is one, as glob patterns."""
-TEXTS = (*TOKENIZER_TEXTS, "*.model", "*.py", "tokenizer*", "vocab*")
-"""The files beside the weights that a model and its tokenizer are made from, as glob patterns."""
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
+"""The files of a checkpoint folder that show that it has a tokenizer, as glob patterns."""
+TOKENIZER_TEXTS = (*TOKENIZER_FILES, "*.jinja", "*.tiktoken", "*.spm", "*.codes")
+"""Of what one tokenizer or another is made."""
+TEXTS = (*TOKENIZER_TEXTS, "*.json", "*.txt")
+"""The files beside weights and code that a model, its tokenizer and its default options are made from."""
+SMALL_FILES = (*TEXTS, "*.py")
+"""All that a checkpoint has beside its weights."""
 _SHA256_LETTERS, _HEX = 64, frozenset("0123456789abcdef")
 
 
@@ -72,7 +76,7 @@ def check_texts(folder: Path) -> None:
 
     That is a FIFO, a socket or a device in the place of a config or of a tokenizer's file: whoever opens one waits.
     """
-    for path in sorted({path for pattern in TEXTS for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in SMALL_FILES for path in folder.glob(pattern)}):
         if _would_hang(path) and not path.name.endswith(".index.json"):  # an index is checked as it is opened
             raise CheckpointError(f"{path}: not a regular file; remove it, or get it again")
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
-from offstage.pipeline.errors import PANIC, ConfigError, OffstageError, foreign
-from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from offstage.pipeline.errors import PANIC, ConfigError, OffstageError, errors_alone, foreign
+from offstage.stages.checkpoints.model_source import ModelSource
+from offstage.stages.checkpoints.shard_files import TOKENIZER_FILES
 from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
-"""The files of a checkpoint folder that show that it has a tokenizer, as glob patterns."""
 
 _STANDARD_ERROR = 2
 _one_at_a_time = threading.Lock()
@@ -55,19 +53,18 @@ def _set_aside(said: IO[bytes]) -> Iterator[None]:
         os.write(_STANDARD_ERROR, b"" if panicked else said.read())
 
 
-def load_tokenizer(model: Mapping[str, Any]) -> Any:
-    """Return the tokenizer of the config node ``model``, or None if its folder holds none.
+def load_tokenizer(source: ModelSource) -> Any:
+    """Return the tokenizer of ``source``, or None if its folder holds none.
 
     What ``model.tokenizer`` names must hold one.
     """
     from transformers import AutoTokenizer, logging
 
-    logging.set_verbosity_error()  # that a text is longer than the context is for who asked for it to say
-    folder = tokenizer_folder(model) or checkpoint_folder(model)
-    if not model.get("tokenizer") and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+    folder = source.text_folder
+    if not source.tokenizer and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     check_tokenizer(folder)
-    remote = bool(model.get("trust_remote_code", False))
     advice = "; set model.tokenizer to a folder that has one that loads, or give token ids: generate.prompts=[[5,6,7]]"
-    with tokenizing(ConfigError, f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads", advice=advice):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
+    about = f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads"
+    with errors_alone(logging), tokenizing(ConfigError, about, advice=advice):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code, local_files_only=True)

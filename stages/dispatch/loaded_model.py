@@ -21,7 +21,7 @@ from offstage.pipeline.stage import Config, Stage
 from offstage.pipeline.stage_chain import StageChain
 from offstage.pipeline.typed_config import NO_DEVICE, defaults, expanded, key_names, type_faults
 from offstage.stages.checkpoints.dtypes import dtype_name
-from offstage.stages.checkpoints.hub import located
+from offstage.stages.checkpoints.model_source import ModelSource, located
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.dispatch.stage import DispatchStage
 from offstage.stages.empty_init.identity import MODEL_KEYS
@@ -69,7 +69,7 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, loaded when it is first asked for; null if it has none."""
-        return load_tokenizer(self._chain.config["model"])
+        return load_tokenizer(ModelSource.of(self._chain.config["model"]))
 
     @cached_property
     def plan(self) -> plans.Plan:

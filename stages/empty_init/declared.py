@@ -21,8 +21,7 @@ from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.converted_modules import converted_modules
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
-from offstage.stages.checkpoints.memory_file import memory_file
-from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.checkpoints.packed import AtRest, memory_file
 from offstage.stages.checkpoints.quantised import DECLARES
 from offstage.stages.checkpoints.quantization import method_of
 from offstage.stages.checkpoints.shard_files import ShardFile

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.pipeline.errors import CheckpointError, ConfigError, closest, foreign
+from offstage.pipeline.errors import CheckpointError, ConfigError, closest, errors_alone, foreign
 from offstage.stages.empty_init.config_limits import check_numbers
 from offstage.stages.empty_init.init import init_empty_weights
 
@@ -23,9 +23,12 @@ def build_diffusers(folder: Path, config: Mapping[str, Any], dtype: torch.dtype)
 
     Those that the class declares so are in float32, as diffusers has them.
     """
+    from diffusers.utils import logging
+
     check_numbers(folder / "config.json", config)
     found = _model_class(folder, str(config["_class_name"]))
-    with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"), init_empty_weights():
+    building = foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it")
+    with errors_alone(logging), building, init_empty_weights():
         model: nn.Module = found.from_config(dict(config)).to(dtype)
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
@@ -38,7 +41,6 @@ def _model_class(folder: Path, name: str) -> Any:
     """Return the class of diffusers that is called ``name``; nothing else that diffusers has is taken."""
     import diffusers
 
-    diffusers.utils.logging.set_verbosity_error()
     with foreign(ConfigError, f"{folder / 'config.json'}: _class_name: {name!r} can't be had of diffusers"):
         found = getattr(diffusers, name, None) if name.isidentifier() else None
     if not (isinstance(found, type) and issubclass(found, diffusers.ModelMixin)):

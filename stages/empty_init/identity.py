@@ -18,10 +18,10 @@ from offstage.pipeline.plain_data import walk
 from offstage.pipeline.regular_files import read_object, read_regular
 from offstage.pipeline.stage import SourceFiles
 from offstage.stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
-from offstage.stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.config_files import parse_config
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.hub import checkpoint_folder, is_hub_id, lacks_weights, tokenizer_folder, weights_path
+from offstage.stages.checkpoints.model_source import ModelSource, is_hub_id
 from offstage.stages.checkpoints.quantization import (
     KEYS as QUANTISED,
     SERVED,
@@ -31,8 +31,7 @@ from offstage.stages.checkpoints.quantization import (
     quantization_of,
 )
 from offstage.stages.checkpoints.safetensors_header import read_header
-from offstage.stages.checkpoints.shard_files import TOKENIZER_TEXTS, is_plain_name
-from offstage.stages.checkpoints.tokenizers import TOKENIZER_FILES
+from offstage.stages.checkpoints.shard_files import TEXTS, is_plain_name
 from offstage.stages.checkpoints.weight_files import gguf_file, weight_files
 from offstage.stages.empty_init.source_code import code_identity, hashes, imports, source_files
 
@@ -68,7 +67,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         order = tuple(place for place, _ in walk(arguments))  # a constructor may make its layers in it
         own = {"arguments": arguments, "order": order, "no_split": model.get("no_split"), "code": code}
         return {"kind": "module", "torch": torch, **own}
-    folder, override = checkpoint_folder(model), model.get("class")
+    folder, override = ModelSource.of(model).folder, model.get("class")
     quantised = quantization_fault(folder)
     if quantised:
         raise CheckpointError(f"model.path: {quantised}")
@@ -147,7 +146,7 @@ def remote_code(folder: Path, names_it: str) -> dict[str, str]:
     for reference in _texts(read_object(folder / names_it).get("auto_map")):
         repository, separator, _ = reference.partition("--")
         if separator:
-            folders[f"{repository}/"] = checkpoint_folder({"path": repository})
+            folders[f"{repository}/"] = ModelSource(repository).folder
     files = {name: source_files(place) for name, place in folders.items()}
     found = {
         f"{name}{file}": digest
@@ -161,7 +160,8 @@ def text_identity(model: Mapping[str, Any]) -> dict[str, object]:
     """Return what says how text and media become a model's inputs, and which options are the default: files by their
     role, by content. Where the checkpoint's own code is trusted, a tokenizer's is a part of it.
     """
-    roles = {"checkpoint": checkpoint_folder(model), "tokenizer": tokenizer_folder(model)}
+    source = ModelSource.of(model)
+    roles = {"checkpoint": source.folder, "tokenizer": source.tokenizer_folder}
     folders = {role: folder for role, folder in roles.items() if folder is not None}
     files: dict[str, object] = {role: hashes(_text_files(folder), folder) for role, folder in folders.items()}
     if model.get("trust_remote_code"):
@@ -171,9 +171,7 @@ def text_identity(model: Mapping[str, Any]) -> dict[str, object]:
 
 def _text_files(folder: Path) -> list[Path]:
     """Return the files of ``folder`` that a tokenizer, a processor or the default options may be read from."""
-    found = {
-        file for pattern in (*TOKENIZER_FILES, *TOKENIZER_TEXTS) for file in folder.glob(pattern) if file.is_file()
-    }
+    found = {file for pattern in TEXTS for file in folder.glob(pattern) if file.is_file()}
     return sorted(file for file in found if not file.name.endswith(".index.json"))
 
 
@@ -223,17 +221,18 @@ def open_packed(model: Mapping[str, Any], *, plans: bool = False) -> Checkpoint 
 
 
 def _opened(model: Mapping[str, Any], *, plans: bool) -> Checkpoint:
-    if plans and lacks_weights(model):
+    source = ModelSource.of(model)
+    if plans and source.lacks_weights:
         from offstage.stages.checkpoints.hub_headers import remote_checkpoint
 
-        return remote_checkpoint(model)
-    return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
+        return remote_checkpoint(source)
+    return source.open()
 
 
 def _rests_packed(model: Mapping[str, Any]) -> bool:
     if model["kind"] != "pretrained":
         return False
-    configs = (config for _, config in walk(read_config(checkpoint_folder(model))) if isinstance(config, Mapping))
+    configs = (config for _, config in walk(read_config(ModelSource.of(model).folder)) if isinstance(config, Mapping))
     return gguf_file(Path(model["path"])) is not None or any(config.get(QUANTISED[0]) for config in configs)
 
 
@@ -291,7 +290,7 @@ def resolve_dtype(config: Mapping[str, Any]) -> str:
     dtype, model = str(config["dtype"]), config["model"]
     if dtype != "auto" or model["kind"] == "module":
         return dtype
-    known = declared_dtype(checkpoint_folder(model)) or _stored_dtype(model, plans=is_plan(config))
+    known = declared_dtype(ModelSource.of(model).folder) or _stored_dtype(model, plans=is_plan(config))
     return known or ("float32" if declared_packed(model) is None else "bfloat16")
 
 
@@ -306,9 +305,10 @@ def declared_dtype(folder: Path) -> str | None:
 
 
 def _stored_dtype(model: Mapping[str, Any], *, plans: bool) -> str | None:
-    if plans and lacks_weights(model):
+    source = ModelSource.of(model)
+    if plans and source.lacks_weights:
         return _first_dtype(_opened(model, plans=plans).entries)
-    for file in weight_files(weights_path(model))[:1]:
+    for file in weight_files(source.weights)[:1]:
         if file.suffix != ".safetensors":
             return None
         try:

@@ -12,11 +12,11 @@ import transformers
 from hydra.utils import instantiate
 from torch import nn
 
-from offstage.pipeline.errors import CheckpointError, ConfigError, closest, foreign
+from offstage.pipeline.errors import CheckpointError, ConfigError, closest, errors_alone, foreign
 from offstage.stages.checkpoints.adapters import adapter_folder
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import KEYS as QUANTISED
 from offstage.stages.empty_init.adapted_model import add_adapter
 from offstage.stages.empty_init.config_limits import check_numbers
@@ -40,10 +40,10 @@ def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
     of that.
     """
     import_models()
-    transformers.logging.set_verbosity_error()
-    model: Any = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
+    with errors_alone(transformers.logging):
+        model: Any = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
     if getattr(model, "can_generate", lambda: False)():
-        model.generation_config = read_generation_config(checkpoint_folder(node)) or model.generation_config
+        model.generation_config = read_generation_config(ModelSource.of(node).folder) or model.generation_config
     folder = adapter_folder(node)
     if folder is not None:
         add_adapter(model, folder)
@@ -62,7 +62,7 @@ def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:
 
 
 def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
-    folder = checkpoint_folder(node)
+    folder = ModelSource.of(node).folder
     described = read_config(folder)
     if is_of_diffusers(described):
         return _build_diffusers(node, described, dtype)
@@ -81,12 +81,12 @@ def _build_diffusers(node: Mapping[str, Any], described: Mapping[str, Any], dtyp
         raise ConfigError(f"model.class: {node['class']!r} has no say in a model of diffusers, whose config names it")
     from offstage.stages.empty_init.diffusers_model import build_diffusers
 
-    return build_diffusers(checkpoint_folder(node), described, torch_dtype(dtype))
+    return build_diffusers(ModelSource.of(node).folder, described, torch_dtype(dtype))
 
 
 def read_class(node: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return transformers' config of the pretrained model that ``node`` declares, and its class."""
-    folder, remote = checkpoint_folder(node), bool(node.get("trust_remote_code"))
+    folder, remote = ModelSource.of(node).folder, bool(node.get("trust_remote_code"))
     with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
         _forget_quantization(config)

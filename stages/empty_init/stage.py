@@ -17,7 +17,7 @@ from offstage.stages.calls.options import ForwardOptions, asked_of, identity as 
 from offstage.stages.checkpoints.adapters import adapter_folder, read_settings
 from offstage.stages.checkpoints.bounds import bounded
 from offstage.stages.checkpoints.checkpoint import Checkpoint
-from offstage.stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
+from offstage.stages.checkpoints.model_source import ModelSource, is_hub_id, located
 from offstage.stages.checkpoints.shard_files import check_texts
 from offstage.stages.checkpoints.weight_files import gguf_file
 from offstage.stages.empty_init.identity import (
@@ -186,14 +186,15 @@ def _declared(inputs: EmptyInitInputs, model: Any) -> DeclaredCheckpoint | None:
         return None
     from offstage.stages.empty_init.declared import declared_checkpoint
 
-    folder, adapted = checkpoint_folder(inputs.node), adapter_folder(inputs.node) is not None
+    folder, adapted = ModelSource.of(inputs.node).folder, adapter_folder(inputs.node) is not None
     dtype = declared_dtype(folder) or inputs.dtype
     return declared_checkpoint(model, folder, quantization, dtype=dtype, adapted=adapted)
 
 
 def _bounds(model: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Return the bounds of what is built from a checkpoint's config; the user's own module has none."""
-    return bounded(str(checkpoint_folder(model) / "config.json")) if model["kind"] == "pretrained" else nullcontext()
+    pretrained = model["kind"] == "pretrained"
+    return bounded(str(ModelSource.of(model).folder / "config.json")) if pretrained else nullcontext()
 
 
 def _check_path(model: Mapping[str, Any]) -> Iterable[Fault]:
@@ -201,7 +202,7 @@ def _check_path(model: Mapping[str, Any]) -> Iterable[Fault]:
     if not path:
         yield Fault("model.path", f"{path!r} is no checkpoint; give the folder that holds it")
     elif is_hub_id(path):
-        reason = fault_offline(model)
+        reason = ModelSource.of(model).fault_offline()
         if reason:
             yield Fault("model.path", reason, CheckpointError)
     elif model["kind"] == "pretrained" and not Path(path).is_dir() and gguf_file(Path(path)) is None:
@@ -243,8 +244,8 @@ def _check_pipeline(model: Mapping[str, Any]) -> Iterable[Fault]:
 def _check_quantization(model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield a fault where the config declares quantised weights; one that isn't here yet is looked at when it is."""
     try:
-        here = local_snapshot(model) is not None if is_hub_id(model.get("path")) else True
-        reason = quantization_fault(checkpoint_folder(model)) if here else None
+        source = ModelSource.of(model)
+        reason = quantization_fault(source.folder) if source.is_here() else None
     except CheckpointError:
         return  # said of the folder, or of its config as the model is built
     if reason:

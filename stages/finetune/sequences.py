@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inference.tokens import encode_text
 from offstage.stages.inputs.finetune_options import TEXT
@@ -25,7 +26,7 @@ def make_sequences(text: str, model: Mapping[str, Any], *, window: int) -> torch
 
     Raises ``ConfigError`` where there is no tokenizer, or where the text is shorter than one sequence.
     """
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(ModelSource.of(model))
     if tokenizer is None:
         raise ConfigError(f"{TEXT}: the checkpoint has no tokenizer; set model.tokenizer to a folder that has one")
     ids = torch.tensor(encode_text(TEXT, text, tokenizer, instead="a checkpoint that has one"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from offstage.pipeline.errors import ConfigError, Fault, OffstageError
 from offstage.stages.checkpoints.adapters import adapter_folder
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.empty_init.model import read_class
 from offstage.stages.finetune.sequences import make_sequences
 from offstage.stages.inputs.finetune_options import TEXT, FinetuneOptions
@@ -62,7 +62,7 @@ def _check_window(options: FinetuneOptions, model: Mapping[str, Any]) -> Iterabl
     if 0 < context < window:
         yield Fault("finetune.window", f"{window} tokens are more than the model's context of {context}")
         return
-    if options.text_file is None or not checkpoint_folder(model).is_dir():
+    if options.text_file is None or not ModelSource.of(model).folder.is_dir():
         return
     try:
         make_sequences(read_text(TEXT, options.text_file), model, window=window)

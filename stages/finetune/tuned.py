@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from offstage.stages.checkpoints.adapters import ADAPTER, CONFIG, adapter_folder
-from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from offstage.stages.checkpoints.tokenizers import TOKENIZER_FILES
+from offstage.stages.checkpoints.model_source import ModelSource
+from offstage.stages.checkpoints.shard_files import TOKENIZER_TEXTS
 from offstage.stages.empty_init.adapted_model import without_adapter
 
 SHARD_SIZE = "1GB"
 """The most of one file. A release of safetensors that copies what it writes copies no more than that at once."""
 
-_BESIDE = (*TOKENIZER_FILES, "*.jinja", "*.tiktoken", "*.spm", "*.codes", "generation_config.json")
+_BESIDE = (*TOKENIZER_TEXTS, "generation_config.json")
 """What goes along from the checkpoint's own folder: how text becomes tokens, and the default options."""
 
 _PREFIX = "base_model.model."
@@ -40,7 +40,8 @@ def save_model(model: Any, node: Mapping[str, Any], folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     logging.enable_progress_bar()
     (folder / "generation_config.json").unlink(missing_ok=True)
-    for place in filter(None, (checkpoint_folder(node), tokenizer_folder(node))):
+    source = ModelSource.of(node)
+    for place in filter(None, (source.folder, source.tokenizer_folder)):
         for file in {file for pattern in _BESIDE for file in place.glob(pattern) if file.is_file()}:
             shutil.copyfile(file, folder / file.name)
 

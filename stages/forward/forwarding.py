@@ -16,7 +16,7 @@ from offstage.stages.calls.arguments import Tensors, calls
 from offstage.stages.calls.call import answer
 from offstage.stages.calls.options import ForwardOptions, count_rows, read_texts
 from offstage.stages.checkpoints.dtypes import dtype_name
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
 from offstage.stages.forward.joined import Joined
 from offstage.stages.forward.labels import say
@@ -71,7 +71,7 @@ class ForwardSession(ModelSession[ForwardInputs]):
 
 
 def _config(model: Mapping[str, Any]) -> dict[str, Any]:
-    return read_object(checkpoint_folder(model) / "config.json")
+    return read_object(ModelSource.of(model).folder / "config.json")
 
 
 def _texts(given: ForwardOptions) -> list[str]:

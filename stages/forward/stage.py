@@ -13,7 +13,7 @@ from offstage.stages.calls.options import ForwardConfig, check_options, identity
 from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
 from offstage.stages.inference.inputs import gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
-from offstage.stages.inputs.libraries import media_libraries
+from offstage.stages.inputs.media_files import media_libraries
 
 if TYPE_CHECKING:
     from offstage.stages.forward.forwarding import ForwardSession

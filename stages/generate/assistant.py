@@ -16,7 +16,7 @@ from offstage.pipeline.errors import CheckpointError, ConfigError, Fault, Offsta
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.checkpoints.weight_files import gguf_file
 from offstage.stages.empty_init.identity import quantization_fault, text_identity
@@ -36,12 +36,12 @@ def check_assistant_folder(path: str | None) -> Iterable[Fault]:
     if gguf_file(Path(path)) is not None:
         yield Fault(_KEY, f"{path!r} is in GGUF, which a model is read from, not an assistant; give one of safetensors")
         return
-    if not path or not checkpoint_folder({"path": path}).is_dir():
+    if not path or not ModelSource(path).folder.is_dir():
         yield Fault(_KEY, f"{path!r} is no folder; give that of a small checkpoint with the same tokenizer")
         return
     try:
         _open(path)
-        fault = quantization_fault(checkpoint_folder({"path": path}))
+        fault = quantization_fault(ModelSource(path).folder)
     except (CheckpointError, StorageError) as error:
         fault = str(error).removeprefix("model.path: ")
     if fault:
@@ -73,7 +73,7 @@ def check_assistant(path: str | None, model: Mapping[str, Any]) -> Iterable[Faul
 def _share_tokens(model: Mapping[str, Any], node: Mapping[str, Any]) -> bool:
     """Return whether each id is one token to both; where one has no tokenizer that loads, nothing is compared."""
     with suppress(OffstageError):  # which is said where it is used
-        mine, other = load_tokenizer(model), load_tokenizer(node)
+        mine, other = load_tokenizer(ModelSource.of(model)), load_tokenizer(ModelSource.of(node))
         return mine is None or other is None or bool(mine.get_vocab() == other.get_vocab())
     return True
 
@@ -87,7 +87,7 @@ def assistant_identity(path: str | None) -> Mapping[str, object] | None:
 
 
 def _open(path: str) -> Checkpoint:
-    return open_checkpoint(checkpoint_folder({"path": path}))
+    return open_checkpoint(ModelSource(path).folder)
 
 
 class Assistant:
@@ -122,7 +122,7 @@ def loaded_assistant(path: str | None, context: Context) -> Iterator[Assistant |
     from offstage.stages.dispatch import load
 
     main = context.artifact("plan").read(plans.Plan, plans.FILE_NAME).main_device
-    whole = {main: 2 * assistant_weights(checkpoint_folder({"path": path}))}
+    whole = {main: 2 * assistant_weights(ModelSource(path).folder)}
     options = {"hardware": context.config["hardware"], "cache": context.cache}
     try:
         loaded = load(path, max_memory=whole, device_map=main, batch_size=1, max_length=2, **options)
@@ -131,5 +131,5 @@ def loaded_assistant(path: str | None, context: Context) -> Iterator[Assistant |
     with loaded:
         if not getattr(loaded.model, "can_generate", lambda: False)():
             raise ConfigError(f"{_KEY}: {path!r} is no model that generates; give one of the model's own kind")
-        defaults = read_generation_config(checkpoint_folder({"path": path}))
+        defaults = read_generation_config(ModelSource(path).folder)
         yield Assistant(loaded.model, defaults or copy.deepcopy(loaded.model.generation_config))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from offstage.pipeline.errors import ConfigError, foreign
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import tokenizing
 from offstage.stages.dispatch.stage import Dispatched
 from offstage.stages.dispatch.streaming.module_state import LockstepError
@@ -64,7 +64,7 @@ class Decoding:
         self._dispatched, self._inputs, self._tokenizer = dispatched, inputs, tokenizer
         self._assistant, self._free = assistant, free
         self.cost = Cost()
-        self._defaults = read_generation_config(checkpoint_folder(inputs.model))
+        self._defaults = read_generation_config(ModelSource.of(inputs.model).folder)
         self._uses_transformers = decode.has_generate(dispatched.model)
         config = getattr(dispatched.model, "config", None)
         self._side = "right" if getattr(config, "is_encoder_decoder", False) else "left"
@@ -235,7 +235,7 @@ class Decoding:
 
     @cached_property
     def _processor(self) -> PromptProcessor:
-        return PromptProcessor(self._inputs.model, key="generate")
+        return PromptProcessor(ModelSource.of(self._inputs.model), key="generate")
 
     def _pad(self, given: Mapping[str, Any], ends: Sequence[int]) -> int:
         pads = (given.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, self._tokenizer)))

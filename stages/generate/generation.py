@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.generate import prompts
 from offstage.stages.generate.assistant import Assistant, loaded_assistant
@@ -32,7 +33,7 @@ class GenerationSession(ModelSession[GenerateInputs]):
 
     def __init__(self, inputs: GenerateInputs, context: Context) -> None:
         super().__init__(inputs, context)
-        self._tokenizer = load_tokenizer(inputs.model)
+        self._tokenizer = load_tokenizer(ModelSource.of(inputs.model))
         encoder = prompts.Encoder.of(inputs.asked, self._tokenizer)
         self._encoded = [
             [] if prompt.media else encoder.encode(name, prompt)

@@ -12,7 +12,7 @@ from transformers.generation import logits_process as processors
 from offstage.pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG, TOKEN_OPTION, read_generation_config
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.empty_init.identity import read_config
 from offstage.stages.generate.prompts import token_ids
@@ -82,7 +82,7 @@ def _own_options(model: Mapping[str, Any]) -> Mapping[str, type[str | bool]]:
     """Return the options that the generate of the checkpoint's model has beside those of all, with their types."""
     if model.get("kind") != "pretrained":
         return {}
-    return _OPTIONS_OF.get(str(read_object(checkpoint_folder(model) / "config.json").get("model_type")), {})
+    return _OPTIONS_OF.get(str(read_object(ModelSource.of(model).folder / "config.json").get("model_type")), {})
 
 
 def _token_faults(options: Mapping[str, Any]) -> Iterable[Fault]:
@@ -117,7 +117,7 @@ def check_served(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[F
     """
     if model.get("kind") != "pretrained":
         return
-    folder = checkpoint_folder(model)
+    folder = ModelSource.of(model).folder
     try:
         defaults = read_generation_config(folder)
         effective = {**(defaults.to_dict() if defaults is not None else {}), **given.options}
@@ -151,7 +151,7 @@ def _removed(options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if options.get("cache_implementation") not in (None, *CACHES):
         yield "cache_implementation", f"is no cache that a run can have; give {' or '.join(CACHES)}, or leave it out"
-    if options.get("stop_strings") and load_tokenizer(model) is None:
+    if options.get("stop_strings") and load_tokenizer(ModelSource.of(model)) is None:
         yield "stop_strings", "needs a tokenizer, and the checkpoint has none; set model.tokenizer"
     for name, processor in _processors(options):
         try:
@@ -183,7 +183,7 @@ def _unguessable(
     name = _architecture(model)
     if getattr(getattr(transformers, name, None), "_is_stateful", False):
         yield guessing[-1], f"asks to take tokens back, which {name} can't; leave it out"
-    elif given.judges_exactly and (why := why_not_shared(name, checkpoint_folder(model))):
+    elif given.judges_exactly and (why := why_not_shared(name, ModelSource.of(model).folder)):
         yield (
             guessing[-1],
             f"asks for several forwards over one cache, and {why}; leave it out, or set generate.speculation=batched",
@@ -197,7 +197,7 @@ def _untold(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[tuple[
 
 
 def _architecture(model: Mapping[str, Any]) -> str:
-    names = read_config(checkpoint_folder(model)).get("architectures")
+    names = read_config(ModelSource.of(model).folder).get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
 

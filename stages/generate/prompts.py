@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from offstage.pipeline.errors import ConfigError, Fault, OffstageError
 from offstage.stages.checkpoints.generation_defaults import named_tokens
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from offstage.stages.empty_init.model import read_class
 from offstage.stages.inference.tokens import encode_text
@@ -67,10 +67,10 @@ def check_encoded(prompts: Mapping[str, Prompt], given: GenerateOptions, model: 
     What is wrong with the checkpoint or its tokenizer is said by who opens them.
     """
     try:
-        if not model.get("path") or not checkpoint_folder(model).is_dir():
+        if not model.get("path") or not ModelSource.of(model).folder.is_dir():
             return
         needs = any(prompt.token_ids is None and not prompt.media for prompt in prompts.values())
-        tokenizer, context = load_tokenizer(model) if needs else None, read_geometry(model).context
+        tokenizer, context = load_tokenizer(ModelSource.of(model)) if needs else None, read_geometry(model).context
         takes_text = _takes_text(model)
     except OffstageError:
         return
@@ -93,7 +93,7 @@ def _lengths(
     processor = None
     for name, prompt in prompts.items():
         if prompt.media:
-            processor = processor or PromptProcessor(model, key=name)
+            processor = processor or PromptProcessor(ModelSource.of(model), key=name)
             yield name, len(prompt_inputs(name, prompt, processor, given).ids)
         else:
             yield name, len(encoder.encode(name, prompt))

@@ -17,7 +17,7 @@ from offstage.stages.inference.inputs import chosen_number, gather_model, infere
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
 from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
-from offstage.stages.inputs.libraries import media_libraries
+from offstage.stages.inputs.media_files import media_libraries
 from offstage.stages.inputs.prompts import check_prompts, check_seed, located_prompts, read_prompts
 
 if TYPE_CHECKING:

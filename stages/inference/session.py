@@ -24,7 +24,7 @@ from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.errors import named
 from offstage.pipeline.memory_monitor import held_bytes
 from offstage.pipeline.stage import Context
-from offstage.stages.checkpoints.hub import local_weights
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.dispatch.stage import Dispatched
 from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
 from offstage.stages.inference.cost import Metrics, expert_uses, run_metrics
@@ -156,7 +156,7 @@ class ModelSession(ABC, Generic[Given]):
     def _measure_storage(self) -> int | None:
         """Return the bytes a second at which the storage gives weights now; null where none are read from it."""
         stored = any(line.home == DISK for line in self.plan.tensors.values())
-        files = local_weights(self.inputs.model) if stored else []
+        files = ModelSource.of(self.inputs.model).local_weights if stored else []
         return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,9 @@ KINDS: tuple[MediaKind, ...] = ("image", "audio")
 
 _REMEMBERED = 2**16
 """Of how many files the hash is remembered: what is asked is read several times in a run."""
+
+
+_LIBRARIES = {"pillow": "PIL", "torchvision": "torchvision", "soundfile": "soundfile"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +78,11 @@ def require(key: str, package: str, reason: str) -> None:
     """Raise a ``ConfigError`` that begins with ``key`` and names the extra to install unless ``package`` is there."""
     if find_spec(package) is None:
         raise ConfigError(f"{key}: {reason}, which isn't installed; pip install 'offstage-pipeline[media]'")
+
+
+def media_libraries() -> dict[str, str | None]:
+    """Return the versions of the libraries that decode and resize, null for one that isn't here.
+
+    Another version may give other numbers.
+    """
+    return {name: metadata.version(name) if find_spec(module) else None for name, module in _LIBRARIES.items()}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from offstage.pipeline.errors import ConfigError, foreign
 from offstage.stages.checkpoints.bounds import bounded
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 
 Kind = Literal["image processor", "feature extractor", "processor"]
 
@@ -18,19 +18,19 @@ _CLASSES: Mapping[Kind, str] = {
 }
 
 
-def load_processor(model: Mapping[str, Any], kind: Kind, *, key: str) -> Any:
-    """Return the checkpoint's own processor of that ``kind``, for the config node ``model``; only its files are read.
+def load_processor(source: ModelSource, kind: Kind, *, key: str) -> Any:
+    """Return the checkpoint's own processor of that ``kind``, for ``source``; only its files are read.
 
     A ``ConfigError`` that begins with ``key``, what it is wanted for, where the folder has none that loads. Code of
     the checkpoint's runs only where ``model.trust_remote_code`` says so.
     """
     import transformers
 
-    folder, remote = checkpoint_folder(model), bool(model.get("trust_remote_code", False))
+    folder = source.folder
     about = f"{key}: {str(folder)!r} holds no {kind} that loads"
     with foreign(ConfigError, about, advice="; save the model's own there"), bounded(str(folder)):
         return getattr(transformers, _CLASSES[kind]).from_pretrained(
-            folder, trust_remote_code=remote, local_files_only=True
+            folder, trust_remote_code=source.trust_remote_code, local_files_only=True
         )
 
 

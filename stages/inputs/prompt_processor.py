@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError
-from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
 from offstage.stages.checkpoints.tokenizers import tokenizing
 from offstage.stages.inputs.audio import read_audio
@@ -40,17 +40,17 @@ class ModelInputs:
 
 
 class PromptProcessor:
-    """The processor in the folder of the config node ``model``; ``key`` is what it is wanted for."""
+    """The processor of the checkpoint of ``source``; ``key`` is what it is wanted for."""
 
-    def __init__(self, model: Mapping[str, Any], *, key: str) -> None:
-        if tokenizer_folder(model) is not None:
+    def __init__(self, source: ModelSource, *, key: str) -> None:
+        if source.tokenizer_folder is not None:
             raise ConfigError(
                 "model.tokenizer: a prompt with images or audio goes through the checkpoint's own processor, which has "
                 "a tokenizer of its own; leave it null"
             )
-        self._folder = checkpoint_folder(model)
+        self._folder = source.folder
         check_tokenizer(self._folder)
-        self._given = load_processor(model, "processor", key=key)
+        self._given = load_processor(source, "processor", key=key)
 
     @property
     def has_template(self) -> bool:

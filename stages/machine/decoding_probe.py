@@ -8,14 +8,12 @@ part of a run's peak.
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import time
 from collections import defaultdict
 from typing import Any
 
-from offstage.stages.machine import own_process
+from offstage.stages.machine.own_process import measure_apart
 
 _log = logging.getLogger("offstage")
 
@@ -34,18 +32,9 @@ def decoding_speed() -> dict[str, int] | None:
     These are of modules that hold weights, for all that is computed beside products. Null where memory is too short for
     a second process, or where that fails.
     """
-    if not own_process.has_room(BYTES):
-        return None
     _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
-    try:
-        return dict(json.loads(own_process.measure_apart("decoding_probe") or b""))
-    except (ValueError, TypeError):
-        return None
-
-
-def be_measured() -> None:
-    """Be the process that is measured: print the figures."""
-    sys.stdout.write(json.dumps(measure()))
+    found: dict[str, int] | None = measure_apart("decoding_probe", beside=BYTES)
+    return found
 
 
 def measure(layers: int = _LAYERS, rounds: int = _ROUNDS, **wide: int) -> dict[str, int]:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 import torch
 
-from offstage.pipeline.errors import BudgetError
+from offstage.pipeline.errors import BudgetError, ConfigError
 from offstage.stages.machine.aligned_memory import Bytes, TensorRoom, private_bytes, room_for
-from offstage.stages.units import CPU, DeviceId, format_bytes, parse_device
+from offstage.stages.units import DeviceId, format_bytes, parse_device
 
 AnyDevice = int | str | torch.device
 """A device as the field writes it."""
@@ -173,10 +173,17 @@ def device_id(device: AnyDevice) -> DeviceId:
 
 
 def torch_device(device: DeviceId) -> torch.device:
-    """Return the torch device behind a device id; without such an accelerator the cpu."""
-    if device == CPU or not torch.accelerator.is_available():
+    """Return the torch device behind a device id; the cpu on a machine without accelerators, where they are simulated.
+
+    A ``ConfigError`` names one that a machine with accelerators doesn't have.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if not isinstance(device, int) or accelerator is None:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if isinstance(device, int) and accelerator is not None and device < torch.accelerator.device_count():
-        return torch.device(accelerator.type, device)
-    return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if device >= count:
+        raise ConfigError(
+            f"accelerator {device} isn't here: this machine has {count}, the last is {count - 1}; give one of these, "
+            "or describe another machine in hardware.devices"
+        )
+    return torch.device(accelerator.type, device)

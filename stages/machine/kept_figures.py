@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,62 +18,59 @@ from offstage.pipeline.stage import MEASURED
 _log = logging.getLogger("offstage")
 
 
-def kept_or_measured(
-    path: Path, wanted: Mapping[str, Callable[[], Any]], *, is_sound: Callable[[Any], bool]
-) -> dict[str, Any]:
-    """Return what ``path`` keeps, by name; what it lacks of ``wanted`` (name → probe) is measured and kept too.
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What ``probe`` measures, plain JSON data: kept in ``file`` under ``key``, which says all that it hangs on.
 
-    A figure for which ``is_sound`` is false is neither taken nor kept. A probe that returns null, or nothing sound,
-    leaves nothing: it is asked again the next time. One process measures at a time: runs that start together must plan
-    with the same figures. Where nothing can be kept each run measures for itself.
+    A probe that returns null has measured nothing: it is asked again the next time, and until then the figure is
+    ``nominal``. One that is ``of_user`` hangs on processor and installed packages alone: before it is measured it is
+    looked for in the user's own cache, and kept there too.
     """
-    with suppress(DamagedError, OSError):
-        kept = _sound(read_sealed(path), is_sound)
-        if wanted.keys() <= kept.keys():
-            return kept
-    with locked(path, work="measures this machine"):
-        kept = _settle(path, is_sound)
-        fresh = {key: _measure(probe) for key, probe in wanted.items() if key not in kept}
-        found = kept | _sound(fresh, is_sound)
-        if found != kept:
-            _keep(path, found)
-    return found
+
+    file: str
+    key: str
+    probe: Callable[[], Any]
+    nominal: Any = None
+    of_user: bool = False
+
+    def get(self, folder: Path) -> Any:
+        """Return the figure: as ``folder`` keeps it, or measured now and kept there.
+
+        One process measures at a time: runs that start together must plan with the same figures. Where nothing can be
+        kept each run measures for itself.
+        """
+        folders = [folder]
+        with suppress(RuntimeError):  # a user without a home
+            shared = user_cache() / MEASURED
+            folders += [shared] if self.of_user and shared.resolve() != folder.resolve() else []
+        found = self._find(folders)
+        return self.nominal if found is None else found
+
+    def _find(self, folders: Sequence[Path]) -> Any:
+        path, others = folders[0] / self.file, folders[1:]
+        with suppress(DamagedError, OSError):
+            kept = read_sealed(path) or {}
+            if self.key in kept:
+                return kept[self.key]
+        with locked(path, work="measures this machine"):
+            kept = _settle(path)
+            if self.key in kept:
+                return kept[self.key]
+            found = self._find(others) if others else _measure(self.probe)
+            if found is not None:
+                _keep(path, {**kept, self.key: found})
+        return found
 
 
-def kept_for_user(
-    path: Path, wanted: Mapping[str, Callable[[], Any]], *, is_sound: Callable[[Any], bool]
-) -> dict[str, Any]:
-    """Return what ``kept_or_measured`` does of figures that hang on processor and installed packages alone.
-
-    What ``path`` lacks of them another cache of this user may have: before it is measured it is looked for in the
-    user's own, and kept there too.
-    """
+def _settle(path: Path) -> dict[str, Any]:
     try:
-        shared = user_cache() / MEASURED / path.name
-    except RuntimeError:  # a user without a home
-        return kept_or_measured(path, wanted, is_sound=is_sound)
-    if shared.resolve() == path.resolve():
-        return kept_or_measured(path, wanted, is_sound=is_sound)
-
-    def find(key: str, probe: Callable[[], Any]) -> Any:
-        return kept_or_measured(shared, {key: probe}, is_sound=is_sound).get(key)
-
-    return kept_or_measured(path, {key: partial(find, key, probe) for key, probe in wanted.items()}, is_sound=is_sound)
-
-
-def _sound(figures: Any, is_sound: Callable[[Any], bool]) -> dict[str, Any]:
-    return {key: figure for key, figure in figures.items() if is_sound(figure)} if isinstance(figures, dict) else {}
-
-
-def _settle(path: Path, is_sound: Callable[[Any], bool]) -> dict[str, Any]:
-    try:
-        return _sound(settle_sealed(path), is_sound)
+        return settle_sealed(path) or {}
     except OSError as error:
         _log.info("%s: can't be read (%s); this run measures for itself", path, error.strerror)
         return {}
 
 
-def _keep(path: Path, figures: Mapping[str, Any]) -> None:
+def _keep(path: Path, figures: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sealed(path, figures)

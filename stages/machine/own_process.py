@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
 
 _SECONDS = 300
-_PROGRAM = (
-    "from offstage.stages.machine.own_process import be_expendable; be_expendable(); "
-    "from offstage.stages.machine.{module} import be_measured; be_measured()"
-)
+_PROGRAM = "from offstage.stages.machine.own_process import answer; answer()"
 
 
 def has_room(beside: int = 0) -> bool:
@@ -21,17 +22,33 @@ def has_room(beside: int = 0) -> bool:
     return host_memory().available_bytes >= 2 * PROCESS_BYTES + beside
 
 
-def measure_apart(module: str, *arguments: str, folder: Path | None = None) -> bytes | None:
-    """Return what ``be_measured`` of ``module`` prints in a process of its own, in ``folder``; null where it fails."""
-    command = [sys.executable, "-P", "-c", _PROGRAM.format(module=module), *arguments]
+def measure_apart(
+    module: str, *arguments: str, beside: int = 0, folder: Path | None = None, here: Callable[[], Any] | None = None
+) -> Any:
+    """Return what ``measure`` of ``module`` returns of ``arguments`` in a process of its own, in ``folder``.
+
+    Null where it fails. Where there is no memory for a second process and so many bytes ``beside``, it is what is found
+    ``here``; null without.
+    """
+    if not has_room(beside):
+        return here() if here is not None else None
+    command = [sys.executable, "-P", "-c", _PROGRAM, module, *arguments]
     try:
         done = subprocess.run(
-            command, cwd=folder, timeout=_SECONDS, check=False,
+            command, cwd=folder, timeout=_SECONDS, check=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError):
         return None
-    return done.stdout if done.returncode == 0 else None
+
+
+def answer() -> None:
+    """Be the process that is asked: print the answer, as JSON in the last line."""
+    be_expendable()
+    module = sys.argv.pop(1)
+    found = import_module(f"offstage.stages.machine.{module}").measure(*sys.argv[1:])
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
 
 
 def be_expendable() -> None:

@@ -19,9 +19,10 @@ from tempfile import TemporaryDirectory
 
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.stage import MEASURED
-from offstage.stages.machine import decoding_probe, own_process
+from offstage.stages.machine import decoding_probe
 from offstage.stages.machine.host_memory import PROCESS_BYTES
-from offstage.stages.machine.kept_figures import kept_for_user
+from offstage.stages.machine.kept_figures import Figure
+from offstage.stages.machine.own_process import has_room, measure_apart
 from offstage.stages.machine.rates import host_rates
 
 FILE_NAME = "process.json"
@@ -30,9 +31,6 @@ _log = logging.getLogger("offstage")
 
 _STEP = 4 * 10**6
 """Figures are kept in such steps: what is measured twice is nearly the same, and a plan's key exactly."""
-
-_LEAST, _MOST = 5 * 10**7, 10**11
-"""Bytes below and above which no such process is: a figure beyond was damaged, or its probe was."""
 
 _CONFIG = (
     "hardware.devices=[]", "+hardware.host.memory=8GB", "max_memory.cpu=16MB", "stages=generate", "generate=greedy",
@@ -47,15 +45,8 @@ def process_bytes(folder: Path, *, rates: bool = False) -> int:
     Where it can't be measured it is ``PROCESS_BYTES``. With ``rates`` those of the host are measured and kept too,
     where a process is measured.
     """
-    key = identity()
-    probe = partial(measure, folder if rates else None)
-    kept = kept_for_user(folder / FILE_NAME, {key: probe}, is_sound=is_process)
-    return int(kept.get(key, PROCESS_BYTES))
-
-
-def is_process(figure: object) -> bool:
-    """Return whether ``figure`` can be what a process holds, in bytes."""
-    return type(figure) is int and _LEAST <= figure <= _MOST
+    probe = partial(_measure_apart, folder if rates else None)
+    return int(Figure(FILE_NAME, identity(), probe, PROCESS_BYTES, of_user=True).get(folder))
 
 
 def identity(paths: list[str] | None = None) -> str:
@@ -71,19 +62,36 @@ def identity(paths: list[str] | None = None) -> str:
     return f"python {version}; {len(found)} distributions {sha256(' '.join(sorted(found)).encode()).hexdigest()[:16]}"
 
 
-def measure(rates: Path | None = None) -> int | None:
-    """Return the peak of a run of the embedded model less what its plan has for all else; null where it can't be.
-
-    It can't where memory is too short for a second process, or where that fails. The host's are kept in ``rates``.
-    """
-    if not own_process.has_room(PROCESS_BYTES):
-        return None
+def _measure_apart(rates: Path | None) -> int | None:
+    """Return what ``measure`` does; null where memory is too short for a second process, or where that fails."""
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
     with TemporaryDirectory(prefix="offstage-") as folder:
         kept = str(rates.absolute()) if rates else ""
-        done = own_process.measure_apart("process_memory", kept, *_CONFIG, folder=Path(folder)) is not None
-        records = list(Path(folder).glob("outputs/runs/*/*/run.json"))
-        return _read(records[0]) if done and records else None
+        found: int | None = measure_apart("process_memory", kept, beside=PROCESS_BYTES, folder=Path(folder))
+        return found
+
+
+def measure(rates: str) -> int | None:
+    """Return the peak of a run of the embedded model less what its plan has for all else; null where it can't be.
+
+    This process is that run, in its folder, and then what measures the host's rates, kept in ``rates`` unless that is
+    empty. The run's plan goes by the nominal figure, which stands in its cache.
+    """
+    kept = Path("outputs/cache", MEASURED)
+    kept.mkdir(parents=True)
+    write_sealed(kept / FILE_NAME, {identity(): PROCESS_BYTES})
+    from offstage.pipeline import commands
+
+    sys.argv[1:] = _CONFIG
+    try:
+        commands.offstage()
+    except SystemExit as end:
+        if end.code:
+            return None
+    if rates and has_room(decoding_probe.BYTES):
+        host_rates(Path(rates), decoding_probe.measure)
+    records = list(Path().glob("outputs/runs/*/*/run.json"))
+    return _read(records[0]) if records else None
 
 
 def _read(record: Path) -> int | None:
@@ -94,23 +102,3 @@ def _read(record: Path) -> int | None:
         return -(-held // _STEP) * _STEP
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def be_measured() -> None:
-    """Be the run that is measured, and then what measures the host's rates, if the first argument says where to.
-
-    The run's plan goes by the nominal figure, which stands in its cache.
-    """
-    rates = sys.argv.pop(1)
-    kept = Path("outputs/cache", MEASURED)
-    kept.mkdir(parents=True)
-    write_sealed(kept / FILE_NAME, {identity(): PROCESS_BYTES})
-    from offstage.pipeline import commands
-
-    try:
-        commands.offstage()
-    except SystemExit as end:
-        if end.code:
-            raise
-    if rates and own_process.has_room(decoding_probe.BYTES):
-        host_rates(Path(rates), decoding_probe.measure)

@@ -14,15 +14,13 @@ from typing import Any
 
 from offstage.stages.machine import probes
 from offstage.stages.machine.decoding_probe import decoding_speed
-from offstage.stages.machine.kept_figures import kept_for_user, kept_or_measured
+from offstage.stages.machine.kept_figures import Figure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.units import DeviceId, parse_size, tier
 
 FILE_NAME = "rates.json"
 DECODING_NAME = "decoding.json"
 _STEPS_AN_OCTAVE = 8
-_LEAST, _MOST = 10**4, 10**15
-"""Bytes a second below and above which nothing is: a figure beyond was damaged, or its probe was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +133,7 @@ def local_rates(
         wanted["device"] = f"device {accelerators[0]}", probes.device_speed
     given = _read(pinned or {})
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
-    kept = kept_or_measured(folder / FILE_NAME, dict(wanted.values()), is_sound=is_rate)
-    found = {name: kept.get(key) for name, (key, _) in wanted.items()}
+    found = {name: Figure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
     found |= {} if {"host", "calls"} <= given.keys() else host_rates(folder, decoding_speed)
     measured = {name: coarse_rate(speed) for name, speed in found.items() if speed}
     return known_rates({**measured, **given}, {})
@@ -147,23 +144,7 @@ def host_rates(folder: Path, probe: Callable[[], dict[str, int] | None]) -> dict
 
     It hangs on what chooses the kernels, and on how many threads run them. None where it can't be measured.
     """
-    key = identity()
-    kept = kept_for_user(folder / DECODING_NAME, {key: probe}, is_sound=are_host_rates)
-    return dict(kept.get(key, {}))
-
-
-def are_host_rates(figures: object) -> bool:
-    """Return whether ``figures`` can be how fast a host decodes."""
-    return isinstance(figures, dict) and figures.keys() == {"host", "calls"} and all(map(_is_count, figures.values()))
-
-
-def _is_count(figure: object) -> bool:
-    return type(figure) is int and 1 <= figure <= _MOST
-
-
-def is_rate(figure: object) -> bool:
-    """Return whether ``figure`` can be a rate of anything, in bytes a second."""
-    return type(figure) is int and _LEAST <= figure <= _MOST
+    return dict(Figure(DECODING_NAME, identity(), probe, nominal={}, of_user=True).get(folder))
 
 
 def coarse_rate(speed: int) -> int:

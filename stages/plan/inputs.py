@@ -16,7 +16,7 @@ from offstage.pipeline.stage import MEASURED, Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
-from offstage.stages.checkpoints.hub import local_weights
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.hardware import Accelerator, Hardware, hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
@@ -280,7 +280,7 @@ def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outli
     described = config.get("hardware") or {}
     if described.get("devices") is not None:
         return read_rates(described)
-    files = local_weights(config["model"])
+    files = ModelSource.of(config["model"]).local_weights
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}

@@ -8,7 +8,7 @@ what they came to is kept beside the figures of the machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,13 @@ from pathlib import Path
 from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.stage import MEASURED, Config
-from offstage.pipeline.typed_config import fits
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import opened_shard, read_into
 from offstage.stages.empty_init.skeleton import PackedSpec
-from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.machine.kept_figures import Figure
 from offstage.stages.machine.probes import READERS, READING_THREADS
 from offstage.stages.plan.options import StorageConfig
 from offstage.stages.plan.outline import Outline
@@ -67,8 +66,7 @@ def possible_packing(
     probe, shares = partial(_shares, checkpoint, dtypes), None
     if cache is not None:
         key = fingerprint([_STRETCHES, _ELEMENTS, dtypes, identity(checkpoint)])
-        is_sound = partial(fits, Sequence[float])
-        shares = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=is_sound).get(key)
+        shares = Figure(FILE_NAME, key, probe).get(cache / MEASURED)
     return LosslessPacking(dict(zip(dtypes, shares or probe(), strict=True)))
 
 
@@ -109,7 +107,7 @@ def _opened(config: Config) -> Checkpoint | None:
     if not model.get("path"):
         return None
     try:
-        return open_checkpoint(checkpoint_folder(model), allow_links=bool(model.get("allow_links")))
+        return open_checkpoint(ModelSource.of(model).folder, allow_links=bool(model.get("allow_links")))
     except CheckpointError:  # whoever loads it says what is wrong; planning needs no weights
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from offstage.stages.empty_init.skeleton import TensorSpec, parent
-from offstage.stages.machine.row_ranges import LEAST_ROWS
+from offstage.stages.machine.row_products import LEAST_ROWS
 from offstage.stages.plan.outline import Outline
 from offstage.stages.units import DeviceId
 

@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inference.cost import ForwardCost, Metrics
 from offstage.stages.inference.progress import Progress, Row
@@ -35,7 +36,7 @@ class ScoringSession(ModelSession[ScoreInputs]):
 
     def __init__(self, inputs: ScoreInputs, context: Context) -> None:
         super().__init__(inputs, context)
-        tokenizer = load_tokenizer(inputs.model)
+        tokenizer = load_tokenizer(ModelSource.of(inputs.model))
         model = self.dispatched.model
         require_causal(model, self.dispatched.device)
         halves = has_encoder(model)

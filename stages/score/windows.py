@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError, Fault, OffstageError
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inference.tokens import encode_text
 from offstage.stages.inputs.texts import ScoredText, ScoreOptions, check_stride, read_scored_texts
@@ -131,11 +131,11 @@ def check_encoded_texts(options: ScoreOptions, model: Mapping[str, Any], *, has_
     What is wrong with the checkpoint or its tokenizer is said by who opens them.
     """
     try:
-        if not model.get("path") or not checkpoint_folder(model).is_dir():
+        if not model.get("path") or not ModelSource.of(model).folder.is_dir():
             return
         texts, geometry = read_scored_texts(options), read_geometry(model)
         needs = any(isinstance(text.content, str) for text in texts.values())
-        tokenizer = load_tokenizer(model) if needs else None
+        tokenizer = load_tokenizer(ModelSource.of(model)) if needs else None
     except OffstageError:
         return
     window, _ = options.windows(geometry.context)

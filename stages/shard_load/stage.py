@@ -20,11 +20,10 @@ from offstage.stages.checkpoints.checkpoint import (
     entries_by_file,
     identity,
     looks_at,
-    open_checkpoint,
     small_files,
 )
 from offstage.stages.checkpoints.hashes import check_hashes, hold, whole_digests
-from offstage.stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, weights_path
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.plan import plan as plans
@@ -266,7 +265,7 @@ def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: 
 
 def _open_weights(model: Mapping[str, Any], *, depth: Depth = "headers") -> Checkpoint:
     """Open the checkpoint of the config's ``model``: to tell which it is, or to load it, with all its headers."""
-    return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")), depth=depth)
+    return ModelSource.of(model).open(depth=depth)
 
 
 def _open_adapter(model: Mapping[str, Any]) -> Checkpoint | None:
@@ -280,8 +279,9 @@ def _check_checkpoint(model: Mapping[str, Any], depth: Depth) -> Iterable[Fault]
     if not isinstance(path, str) or not path:
         yield Fault("model.path", f"{path!r}: the weights' folder or file belongs here", CheckpointError)
         return
-    if is_hub_id(path) and local_snapshot(model, weights=True) is None:
-        reason = fault_offline(model, weights=True)
+    source = ModelSource.of(model)
+    if not source.is_here(weights=True):
+        reason = source.fault_offline(weights=True)
         if reason:
             yield Fault("model.path", reason, CheckpointError)
         return  # fetched when the inputs are gathered, once the whole config is known to be sound

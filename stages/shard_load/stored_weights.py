@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from itertools import accumulate, islice
 
 import numpy as np
@@ -22,12 +22,13 @@ from offstage.pipeline.environment import allowed_cores
 from offstage.pipeline.errors import StorageError
 from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compressor, pack_tile, tile_borders
-from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.checkpoints.direct_file import whole
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.open_files import OpenFiles
 from offstage.stages.checkpoints.packed import BLOCK_BYTES
 from offstage.stages.checkpoints.readers import read_extent
-from offstage.stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_memory
+from offstage.stages.machine.aligned_memory import Bytes, byte_view, private_memory
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.model_tensors import make_tensors
@@ -154,14 +155,12 @@ def bytes_of(tensor: torch.Tensor) -> ByteReader:
 def opened(extents: Sequence[Extent]) -> Iterator[ByteReader]:
     """Yield what reads the bytes of ``extents``, one after the other; each of their files is opened once."""
     begins = list(accumulate((extent.bytes for extent in extents), initial=0))
-    with ExitStack() as stack:
-        names = dict.fromkeys(extent.file for extent in extents)
-        files = {file: stack.enter_context(closing(DirectFile(file))) for file in names}
+    with closing(OpenFiles(dict.fromkeys(extent.file for extent in extents))) as files:
 
         def read(begin: int, end: int) -> Bytes:
             first, last = bisect_right(begins, begin) - 1, bisect_right(begins, end - 1)
             parts = [
-                _read(files[extent.file], extent, max(begin - at, 0), min(end - at, extent.bytes))
+                _read(files, extent, max(begin - at, 0), min(end - at, extent.bytes))
                 for extent, at in zip(extents[first:last], begins[first:last], strict=True)
             ]
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -169,13 +168,12 @@ def opened(extents: Sequence[Extent]) -> Iterator[ByteReader]:
         yield read
 
 
-def _read(file: DirectFile, extent: Extent, begin: int, end: int) -> Bytes:
+def _read(files: OpenFiles, extent: Extent, begin: int, end: int) -> Bytes:
     """Return the bytes ``begin`` to ``end`` of ``extent``, past the page cache."""
-    offset = align_down(extent.begin + begin)
-    skipped, wanted = extent.begin + begin - offset, extent.begin + end - offset
-    memory = private_memory(align_up(wanted))
-    file.read(memoryview(memory), offset=offset, wanted=wanted)
-    return np.frombuffer(memory, np.uint8, wanted - skipped, skipped)
+    chunk = whole(Extent(extent.file, extent.begin + begin, "uint8", (end - begin,)))
+    memory = private_memory(chunk.length)
+    files.read(chunk, memoryview(memory))
+    return np.frombuffer(memory, np.uint8, end - begin, chunk.skipped)
 
 
 def pack(

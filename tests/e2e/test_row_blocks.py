@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, Pretraine
 
 import offstage
 from offstage.pipeline.errors import BudgetError
-from offstage.stages.machine.row_product_probe import is_exact_by_rows
+from offstage.stages.machine.row_products import measure as is_exact_by_rows
 from offstage.stages.shard_load import stored_weights
 
 WORDS = 5003

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import torch
 from offstage.pipeline.cache import housekeeping
 from offstage.pipeline.cache.block_sums import find_store_damage
 from offstage.pipeline.cache.store import Store
-from offstage.stages.machine.kept_figures import kept_or_measured
-from offstage.stages.machine.kernels import are_factors
-from offstage.stages.machine.rates import coarse_rate, is_rate
+from offstage.stages.machine.kept_figures import Figure
 from offstage.stages.shard_load.offload_folder import OffloadedWeightsLoader, offload_state_dict
 from offstage.stages.shard_load.offload_store import StoredTensor, open_store
-from tests.fuzz.formats import ALONE, RIGHT, Format, files_of, require
-from tests.fuzz.mutations import BYTES, JSON, SEALED
+from tests.fuzz.formats import RIGHT, Format, files_of, require
+from tests.fuzz.mutations import BYTES, JSON
 from tests.fuzz.weights import same
 
 STAGE, KEYS = "plan", ("a" * 64, "b" * 64)
@@ -63,47 +60,21 @@ def _digest(pristine: Path, key: str, name: str) -> str:
 
 
 def _make_figures(folder: Path) -> None:
-    for name, figures, is_sound in (("rates", RATES, is_rate), ("kernels", KERNELS, are_factors)):
-        _figures(folder / f"{name}.json", figures, is_sound)
+    _figures(folder)
 
 
-def _figures(path: Path, figures: dict[str, Any], is_sound: Callable[[Any], bool]) -> dict[str, Any]:
-    probes: dict[str, Callable[[], Any]] = {name: lambda kept=figure: kept for name, figure in figures.items()}
-    return kept_or_measured(path, probes, is_sound=is_sound)
+def _figures(folder: Path) -> dict[str, Any]:
+    return {
+        key: Figure(f"{name}.json", key, lambda kept=figure: kept).get(folder)
+        for name, figures in (("rates", RATES), ("kernels", KERNELS))
+        for key, figure in figures.items()
+    }
 
 
 def _attempt_figures(folder: Path, pristine: Path) -> str:
-    """Ask twice: what is wanted is there, sound, and the same the second time; sealed as it was, it is what it was."""
-    outcome = RIGHT
-    for name, figures, is_sound in (("rates", RATES, is_rate), ("kernels", KERNELS, are_factors)):
-        path = folder / f"{name}.json"
-        told = _told(path)
-        found = _figures(path, figures, is_sound)
-        require(all(key in found and is_sound(found[key]) for key in figures), f"found {found!r}")
-        require(found == _figures(path, figures, is_sound), "the second time another")
-        if any(found[key] != figures[key] for key in figures):
-            told = {key: figure for key, figure in (told or {}).items() if is_sound(figure)}
-            require(all(told.get(key, figures[key]) == found[key] for key in figures), f"{found!r}")
-            outcome = ALONE
-        for figure in found.values():
-            _use(figure)
-    return outcome
-
-
-def _use(figure: Any) -> None:
-    if isinstance(figure, dict):
-        require(all(len(tuple(factors)) == 3 for factors in figure.values()), f"{figure!r}")
-    else:
-        coarse_rate(figure)
-
-
-def _told(path: Path) -> dict[str, Any] | None:
-    """Return what a file says that was sealed again, as whoever can write to a cache can."""
-    try:
-        document = json.loads(path.read_bytes())
-        return dict(document["content"])
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return None
+    """Ask twice: what was kept or is measured again is there, whatever became of the files."""
+    require(_figures(folder) == _figures(folder) == {**RATES, **KERNELS}, "another figure")
+    return RIGHT
 
 
 def _stored() -> dict[str, StoredTensor]:
@@ -167,7 +138,7 @@ def _attempt_folder(folder: Path, _pristine: Path) -> str:
 
 FORMATS = (
     Format("artifact", _make_artifacts, ("*/manifest.json", f"{STAGE}/*"), JSON, _attempt_artifacts),
-    Format("figures", _make_figures, ("*.json",), SEALED, _attempt_figures),
+    Format("figures", _make_figures, ("*.json",), JSON, _attempt_figures),
     Format("store", _make_store, ("offload/*.json", "offload/*.json", "offload/*.dat"), JSON, _attempt_store),
     Format("offload folder", _make_folder, ("offload/*",), (*JSON, *BYTES), _attempt_folder),
 )

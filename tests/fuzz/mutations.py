@@ -7,7 +7,6 @@ what is inside, and pack it again as it should be: lengths, checksums and hashes
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -349,17 +348,3 @@ def _zipped(entries: Sequence[tuple[str, bytes]], chance: Random) -> bytes:
 
 
 ZIP: Mutations = (*[inside_zip] * 14, *BYTES)
-
-
-def inside_seal(content: bytes, donor: bytes, chance: Random) -> bytes:
-    """Change what a sealed file of the cache keeps, and seal it again."""
-    try:
-        kept, other = (json.dumps(json.loads(each)["content"]).encode() for each in (content, donor))
-        changed = json.loads(json_value(kept, other, chance))
-        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
-        return json.dumps({"sha256": digest, "content": changed}).encode()
-    except (ValueError, TypeError, LookupError):  # it was changed before
-        return flip(content, donor, chance)
-
-
-SEALED: Mutations = (*[inside_seal] * 8, *JSON)

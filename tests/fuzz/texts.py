@@ -17,6 +17,7 @@ from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import ConfigError, raise_faults
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.generate import options
@@ -107,7 +108,7 @@ def _attempt_tokenizer(folder: Path, pristine: Path) -> str:
         if p.is_file() and p.read_bytes() != (pristine / p.relative_to(folder)).read_bytes()
     ]
     place = changed[0].parent if changed else folder / "plain"
-    tokenizer = load_tokenizer(_node(place))
+    tokenizer = load_tokenizer(ModelSource.of(_node(place)))
     ids = Encoder(tokenizer, chat=False).encode("text", Prompt(TEXT))
     require(all(isinstance(token, int) for token in ids), f"tokens {ids!r}")
     with tokenizing(ConfigError, "the tokenizer can't make text"):
@@ -166,7 +167,7 @@ def _make_prompts(folder: Path) -> None:
 
 
 def _attempt_prompts(folder: Path, _pristine: Path) -> str:
-    encoder = Encoder(load_tokenizer(_node(TINY)))
+    encoder = Encoder(load_tokenizer(ModelSource.of(_node(TINY))))
     for path in (folder / "prompts.txt", folder / "prompts.jsonl"):
         asked = read_generate({"prompts": None, "prompts_file": str(path), "batch_size": None})
         raise_faults(list(check_prompts(asked)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.scaled_codes import DTYPES, RUNS, PackedScales, table_codes
-from offstage.stages.checkpoints.extents import Extent, TensorHeader, is_shape
+from offstage.stages.checkpoints.extents import Extent, TensorHeader, is_shape, misfit
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_span
 
@@ -47,7 +47,7 @@ def fold_bitsandbytes(entries: Mapping[str, Extent], quantization: Mapping[str, 
             _check_alone(name, entry)
             folded[name] = entry
     for name in states.keys() - entries.keys():
-        raise _refused(entries[states[name]], f"{states[name]!r} is of {name!r}, which isn't there")
+        raise misfit(entries[states[name]], f"tensor {states[name]!r} is of {name!r}, which isn't there")
     return folded
 
 
@@ -81,7 +81,7 @@ def _check_alone(name: str, entry: Extent) -> None:
     if name.endswith((_MAP, _SCALES, _NESTED_MAP, _NESTED_SCALES)) or (
         entry.dtype == "uint8" and name.endswith(".weight")
     ):
-        raise _refused(entry, f"{name!r} is part of a packed weight that has no {_STATES[0][1:]!r} or the like")
+        raise misfit(entry, f"tensor {name!r} is part of a packed weight that has no {_STATES[0][1:]!r} or the like")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +139,14 @@ class _Weight:
         if extent is None:
             raise self._unfit(f"needs {self.name + part!r}, which isn't there")
         if extent.dtype != dtype or math.prod(extent.shape) != count:
-            raise _refused(
+            raise misfit(
                 extent,
-                f"{self.name + part!r} is {extent.dtype} {list(extent.shape)} where {count} of {dtype} belong",
+                f"tensor {self.name + part!r} is {extent.dtype} {list(extent.shape)} where {count} of {dtype} belong",
             )
         return extent
 
     def _unfit(self, what: str) -> CheckpointError:
-        return _refused(self.entries[self.state], f"{self.state!r} {what}")
+        return misfit(self.entries[self.state], f"tensor {self.state!r} {what}")
 
 
 def _is_run(value: object) -> TypeGuard[int]:
@@ -157,7 +157,3 @@ def _read(extent: Extent) -> np.ndarray[Any, np.dtype[np.uint8]]:
     data = np.empty(extent.bytes, np.uint8)
     read_span(extent, data.data)
     return data
-
-
-def _refused(entry: Extent, what: str) -> CheckpointError:
-    return CheckpointError(f"{entry.file.path}: tensor {what}; get the checkpoint again")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.compressed_scheme import WeightScheme, weight_scheme
 from offstage.stages.checkpoints.codecs.scaled_codes import DTYPES, Codes, ScaledCodes
-from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.extents import Extent, TensorHeader, misfit
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.shard_files import opened_shard, read_into
 
@@ -90,16 +90,14 @@ def _is_beside(module: str, kind: str, entries: Mapping[str, Extent]) -> bool:
     if kind != _SCALE or any(f"{module}.{codes}" in entries for codes in ("weight", _PACKED)):
         return True
     entry = entries[f"{module}.{kind}"]
-    raise CheckpointError(
-        f"{entry.file.path}: tensor {module + '.' + kind!r} is a scale without a weight; get the checkpoint again"
-    )
+    raise misfit(entry, f"tensor {module + '.' + kind!r} is a scale without a weight")
 
 
 def _folded(name: str, entries: Mapping[str, Extent], scheme: WeightScheme) -> PackedTensor:
     codes, module = entries[name], name.rpartition(".")[0]
     scales = entries.get(f"{module}.{_SCALE}")
     if scales is None:
-        raise CheckpointError(f"{codes.file.path}: tensor {name!r} has no {_SCALE} beside it; get the checkpoint again")
+        raise misfit(codes, f"tensor {name!r} has no {_SCALE} beside it")
     kinds, each = _REST[scheme.codes]
     if codes.dtype not in kinds or len(codes.shape) != 2:
         raise _unfit(name, codes, f"{' or '.join(kinds)} [rows, columns{f' / {each}' if each > 1 else ''}]")
@@ -138,15 +136,11 @@ def _global_scale(module: str, entries: Mapping[str, Extent], scheme: WeightSche
         return ()
     name = f"{module}.{_GLOBAL}"
     if name not in entries:
-        path = entries[f"{module}.{_SCALE}"].file.path
-        raise CheckpointError(f"{path}: there is no {name!r}; get the checkpoint again")
+        raise misfit(entries[f"{module}.{_SCALE}"], f"there is no {name!r}")
     if entries[name].dtype != "float32" or math.prod(entries[name].shape) != 1:
         raise _unfit(name, entries[name], "float32 [1]")
     return (replace(entries[name], shape=(1,)),)
 
 
 def _unfit(name: str, entry: Extent, wanted: str) -> CheckpointError:
-    return CheckpointError(
-        f"{entry.file.path}: tensor {name!r} is {entry.dtype} {list(entry.shape)} where {wanted} belongs; get the "
-        "checkpoint again"
-    )
+    return misfit(entry, f"tensor {name!r} is {entry.dtype} {list(entry.shape)} where {wanted} belongs")

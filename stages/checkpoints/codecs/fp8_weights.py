@@ -8,7 +8,7 @@ from typing import Literal
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.scaled_codes import SCALE_DTYPES, ScaledCodes
-from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.extents import Extent, TensorHeader, misfit
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 
 _FORMATS: Mapping[str, Literal["fp8", "fp4"]] = {"float8_e4m3fn": "fp8", "int8": "fp4"}
@@ -93,13 +93,13 @@ def _declared_block(quantization: Mapping[str, object]) -> tuple[int, int] | Non
 
 def _check_alone(name: str, entry: Extent) -> None:
     """Refuse an entry that means something only together with another one."""
-    where = f"{entry.file.path}: tensor {name!r}"
+    where = f"tensor {name!r} is"
     if entry.dtype in _UNSERVED:
-        raise CheckpointError(f"{where} is {entry.dtype}; of FP8, float8_e4m3fn alone is served")
+        raise CheckpointError(f"{entry.file.path}: {where} {entry.dtype}; of FP8, float8_e4m3fn alone is served")
     if entry.dtype == "float8_e4m3fn":
-        raise CheckpointError(f"{where} is {entry.dtype} without a scale {name + _SCALE!r}; get the checkpoint again")
+        raise misfit(entry, f"{where} {entry.dtype} without a scale {name + _SCALE!r}")
     if name.endswith((_SCALE, _ALIASES[1])):
-        raise CheckpointError(f"{where} is a scale without a weight; get the checkpoint again")
+        raise misfit(entry, f"{where} a scale without a weight")
 
 
 def _folded(

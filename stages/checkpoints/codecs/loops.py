@@ -15,7 +15,7 @@ from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,24 @@ class Loop:
         self.function(byref(self.work))
 
 
+class ScaleLayout(NamedTuple):
+    """What the codes of some rows of a matrix mean, and which scales are theirs: one of ``scale_dtype`` for each
+    ``block`` (rows, columns) of the matrix, of whose rows the first of these is number ``inside``.
+
+    ``values`` has the two float32 of each byte as one number, where the codes are of a ``table``. ``above`` is one
+    float32 that all scales are divided by. Scales that are ``nested`` are codes (their 256 values, how many share one
+    above them, what is added).
+    """
+
+    code: str
+    scale_dtype: str
+    inside: int
+    block: tuple[int, int]
+    values: Numbers | None = None
+    above: Bytes | None = None
+    nested: tuple[npt.NDArray[np.float32], int, float] | None = None
+
+
 class LoopAfterReads:
     """Reads into a buffer, and a loop over what they bring: without Python's lock in between.
 
@@ -118,39 +136,23 @@ class Loops:
         """Return whether there is a loop for such codes, a scale for so many of them, to ``dtype``."""
         return dtype in _DTYPES and (code in _OF_EIGHT_BITS or block_columns % 2 == 0)
 
-    def scaled(
-        self,
-        codes: Bytes,
-        scales: Bytes,
-        made: Bytes,
-        *,
-        code: str,
-        dtype: str,
-        scale_dtype: str,
-        inside: int,
-        block: tuple[int, int],
-        values: Numbers | None = None,
-        above: Bytes | None = None,
-        nested: tuple[npt.NDArray[np.float32], int, float] | None = None,
-    ) -> Loop:
+    def scaled(self, codes: Bytes, scales: Bytes, made: Bytes, *, dtype: str, layout: ScaleLayout) -> Loop:
         """Return what writes to ``made`` [rows, bytes of a row of ``dtype``] what comes of ``codes`` [rows, bytes].
 
-        ``scales`` [blocks down, bytes of a line of them], at any place, has one of ``scale_dtype`` for each ``block``
-        (rows, columns) of the matrix, from the block on that its row ``inside`` is in: the first of these. ``values``
-        has the two float32 of each byte as one number, where the codes are of a ``table``. ``above`` is one float32
-        that all scales are divided by. Scales that are ``nested`` are codes (their 256 values, how many share one
-        above them, what is added).
+        ``scales`` [blocks down, bytes of a line of them], at any place, are those of ``layout`` from the block on that
+        the first row is in.
         """
+        above, inside, values = layout.above, layout.inside, layout.values
         rows = len(codes)
-        columns = codes.shape[1] * (1 if code in _OF_EIGHT_BITS else 2)
-        across = scales.shape[1] // int(DTYPE_BYTES[scale_dtype])
-        height = min(block[0], inside + rows)  # what is declared may be more than fits in any number
-        width = columns if across == 1 else min(block[1], columns)
+        columns = codes.shape[1] * (1 if layout.code in _OF_EIGHT_BITS else 2)
+        across = scales.shape[1] // int(DTYPE_BYTES[layout.scale_dtype])
+        height = min(layout.block[0], inside + rows)  # what is declared may be more than fits in any number
+        width = columns if across == 1 else min(layout.block[1], columns)
         assert made.shape == (rows, columns * DTYPE_BYTES[dtype])
         assert across * width >= columns
         assert not rows or len(scales) > (inside + rows - 1) // height - inside // height
-        assert (values is not None and values.shape == (256,)) == (code == "table")
-        scale_table, run, offset = nested or (None, 1, 0.0)
+        assert (values is not None and values.shape == (256,)) == (layout.code == "table")
+        scale_table, run, offset = layout.nested or (None, 1, 0.0)
         if scale_table is not None:
             assert scale_table.dtype == np.float32
             assert (scale_table.shape, height, across) == ((256,), 1, 1)
@@ -159,9 +161,10 @@ class Loops:
         else:
             assert above is None or above.nbytes == 4
         tables = values, scale_table
+        kind = _SCALES[layout.scale_dtype] if layout.nested is None else _SCALES_OF_A_TABLE
         work = _LoopArguments(
-            *_pointers(codes, scales, above, made, *tables), _CODES[code], _DTYPES[dtype], rows, columns, across,
-            inside, height, width, _SCALES[scale_dtype] if nested is None else _SCALES_OF_A_TABLE, run, offset,
+            *_pointers(codes, scales, above, made, *tables), _CODES[layout.code], _DTYPES[dtype], rows, columns, across,
+            inside, height, width, kind, run, offset,
         )  # fmt: skip
         return Loop(self._library, self._library.unpack_scaled, work, (codes, scales, above, made), tables)
 

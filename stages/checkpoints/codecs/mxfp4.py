@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, MXFP4_GROUP
-from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.extents import Extent, TensorHeader, misfit
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -29,7 +29,7 @@ def fold_mxfp4(entries: Mapping[str, Extent], quantization: Mapping[str, object]
     folded: dict[str, AtRest] = {name: extent for name, extent in entries.items() if name not in stacks}
     for name, stack in stacks.items():
         if f"{stack}_blocks" not in entries:
-            raise _refused(entries[name], f"{name!r} has no {stack + '_blocks'!r} beside it")
+            raise misfit(entries[name], f"{name!r} has no {stack + '_blocks'!r} beside it")
         folded[stack] = _folded(entries, stack)
     return folded
 
@@ -60,20 +60,16 @@ def _stack_of(name: str) -> str | None:
 def _folded(entries: Mapping[str, Extent], stack: str) -> PackedTensor:
     blocks, scales = entries[f"{stack}_blocks"], entries.get(f"{stack}_scales")
     if scales is None:
-        raise _refused(blocks, f"{stack + '_blocks'!r} has no {stack + '_scales'!r} beside it")
+        raise misfit(blocks, f"{stack + '_blocks'!r} has no {stack + '_scales'!r} beside it")
     if stack in entries:
-        raise _refused(blocks, f"{stack!r} is there both in blocks and as it is")
+        raise misfit(blocks, f"{stack!r} is there both in blocks and as it is")
     for extent, shape in ((blocks, (*blocks.shape[:3], _GROUP_BYTES)), (scales, blocks.shape[:3])):
         if len(blocks.shape) != 4 or extent.dtype != "uint8" or extent.shape != shape:
             each = " and ".join(f"{part.dtype} {list(part.shape)}" for part in (blocks, scales))
-            raise _refused(
+            raise misfit(
                 extent,
                 f"the blocks and scales of {stack!r} are {each}, where mxfp4 has uint8 [experts, rows, groups, 16] "
                 "and the same without the 16",
             )
     experts, rows, groups, _ = blocks.shape
     return PackedTensor(MXFP4, (blocks, scales), "bfloat16", (experts, groups * MXFP4_GROUP, rows))
-
-
-def _refused(extent: Extent, what: str) -> CheckpointError:
-    return CheckpointError(f"{extent.file.path}: {what}; get the checkpoint again")

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offstage.stages.checkpoints.codecs.loops import Loop, loops
+from offstage.stages.checkpoints.codecs.loops import Loop, ScaleLayout, loops
 from offstage.stages.checkpoints.device_codec import DeviceCodec, look_up, most_at_once, tiles
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
@@ -42,6 +42,8 @@ MXFP4_GROUP = 32
 Codes = Literal["fp8", "fp4", "int8", "int4"]
 
 _OF_EIGHT_BITS = ("fp8", "int8")
+_HALVES = {torch.int32: torch.int16, torch.int64: torch.int32}
+"""Numbers of half the size, by those that are two values."""
 _COLUMNS_TOGETHER = 32
 """Rows that become columns are cut so that these fill whole cache lines in use."""
 
@@ -137,12 +139,8 @@ class ScaledCodes(DeviceCodec):
             return known.mxfp4(codes.reshape(height, -1), scales.reshape(height, -1), table, made)
         kind, (matrices, rows, _) = tensor.parts[1].dtype, self._grid(tensor)
         nested = (_floats(self.nested.values).numpy(), self.nested.run, self.nested.offset) if self.nested else None
-        return known.scaled(
-            codes.reshape(height, -1),
-            scales.reshape(-1, self._scale_grid(tensor)[1] * int(DTYPE_BYTES[kind])),
-            target.reshape(matrices * rows, -1)[block.begin : block.end],
+        layout = ScaleLayout(
             code=self._code,
-            dtype=tensor.dtype,
             scale_dtype=kind,
             inside=block.begin % rows,
             block=(self.block_rows, self.block_columns),
@@ -150,6 +148,9 @@ class ScaledCodes(DeviceCodec):
             above=above[0] if above else None,
             nested=nested,
         )
+        scales = scales.reshape(-1, self._scale_grid(tensor)[1] * int(DTYPE_BYTES[kind]))
+        made = target.reshape(matrices * rows, -1)[block.begin : block.end]
+        return known.scaled(codes.reshape(height, -1), scales, made, dtype=tensor.dtype, layout=layout)
 
     def _is_odd(self, tensor: PackedTensor) -> bool:
         """Return whether codes of eight bits aren't pairs in each row."""
@@ -172,12 +173,13 @@ class ScaledCodes(DeviceCodec):
         return (values, _byte_scales(kind)) if DTYPE_BYTES[kind] == 1 else (values,)
 
     def scratch_bytes(self, tensor: PackedTensor, block: PackedBlock) -> int:
-        """Return what the codes as indices, their values, and the scales and those above them take."""
+        """Return what the codes take as indices, and as values, their scales and those above, and words in order."""
         _, _, columns = self._grid(tensor)
         values, each = (block.end - block.begin) * columns, 1 if self._is_odd(tensor) else 2
         scales = block.spans[1].bytes // int(DTYPE_BYTES[tensor.parts[1].dtype])
         width = int(DTYPE_BYTES[tensor.dtype]) if self.transposed else 4
-        return 4 * values // each + width * values + (24 if self.nested else 12) * scales
+        words = values // 2 if self.transposed else 0
+        return 4 * values // each + words + width * values + (24 if self.nested else 12) * scales
 
     def unpack_on_device(
         self,
@@ -188,52 +190,60 @@ class ScaledCodes(DeviceCodec):
         target: torch.Tensor,
     ) -> None:
         """Write the rows of ``block`` to their places in ``target``."""
-        (_, rows, _), (_, across) = self._grid(tensor), self._scale_grid(tensor)
+        if self.transposed:
+            self._unpack_columns(tensor, block, data, tables, target)
+            return
+        (_, rows, columns), (_, across) = self._grid(tensor), self._scale_grid(tensor)
         scales = self._scales(tensor, block, data, tables).view(-1, across)
-        made, skipped = self._made(tensor, block, target), block.begin % rows % self.block_rows
-        each, most = 1 if self._is_odd(tensor) else 2, min(most_at_once(target), made.numel())
+        made = target.view(torch_dtype(tensor.dtype)).view(-1, columns)[block.begin : block.end]
+        skipped, each = block.begin % rows % self.block_rows, 1 if self._is_odd(tensor) else 2
+        most = min(most_at_once(target), made.numel())
         kind = torch.uint16 if each == 2 and self.name in _OF_EIGHT_BITS else torch.uint8
         codes = data[0].view(kind).view(len(made), -1)
         places = torch.empty(most // each, dtype=torch.int32, device=target.device)
         found = tables[0].new_empty(len(places), device=target.device)
-        for some, part in self._tiles(len(made), made.shape[1], most):
+        for some, part in tiles(len(made), columns, most=most, height=self.block_rows, width=2):
             at_rest = codes[some, part.start // each : part.stop // each]
             indices = places[: at_rest.numel()].view(at_rest.shape).copy_(at_rest)
-            if self.transposed:
-                above = scales[some, part.start // MXFP4_GROUP : part.stop // MXFP4_GROUP]
-                indices.view(*above.shape, -1).add_(above[..., None])
             numbers = torch.index_select(tables[0], 0, indices.view(-1), out=found[: indices.numel()])
-            if self.transposed:
-                made[some, part].T.copy_(numbers.view(made.dtype).view(len(at_rest), -1).T)  # in the order of lines
-            else:
-                values = numbers.view(torch.float32).view(len(at_rest), -1)
-                self._multiply(values, scales, down=skipped + some.start, right=part.start)
-                made[some, part].copy_(values)
+            values = numbers.view(torch.float32).view(len(at_rest), -1)
+            self._multiply(values, scales, down=skipped + some.start, right=part.start)
+            made[some, part].copy_(values)
 
-    def _tiles(self, rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
-        """Yield what is unpacked together: of what is transposed many rows, so that what is written lies together."""
-        if not self.transposed:
-            return tiles(rows, columns, most=most, height=self.block_rows, width=2)
-        tall = min(rows, max(1, most // MXFP4_GROUP))
-        wide = max(1, most // tall // MXFP4_GROUP) * MXFP4_GROUP
-        corners = ((top, left) for left in range(0, columns, wide) for top in range(0, rows, tall))
-        return ((slice(top, min(top + tall, rows)), slice(left, min(left + wide, columns))) for top, left in corners)
-
-    def _made(self, tensor: PackedTensor, block: PackedBlock, target: torch.Tensor) -> torch.Tensor:
-        """Return the place of the rows of ``block`` in ``target``, (rows, columns)."""
-        _, rows, columns = self._grid(tensor)
-        whole = target.view(torch_dtype(tensor.dtype))
-        if not self.transposed:
-            return whole.view(-1, columns)[block.begin : block.end]
-        expert, row = divmod(block.begin, rows)
-        return whole.view(tensor.shape)[expert, :, row : row + block.end - block.begin].T
+    def _unpack_columns(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        data: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],
+        target: torch.Tensor,
+    ) -> None:
+        """Write the rows of ``block`` as columns. What changes its order are words of eight codes, not their values."""
+        expert, row = divmod(block.begin, tensor.shape[-1])
+        rows, kind = block.end - block.begin, _HALVES[tables[0].dtype]
+        made = target.view(kind).view(tensor.shape[0], -1, 4, 4, 2, tensor.shape[2])[expert, ..., row : row + rows]
+        words = data[0].view(torch.int32).view(rows, -1, 4).permute(1, 2, 0).contiguous()
+        above = data[1].view(rows, -1).T.to(torch.int32, memory_format=torch.contiguous_format).mul_(256)[:, None]
+        most = min(2 * most_at_once(target) // MXFP4_GROUP, rows * len(words))
+        places = torch.empty(16 * most, dtype=torch.int32, device=target.device)
+        found = tables[0].new_empty(len(places), device=target.device)
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=target.device)[:, None, None, None]
+        byte, half = (
+            shifts.new_full((), number) for number in (255, 8 * kind.itemsize)
+        )  # a number would be one each time
+        for groups, some in tiles(len(words), rows, most=most, height=1, width=1):
+            in_order = words[groups, :, some]
+            indices = places[: 4 * in_order.numel()].view(4, *in_order.shape)
+            torch.bitwise_right_shift(in_order, shifts, out=indices).bitwise_and_(byte).add_(above[groups, :, some])
+            pairs = torch.index_select(tables[0], 0, indices.view(-1), out=found[: indices.numel()]).view(indices.shape)
+            lines = made[groups, ..., some].permute(2, 3, 0, 1, 4)
+            lines[:, 0].copy_(pairs)
+            lines[:, 1].copy_(pairs.bitwise_right_shift_(half))
 
     def _scales(
         self, tensor: PackedTensor, block: PackedBlock, data: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the scales of ``block`` as numbers; of MXFP4 as where in its table their values begin."""
-        if self.transposed:
-            return data[1].to(torch.int32).mul_(256)
+        """Return the scales of ``block`` as numbers."""
         if self.nested:
             runs = torch.arange(block.begin, block.end, dtype=torch.int32, device=data[0].device)
             runs = runs.floor_divide_(self.nested.run).sub_(block.begin // self.nested.run)

@@ -30,14 +30,15 @@ SkipKeys = str | list[str] | None
 def resolve_device(device: AnyDevice | None) -> torch.device | None:
     """Return the torch device behind ``0``, ``"cuda:0"``, ``"cpu"`` or a torch device.
 
-    An accelerator given by its index that isn't here is simulated on the cpu.
+    Where there are no accelerators, one given by its index is simulated on the cpu.
     """
     if device is None or isinstance(device, torch.device):
         return device
     try:
-        return torch_device(parse_device(device))
+        known = parse_device(device)
     except ValueError:
         return torch.device(device)
+    return torch_device(known)
 
 
 class AlignDevicesHook(ModelHook):

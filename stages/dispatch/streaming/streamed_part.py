@@ -21,7 +21,7 @@ from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.devices import Devices
-from offstage.stages.machine.row_ranges import row_ranges
+from offstage.stages.machine.row_products import row_ranges
 from offstage.stages.plan.serving import Serving
 from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import CPU, DeviceId

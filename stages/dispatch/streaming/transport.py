@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from offstage.stages.checkpoints.device_codec import can_unpack
-from offstage.stages.checkpoints.memory_file import MemoryFile
-from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.packed import MemoryFile, PackedTensor
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.streaming.places import Place, gather_on_host
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker

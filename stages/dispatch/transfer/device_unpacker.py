@@ -24,10 +24,9 @@ from offstage.stages.checkpoints.device_codec import (
     device_bytes,
     landing_bytes,
 )
-from offstage.stages.checkpoints.memory_file import MemoryFile
-from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+from offstage.stages.checkpoints.open_files import OpenFiles
+from offstage.stages.checkpoints.packed import MemoryFile, PackedBlock, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_block
-from offstage.stages.dispatch.transfer.file_reader import FileReader
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved, pin
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.machine.aligned_memory import align_up, buffer_bytes
@@ -71,18 +70,18 @@ class DeviceUnpacker:
         target: Callable[[], torch.Tensor],
         *,
         after: Event,
-        reader: FileReader,
+        files: OpenFiles,
         buffers: PinnedBuffers | None,
     ) -> Moved:
         """Have ``block`` be unpacked to its place in ``target``, the bytes of ``tensor``, after ``after``.
 
-        Runs in a thread that reads: from the files of ``reader``, by way of ``buffers``.
+        Runs in a thread that reads: from ``files``, by way of ``buffers``.
         """
         if all(isinstance(span.file, MemoryFile) for span in block.spans):
             return self._pass_on(tensor, block, _in_memory(block), target(), after=after)[0]
         assert buffers is not None
         with buffers.lend() as (buffer, waited):
-            found, stored = read_block(block, buffer.memory, small=reader.read_small, direct=reader.read)
+            found, stored = read_block(files, block, buffer.memory)
             data = [torch.from_numpy(part) for part in found]
             unpacking, copied = self._pass_on(
                 tensor, block, data, target(), after=after, stored=stored, waited_seconds=waited

@@ -5,23 +5,13 @@ A packed block is unpacked in the thread that read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterable
 from queue import SimpleQueue
 
-from offstage.stages.checkpoints.direct_file import Chunk, DirectFile
-from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
-from offstage.stages.checkpoints.packed_reads import (
-    BlockAtOnce,
-    SpanRead,
-    bring_block,
-    lent,
-    read_at_once,
-    room_at_rest,
-)
-from offstage.stages.checkpoints.shard_files import ShardFile, read_into
-from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.checkpoints.open_files import OpenFiles, Traced, untraced
+from offstage.stages.checkpoints.packed import Codec, PackedBlock, PackedTensor
+from offstage.stages.checkpoints.packed_reads import BlockAtOnce, bring_block, lent, plan_at_once, room_at_rest
+from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import Bytes, buffer_bytes
 from offstage.stages.machine.probes import READING_THREADS
 
@@ -31,17 +21,16 @@ each time, in a tenth of the time that reading one takes.
 """
 
 
-class FileReader:
+class FileReader(OpenFiles):
     """Reads ``files`` in any thread, each if it is what it was; those of ``packed`` tensors are unpacked as they come.
 
     Each reading thread has a buffer while it brings a block: as large as the largest one at rest.
     """
 
     def __init__(
-        self, files: Iterable[ShardFile], packed: Iterable[PackedTensor] = (), trace: Trace | None = None
+        self, files: Iterable[ShardFile], packed: Iterable[PackedTensor] = (), *, traced: Traced = untraced
     ) -> None:
-        self._files = {file: DirectFile(file) for file in files}
-        self._trace = trace
+        super().__init__(files, traced=traced)
         rooms = (room_at_rest(block) for tensor in packed for block in tensor.codec.blocks(tensor))
         self._largest = max(rooms, default=None)
         self.start_anew()
@@ -51,22 +40,7 @@ class FileReader:
         self._buffers: SimpleQueue[Bytes] = SimpleQueue()
         for _ in range(READING_THREADS if self._largest is not None else 0):
             self._buffers.put(buffer_bytes(self._largest or 0))
-        self._known: dict[tuple[int, int], tuple[PackedTensor, BlockAtOnce | None]] = {}
-
-    def read(self, chunk: Chunk, target: memoryview) -> int:
-        """Read ``chunk`` into ``target`` (aligned, ``chunk.length`` bytes); return how many bytes were wanted."""
-        file = self._files[chunk.file]
-        file.check()
-        with (
-            self._trace.span("read", "read", bytes=chunk.wanted, offset=chunk.offset) if self._trace else nullcontext()
-        ):
-            return file.read(target, offset=chunk.offset, wanted=chunk.wanted)
-
-    def read_small(self, span: Extent, target: memoryview) -> None:
-        """Fill ``target`` with the bytes at ``span``, through the page cache."""
-        file = self._files[span.file]
-        file.check()
-        read_into(file.descriptor, target, offset=span.begin, path=span.file.path)
+        self._known: dict[Hashable, tuple[Codec, BlockAtOnce | None]] = {}
 
     def unpack(self, tensor: PackedTensor, block: PackedBlock, target: Bytes) -> int:
         """Read ``block`` and unpack it to its place in ``target``, the bytes of all of ``tensor``.
@@ -75,34 +49,21 @@ class FileReader:
         """
         with lent(self._buffers) as buffer:
             known = self._at_once(tensor, block, target, buffer)
-            if known is not None and self._run(known, buffer, target):
+            if known is not None and known.run(self, buffer, target):
                 return known.bytes
-            return bring_block(tensor, block, target, buffer=buffer, small=self.read_small, direct=self.read)
+            return bring_block(self, tensor, block, target, buffer=buffer)
 
     def _at_once(self, tensor: PackedTensor, block: PackedBlock, target: Bytes, buffer: Bytes) -> BlockAtOnce | None:
-        """Return how ``block`` is brought in one call of compiled code, where it can; worked out once for the first."""
-        key = id(tensor), block.begin
+        """Return how ``block`` is brought in one call of compiled code, where it can; worked out once for the first.
+
+        Rows are made a tensor anew each time that they are brought, so blocks are known by what they are. A codec is
+        one object in all rows of its tensor, and is held, so that no other one gets its number.
+        """
+        key = id(tensor.codec), block.spans, block.begin, tensor.dtype, tensor.shape
         known = self._known.get(key)
-        if known is None or known[0] is not tensor:  # held, so that no other one gets its number
-            work = read_at_once(tensor, block, target, buffer=buffer, descriptor=self._descriptor)
+        if known is None:
+            work = plan_at_once(self, tensor, block, target, buffer=buffer)
             if len(self._known) >= _MOST_KNOWN:
                 return work
-            known = self._known[key] = tensor, work
+            known = self._known[key] = tensor.codec, work
         return known[1]
-
-    def _descriptor(self, read: SpanRead) -> int | None:
-        """Return what the file of ``read`` is open as; null where it can't be read directly as it should."""
-        file = self._files[read.span.file]
-        return file.descriptor if read.chunk is None else file.direct_descriptor
-
-    def _run(self, block: BlockAtOnce, buffer: Bytes, target: Bytes) -> bool:
-        """Read ``block`` into ``buffer`` and unpack it to ``target``; return false where a read failed."""
-        for file in block.files:
-            self._files[file].check()
-        with self._trace.span("read and unpack", "read", bytes=block.bytes) if self._trace else nullcontext():
-            return block.run(buffer, target)
-
-    def close(self) -> None:
-        """Close the files; closing again does nothing."""
-        for file in self._files.values():
-            file.close()

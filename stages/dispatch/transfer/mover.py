@@ -22,6 +22,7 @@ import torch
 
 from offstage.stages.checkpoints.direct_file import Chunk, cut
 from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.open_files import untraced
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
 from offstage.stages.dispatch.transfer.file_reader import FileReader
@@ -75,7 +76,8 @@ class Mover:
         on_disk = [source for source in sources if not isinstance(source, torch.Tensor)]
         packed = [place for place in on_disk if isinstance(place, PackedTensor) and not crosses_packed(place, unpacker)]
         pieces = packed if link.in_place else [piece for place in packed for _, piece in in_pieces(place)]
-        self._reader = FileReader({file for source in on_disk for file in files_of(source)}, pieces, trace)
+        files = {file for source in on_disk for file in files_of(source)}
+        self._reader = FileReader(files, pieces, traced=trace.span if trace else untraced)
         self._order, self._ordering = count(), threading.Lock()
         traces = trace is not None and not link.in_place
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
@@ -149,7 +151,7 @@ class Mover:
             block,
             lambda: _bytes(transfer, begin, source.bytes),
             after=after,
-            reader=self._reader,
+            files=self._reader,
             buffers=self._buffers,
         )
         self._watch("unpack", began, moved)

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from offstage.pipeline.regular_files import read_object
-from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment
 
 _ENCODERS = ("vision_config", "audio_config", "encoder")
@@ -124,7 +124,7 @@ def read_geometry(model: Mapping[str, Any]) -> Geometry:
 
     What it leaves out, its type's defaults say.
     """
-    return geometry_of(_with_defaults(read_object(checkpoint_folder(model) / "config.json")))
+    return geometry_of(_with_defaults(read_object(ModelSource.of(model).folder / "config.json")))
 
 
 def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,7 +173,7 @@ def encoder_rows_bytes(model: Mapping[str, Any], inputs: Mapping[str, tuple[int,
     ``inputs`` are the shapes of what its processor makes: pixels of shape (…, channels, height, width), patches of
     shape (patches, size), or audio of shape (…, features, frames). It stands for what a rehearsal would have shown.
     """
-    config = read_object(checkpoint_folder(model) / "config.json")
+    config = read_object(ModelSource.of(model).folder / "config.json")
     halves = [config[key] for key in _ENCODERS if isinstance(config.get(key), dict)] or [config]
     rows = max((_rows(shape, _first(half, "patch_size")) for half in halves for shape in inputs.values()), default=0)
     return max(rows * (6 * hidden + 2 * wide) * 4 for hidden, wide in map(_widths, halves))

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.cache.fingerprint import fingerprint
-from offstage.pipeline.decoding import decode, decodes
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.stage import MEASURED, Config
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.empty_init.identity import text_identity
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
 from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
-from offstage.stages.inputs.libraries import media_libraries
+from offstage.stages.inputs.media_files import media_libraries
 from offstage.stages.inputs.prompts import Prompt, prompt_inputs, read_prompts
-from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.machine.kept_figures import Figure
 from offstage.stages.plan.request.geometry import encoder_rows_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ FILE_NAME = "media.json"
 
 _DECODING, _PROCESSING = 8, 4
 """How many times the bytes of decoded media, and of what the processor makes of them, are held while it is made."""
+_VERSION = 1
+"""Raised when a figure that was kept before says something else than one that is measured now."""
 _CONSTANT = (0.0,) * (len(monomials(1, 1)) - 1)
 
 
@@ -74,11 +77,10 @@ def media_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[
     if not prompts:
         return None
     asked = {"chat": given.chat, "system": given.system}
-    key = fingerprint([list(prompts.values()), asked, skeleton, text_identity(model), media_libraries()])
+    key = fingerprint([_VERSION, list(prompts.values()), asked, skeleton, text_identity(model), media_libraries()])
     probe = partial(_measure, prompts, given, model, live)
     try:
-        is_sound = partial(decodes, MediaDemand)
-        figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=is_sound).get(key)
+        figure = Figure(FILE_NAME, key, probe).get(cache / MEASURED)
     except ConfigError:
         return None
     return None if figure is None else decode(MediaDemand, figure)
@@ -91,7 +93,7 @@ def _measure(
     from offstage.stages.empty_init.media_call import weigh_media
     from offstage.stages.inputs.prompt_processor import PromptProcessor
 
-    processor = PromptProcessor(model, key=next(iter(prompts)))
+    processor = PromptProcessor(ModelSource.of(model), key=next(iter(prompts)))
     tokens, preparing = 0, 0
     largest: dict[str, torch.Tensor] = {}
     for name, prompt in prompts.items():

@@ -23,7 +23,7 @@ from offstage.stages.calls.options import ForwardOptions, count_rows, read_texts
 from offstage.stages.checkpoints.adapters import adapter_folder
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.generation_defaults import generation_defaults
-from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
 from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
 from offstage.stages.checkpoints.tokenizers import tokenizing
@@ -117,7 +117,7 @@ def effective_options(generate: Mapping[str, Any], model: Mapping[str, Any]) -> 
     How many tokens an assistant guesses is its own to say before it is the checkpoint's.
     """
     given = read_generate(generate)
-    defaults = generation_defaults(checkpoint_folder(model))
+    defaults = generation_defaults(ModelSource.of(model).folder)
     return given.over(defaults | assistant_defaults(given.assistant_model) if given.assistant_model else defaults)
 
 
@@ -146,7 +146,7 @@ def _answers(
         tokens = max(_tokens(prompt, model) for prompt in prompts)
     asked = [given.of_prompt(prompt.options) for prompt in prompts]
     copies = max(_copies(one.options) for one in asked)
-    has_encoder = bool(read_object(checkpoint_folder(model) / "config.json").get("is_encoder_decoder"))
+    has_encoder = bool(read_object(ModelSource.of(model).folder / "config.json").get("is_encoder_decoder"))
     new = max(_new_tokens(one.options, 0 if has_encoder else tokens) for one in asked)
     keeps = given.output_logprobs and any(
         keeps_logits(one.options, guesses=one.guesses_ahead and not one.judges_exactly) for one in asked
@@ -199,7 +199,7 @@ def assistant_defaults(path: str | None) -> dict[str, Any]:
     That is the assistant's own to say: what the model's files have of it isn't asked.
     """
     node = assistant_node(path)
-    told = generation_defaults(checkpoint_folder(node)) if node else {}
+    told = generation_defaults(ModelSource.of(node).folder) if node else {}
     return {GUESSED: told.get(GUESSED)}
 
 
@@ -212,7 +212,7 @@ def assistant_bytes(path: str | None, *, prompt: int, length: int) -> tuple[int,
     node = assistant_node(path)
     if node is None:
         return 0, 0
-    folder = checkpoint_folder(node)
+    folder = ModelSource.of(node).folder
     weights = assistant_weights(folder)
     config = read_object(folder / "config.json")
     geometry = geometry_of(config)
@@ -282,7 +282,7 @@ def _tokens(prompt: Prompt, model: Mapping[str, Any]) -> int:
 def count_tokens(text: str, model: Mapping[str, Any]) -> int:
     """Return how many tokens ``text`` has for ``model``, estimated where it is short or there is no tokenizer."""
     size = len(text.encode(errors="replace"))
-    tokenizer = _tokenizer(tokenizer_folder(model) or checkpoint_folder(model)) if size > LEAST_LENGTH else None
+    tokenizer = _tokenizer(ModelSource.of(model).text_folder) if size > LEAST_LENGTH else None
     with suppress(ConfigError), tokenizing(ConfigError, "model.tokenizer"):  # which the stage itself reports
         if tokenizer is not None:
             return len(tokenizer.encode(text).ids)

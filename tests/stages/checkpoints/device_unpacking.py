@@ -14,8 +14,7 @@ from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
 from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, PackedScales, ScaledCodes, table_codes
 from offstage.stages.checkpoints.device_codec import DeviceCodec
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.memory_file import MemoryFile
-from offstage.stages.checkpoints.packed import Codec, PackedTensor, in_memory
+from offstage.stages.checkpoints.packed import Codec, MemoryFile, PackedTensor, in_memory
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import align_up
 from offstage.stages.units import DEVICE_ALIGNMENT

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from offstage.pipeline.errors import CheckpointError
-from offstage.stages.checkpoints import bulk_reader as bulk
+from offstage.stages.checkpoints import bulk_reader as bulk, packed_reads
 from offstage.stages.checkpoints.bulk_reader import BulkReader, TensorRead, read_into_new_memory
+from offstage.stages.checkpoints.codecs.scaled_codes import ScaledCodes
 from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import in_pieces, rest_bytes
-from offstage.stages.checkpoints.page_cache import cached_pages
+from offstage.stages.checkpoints.open_files import cached_pages
+from offstage.stages.checkpoints.packed import PackedTensor, in_pieces, rest_bytes
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine import aligned_memory as memory
@@ -105,8 +106,8 @@ def test_a_new_piece_of_the_same_dtype_is_laid_out_as_it_lies_in_the_file(tmp_pa
 def test_neighbours_are_read_together_and_what_lies_far_between_is_not(tmp_path: Path, data: torch.Tensor) -> None:
     spans = [(0, 100), (600, 700), (5000, 5100), (9000, 9100)]
     pieces = [zeroed(Extent(shard(tmp_path / "f"), a, "uint8", (b - a,)), torch.uint8) for a, b in spans]
-    jobs = [job for job in bulk._jobs(pieces) if isinstance(job, bulk._Block)]
-    assert [[part.begin for part in job.parts] for job in jobs] == [[0, 600], [5000], [9000]]
+    jobs = [job for job in bulk._jobs(pieces) if isinstance(job, bulk._BufferedRead)]
+    assert [[part.chunk.begin for part in job.slices] for job in jobs] == [[0, 600], [5000], [9000]]
 
 
 def test_a_file_system_without_direct_reads_works_too(
@@ -184,6 +185,25 @@ def test_what_rests_packed_is_unpacked_to_where_it_stays(
     for number, piece in enumerate(pieces):
         assert torch.equal(piece.target, wanted[number // 2].to(piece.target.dtype))
     assert sum(counted) >= 2 * sum(map(rest_bytes, places.values()))
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_where_loops_are_compiled_a_block_is_read_and_unpacked_in_one_call(
+    cold: bool, tmp_path: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_cache))
+    path, codes, scales = tmp_path / "f", torch.randint(0, 120, (300, 256), dtype=torch.uint8), torch.rand(3, 2)
+    path.write_bytes(bytes(4099) + codes.numpy().tobytes() + scales.numpy().tobytes())
+    parts = Extent(shard(path), 4099, "uint8", (300, 256)), Extent(shard(path), 4099 + 76_800, "float32", (3, 2))
+    tensor = PackedTensor(ScaledCodes("fp8", 128, 128), parts, "bfloat16", (300, 256))
+    wanted = read_extent(tensor)
+    if cold:
+        drop_from_cache(path)
+    monkeypatch.setattr(packed_reads, "unpack_block", None)  # nothing is left to it
+    piece = TensorRead(tensor, torch.zeros(300, 256, dtype=torch.bfloat16))
+    with BulkReader() as reader:
+        reader.read([piece], lambda count: None)
+    assert torch.equal(piece.target, wanted)
 
 
 DTYPES = ("float32", "bfloat16")

@@ -16,11 +16,10 @@ from offstage.stages.checkpoints import gguf_model
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.gguf_entries import gguf_entries
 from offstage.stages.checkpoints.gguf_model import NAMES, gguf_folder
-from offstage.stages.checkpoints.hub import checkpoint_folder, weights_path
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.packed import PackedTensor, in_dtype
-from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.checkpoints.readers import gguf_entries, open_reader
 from tests.packed_references import without_asking_for_accelerate
 from tests.stages.checkpoints.ggufs import make_gguf, raw_gguf, settings, tensor
 
@@ -98,8 +97,8 @@ def test_a_folder_that_holds_one_such_file_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     path = made(tmp_path / "in", "llama")
     alone, within = {"path": str(path)}, {"path": str(tmp_path / "in")}
-    assert checkpoint_folder(alone) == checkpoint_folder(within) != weights_path(alone)
-    assert open_checkpoint(weights_path(within)).files == open_checkpoint(path).files
+    assert ModelSource.of(alone).folder == ModelSource.of(within).folder != ModelSource.of(alone).weights
+    assert open_checkpoint(ModelSource.of(within).weights).files == open_checkpoint(path).files
 
 
 def test_the_folder_is_made_once_for_a_content_wherever_that_lies(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from tests.deadline import deadline
@@ -44,7 +45,7 @@ def save(folder: Path, **parts: Any) -> None:
 def test_a_tokenizer_that_multiplies_text_is_refused(parts: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path, **parts)
     with deadline(), pytest.raises(CheckpointError, match="its steps make a text more than"):
-        load_tokenizer(config_for(tmp_path, tmp_path)["model"])
+        load_tokenizer(ModelSource.of(config_for(tmp_path, tmp_path)["model"]))
 
 
 def test_steps_as_real_tokenizers_have_them_pass(tmp_path: Path) -> None:

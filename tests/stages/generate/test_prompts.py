@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from offstage.pipeline.errors import CheckpointError, ConfigError
 from offstage.pipeline.typed_config import type_faults
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.generate.options import check_options, check_own_options, check_served, plain_options
 from offstage.stages.generate.prompts import Encoder, check_encoded
@@ -226,12 +227,12 @@ def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path) -> None:
 
 
 def test_text_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
-    assert load_tokenizer({"path": str(tmp_path)}) is None
+    assert load_tokenizer(ModelSource(str(tmp_path))) is None
     assert Encoder(None).encode("here", Prompt([5, 6])) == [5, 6]
     with pytest.raises(ConfigError, match=r"here: 'hello' is text.*generate\.prompts=\[\[5,6,7\]\]"):
         Encoder(None).encode("here", Prompt("hello"))
     with pytest.raises(ConfigError, match=r"model\.tokenizer: .* holds no tokenizer that loads"):
-        load_tokenizer({"path": "/x", "tokenizer": str(tmp_path)})
+        load_tokenizer(ModelSource("/x", tokenizer=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

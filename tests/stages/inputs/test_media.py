@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.inputs.audio import read_audio
 from offstage.stages.inputs.images import check_image, read_image
 from offstage.stages.inputs.media_files import find_media
@@ -144,4 +145,4 @@ def test_another_format_names_what_to_install(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_processor_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"forward.images: .* holds no image processor that loads"):
-        load_processor({"path": str(tmp_path)}, "image processor", key="forward.images")
+        load_processor(ModelSource(str(tmp_path)), "image processor", key="forward.images")

@@ -10,7 +10,7 @@ from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.stages.machine import decoding_probe
 from offstage.stages.machine.decoding_probe import decoding_speed, measure
 from offstage.stages.machine.kernels import identity
-from offstage.stages.machine.rates import DECODING_NAME, Rates, are_host_rates, coarse_rate, local_rates
+from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates
 
 NARROW = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 SPEED = '{"host": 18000000000, "calls": 12345}'
@@ -33,8 +33,7 @@ def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, printed: str) -> Path:
 
 def test_a_narrow_decoder_is_bound_by_its_calls_and_a_wide_one_by_its_weights() -> None:
     narrow, wide = measure(1, 3, **NARROW), measure(1, 2)
-    assert are_host_rates(narrow)
-    assert are_host_rates(wide)
+    assert min(*narrow.values(), *wide.values()) >= 1
     assert narrow["host"] < wide["host"], "products of some bytes take as long as their call"
 
 
@@ -49,8 +48,10 @@ def test_what_was_measured_is_kept_for_the_user_and_taken_over_by_other_caches(
     assert asked.read_text() == "\n"
 
 
-@pytest.mark.parametrize("printed", ["", "nonsense", "[1]", '{"host": 1}', '{"host": -5, "calls": 3}'])
-def test_what_is_no_speed_is_not_believed(printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("printed", ["", "nonsense", "null"])
+def test_where_nothing_is_said_the_nominal_rates_stand(
+    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer(tmp_path, monkeypatch, printed)
     found = local_rates(tmp_path / "one", None)
     assert (found.host, found.calls) == (Rates().host, Rates().calls)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from offstage.pipeline.errors import BudgetError
+from offstage.pipeline.errors import BudgetError, ConfigError
 from offstage.stages.machine.aligned_memory import private_bytes
-from offstage.stages.machine.devices import Devices
+from offstage.stages.machine.devices import Devices, torch_device
 
 
 def tensor(count: int) -> torch.Tensor:
@@ -140,3 +140,16 @@ def test_a_full_accelerator_is_a_budget_error_and_names_its_key(monkeypatch: pyt
     monkeypatch.setattr(torch.Tensor, "to", full)
     with pytest.raises(BudgetError, match=r"max_memory\.1: accelerator 1 is full: 4 B more of weights"):
         Devices().put(tensor(4), 1)
+
+
+def test_an_accelerator_that_a_machine_with_others_lacks_is_named_and_not_computed_for_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert torch_device(1) == torch.device("cuda", 1)
+    assert torch_device("cpu") == torch_device("disk") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="accelerator 5 isn't here: this machine has 2, the last is 1"):
+        torch_device(5)
+    assert Devices({5: 100}).torch_device(5) == torch.device("cpu"), "it is simulated"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -14,48 +13,47 @@ from typing import Any
 
 import pytest
 
-from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.pipeline.cache.user_cache import user_cache
-from offstage.stages.machine.kept_figures import kept_for_user, kept_or_measured
-from offstage.stages.machine.kernels import are_factors
-from offstage.stages.machine.rates import is_rate
+from offstage.stages.machine.kept_figures import Figure
 from tests.deadline import deadline
 
 MEASURED = {"host": 10**10}
 
 
-def figures(path: Path, measured: int = 10**10) -> dict[str, Any]:
-    return kept_or_measured(path, {"host": lambda: measured}, is_sound=is_rate)
+def figure(path: Path, measured: int | None = 10**10, *, name: str = "host", of_user: bool = False) -> Any:
+    return Figure(path.name, name, lambda: measured, of_user=of_user).get(path.parent)
 
 
-def never(path: Path) -> dict[str, Any]:
+def never(path: Path) -> Any:
     """Return what is kept: nothing may be measured."""
 
     def probe() -> int:
         raise KeyError("measured")
 
-    return kept_or_measured(path, {"host": probe}, is_sound=is_rate)
+    return Figure(path.name, "host", probe).get(path.parent)
 
 
 def test_what_was_measured_is_read_ever_after_and_added_to(tmp_path: Path) -> None:
     path = tmp_path / "hardware" / "rates.json"
-    assert figures(path) == never(path) == MEASURED
-    both = kept_or_measured(path, {"host": lambda: 1, "link": lambda: 10**9}, is_sound=is_rate)
-    assert both == read_sealed(path) == {**MEASURED, "link": 10**9}
+    assert figure(path) == figure(path, 1) == never(path) == 10**10
+    assert figure(path, 10**9, name="link") == 10**9
+    assert read_sealed(path) == {**MEASURED, "link": 10**9}
+
+
+def test_what_cannot_be_measured_is_nominal_and_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    assert Figure(path.name, "host", lambda: None, nominal=5).get(tmp_path) == 5
+    assert not path.exists()
+    assert figure(path) == 10**10
 
 
 def test_what_one_cache_lacks_another_of_the_user_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    asked: list[int] = []
-
-    def probe() -> int:
-        asked.append(1)
-        return 10**10
-
     own = user_cache() / "hardware" / "rates.json"
-    for path in (tmp_path / "a" / "rates.json", tmp_path / "b" / "rates.json", own):
-        assert kept_for_user(path, {"host": probe}, is_sound=is_rate) == read_sealed(path) == MEASURED
-    assert len(asked) == 1
+    for number, path in enumerate((tmp_path / "a" / "rates.json", tmp_path / "b" / "rates.json", own)):
+        assert figure(path, 10**10 + number, of_user=True) == 10**10
+        assert read_sealed(path) == MEASURED
 
 
 def test_a_user_without_a_home_has_each_cache_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +62,7 @@ def test_a_user_without_a_home_has_each_cache_measured(tmp_path: Path, monkeypat
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nowhere)
-    assert kept_for_user(tmp_path / "rates.json", {"host": lambda: 10**10}, is_sound=is_rate) == MEASURED
+    assert figure(tmp_path / "rates.json", of_user=True) == 10**10
 
 
 def flip(path: Path) -> None:
@@ -121,28 +119,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_set_aside_and_measured_again(damage: Callable[[Path], object], tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
-    figures(path, 2 * 10**10)
+    figure(path, 2 * 10**10)
     damage(path)
     with deadline():
-        assert figures(path) == never(path) == MEASURED
+        assert figure(path) == never(path) == 10**10
     assert list(tmp_path.glob(".damaged-*"))
-
-
-@pytest.mark.parametrize(
-    "figure", [None, True, "fast", 1.5, -1, 0, 10**30, [], {}, float("nan"), float("inf")], ids=repr
-)
-def test_a_figure_that_none_can_be_is_neither_taken_nor_kept(figure: object, tmp_path: Path) -> None:
-    path = tmp_path / "rates.json"
-    write_sealed(path, {"host": figure, "link": 10**9})
-    assert figures(path) == {**MEASURED, "link": 10**9}
-    assert kept_or_measured(path, {"device": lambda: figure}, is_sound=is_rate).keys() == {"host", "link"}
-
-
-@pytest.mark.parametrize(
-    "found", [3, [], {"mm": 1}, {"mm": [1, 2]}, {"mm": [1, 2, -1]}, {"mm": [1, 2, "3"]}, {"mm": [0, 0, 1e9]}], ids=repr
-)
-def test_factors_that_no_kernel_has_are_not_taken(found: object) -> None:
-    assert not are_factors(found)
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "a FIFO", "locks that are folders"])
@@ -154,29 +135,29 @@ def test_where_nothing_can_be_kept_or_locked_each_run_measures(obstacle: str, tm
         os.mkfifo(path.parent)
     else:
         path.parent.joinpath(".rates.json.lock").mkdir(parents=True)
-    assert figures(path) == MEASURED
-    assert figures(path, 2 * 10**10)["host"] == (10**10 if path.exists() else 2 * 10**10)
+    assert figure(path) == 10**10
+    assert figure(path, 2 * 10**10) == (10**10 if path.exists() else 2 * 10**10)
 
 
 UNPRIVILEGED = """
-import json, os, sys
+import os, sys
 from pathlib import Path
-from offstage.stages.machine.kept_figures import kept_or_measured
-from offstage.stages.machine.rates import is_rate
+from offstage.stages.machine.kept_figures import Figure
 if os.geteuid() == 0:
     os.setgid(65534), os.setuid(65534)
-print(json.dumps(kept_or_measured(Path(sys.argv[1]), {sys.argv[2]: lambda: 10**9}, is_sound=is_rate)))
+path = Path(sys.argv[1])
+print(Figure(path.name, sys.argv[2], lambda: 10**9).get(path.parent))
 """
 
 
-@pytest.mark.parametrize(("name", "expected"), [("host", MEASURED), ("link", {**MEASURED, "link": 10**9})])
+@pytest.mark.parametrize(("name", "expected"), [("host", 10**10), ("link", 10**9)])
 @pytest.mark.parametrize("rights", [0o555, 0o000])
-def test_a_cache_of_somebody_else_is_read_and_not_written(name: str, expected: dict[str, int], rights: int) -> None:
+def test_a_cache_of_somebody_else_is_read_and_not_written(name: str, expected: int, rights: int) -> None:
     folder = Path("/tmp") / f"offstage-{os.getpid()}-{name}-{rights}"
     folder.mkdir()
     path = folder / "rates.json"
     try:
-        figures(path)
+        figure(path)
         folder.chmod(rights)
         command = [sys.executable, "-c", UNPRIVILEGED, str(path), name]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
@@ -184,4 +165,4 @@ def test_a_cache_of_somebody_else_is_read_and_not_written(name: str, expected: d
         folder.chmod(0o755)
         shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == (expected if rights else {name: 10**9})
+    assert int(done.stdout) == (expected if rights else 10**9)

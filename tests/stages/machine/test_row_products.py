@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from offstage.stages.machine.row_product_probe import is_exact_by_rows
-from offstage.stages.machine.row_products import FILE_NAME, exact_dtypes
-from offstage.stages.machine.row_ranges import LEAST_ROWS, row_ranges
+from offstage.stages.machine.row_products import (
+    FILE_NAME,
+    LEAST_ROWS,
+    exact_dtypes,
+    measure as is_exact_by_rows,
+    row_ranges,
+)
 from tests.stages.shard_load.test_load_memory import anonymous_bytes
 
 

@@ -12,7 +12,7 @@ from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.skeleton import PackedSpec
-from offstage.stages.machine.row_ranges import LEAST_ROWS
+from offstage.stages.machine.row_products import LEAST_ROWS
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement, resident_bytes

@@ -14,8 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
-from offstage.stages.checkpoints.memory_file import MemoryFile
-from offstage.stages.checkpoints.packed import AtRest, PackedTensor, files_of
+from offstage.stages.checkpoints.packed import AtRest, MemoryFile, PackedTensor, files_of
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.describe import describe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +172,19 @@ def test_a_loop_is_given_no_sizes_that_its_arrays_have_not(
     known = loops.loops()
     assert known is not None
     codes, scales = np.zeros((4, 32), np.uint8), np.ones((2, 2), np.float32).view(np.uint8)
-    made, told = np.zeros((4, 64), np.uint8), {"code": "fp8", "dtype": "bfloat16", "scale_dtype": "float32"}
-    known.scaled(codes, scales, made, inside=0, block=(2, 16), **told).run()
+    made, layout = (
+        np.zeros((4, 64), np.uint8),
+        loops.ScaleLayout(code="fp8", scale_dtype="float32", inside=0, block=(2, 16)),
+    )
+    scaled = partial(known.scaled, dtype="bfloat16")
+    scaled(codes, scales, made, layout=layout).run()
     for inside, block, target in ((0, (1, 16), made), (0, (2, 15), made), (0, (2, 16), made[:3]), (1, (2, 16), made)):
         with pytest.raises(AssertionError):
-            known.scaled(codes, scales, target, inside=inside, block=block, **told)
+            scaled(codes, scales, target, layout=layout._replace(inside=inside, block=block))
     with pytest.raises(AssertionError):
-        known.scaled(codes[:, ::2], scales, made[:, :32], inside=0, block=(2, 8), **told)
+        scaled(codes[:, ::2], scales, made[:, :32], layout=layout._replace(block=(2, 8)))
     with pytest.raises(AssertionError):
-        known.scaled(codes, scales[:-1], made, inside=0, block=(2, 16), **told)
+        scaled(codes, scales[:-1], made, layout=layout)
     with pytest.raises(AssertionError):
         known.merge_planes(codes[0], codes[1], made[0].view(np.uint16)[1:])
     blocks, rows = np.zeros((2, 1, 34), np.uint8), np.zeros((2, 64), np.uint8)

@@ -113,16 +113,26 @@ def test_the_first_dimension_of_a_row_can_be_cut_where_runs_are_its_parts(tmp_pa
     assert row.codec.rows(row, 1, 2) == packed.codec.rows(packed, 3, 4)
 
 
-def test_a_flipped_byte_anywhere_is_found_and_said(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_is_found_and_said_or_changes_nothing(tmp_path: Path) -> None:
+    """A frame has a few bits, between a stream's last one and its byte's end, that nobody reads."""
     tensor = torch.randn(600).bfloat16()
     path = tmp_path / "weight.packed"
     packed = packed_at(path, tensor)
-    whole = path.read_bytes()
+    whole, passed = path.read_bytes(), 0
     for place in range(4, len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
-        with pytest.raises(CheckpointError, match=r"weight\.packed: damaged at byte"):
-            read_packed(packed)
-        assert not path.exists()
+        found, told = None, ""
+        try:
+            found = read_packed(packed)
+        except CheckpointError as error:
+            told = str(error)
+        if found is not None:
+            assert torch.equal(found, tensor)
+            passed += 1
+        else:
+            assert "weight.packed: damaged at byte" in told
+            assert not path.exists()
+    assert passed < len(whole) / 100
 
 
 def test_a_frame_that_tells_of_more_than_belongs_there_gets_no_room(tmp_path: Path) -> None:

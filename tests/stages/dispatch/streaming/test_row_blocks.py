@@ -13,7 +13,7 @@ from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.streaming.row_blocks import BlockedWeight
 from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.machine.devices import Devices
-from offstage.stages.machine.row_product_probe import is_exact_by_rows
+from offstage.stages.machine.row_products import measure as is_exact_by_rows
 from tests.stages.dispatch.placed_models import Setup, to_disk
 from tests.stages.shard_load.checkpoints import disk_weights
 

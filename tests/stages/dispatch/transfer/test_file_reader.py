@@ -188,3 +188,14 @@ def test_tensors_that_follow_each_other_at_one_address_are_told_apart(tmp_path: 
             found += brought(reader, rows)[0]
             del rows
     assert found == wanted
+
+
+@pytest.mark.usefixtures("compiled")
+def test_how_a_block_is_brought_is_worked_out_once_however_often_its_rows_are_made_a_tensor(tmp_path: Path) -> None:
+    tensor = packed_at(tmp_path / "file", "fp8")
+    with reading(tensor) as reader:
+        for begin in (0, 128, 0, 128, 0):
+            rows = tensor.codec.rows(tensor, begin, begin + 128)
+            assert rows is not None
+            assert brought(reader, rows)[0] == bytes(byte_view(read_packed(rows)))
+        assert len(reader._known) == 2

@@ -10,8 +10,7 @@ import torch
 
 from offstage.stages.checkpoints.device_codec import device_bytes
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.memory_file import MemoryFile
-from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
+from offstage.stages.checkpoints.packed import MemoryFile, PackedTensor, rest_bytes
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.streaming.caches import make_cache
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
