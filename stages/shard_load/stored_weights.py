@@ -107,9 +107,9 @@ def _add(load: Load, store: OffloadStore, absent: Mapping[str, StoredTensor], so
                 store.put_packed(name, left.pop(name), tiles)
     for name, extent in _cast_sources(load, left, sources).items():
         store.put(name, left.pop(name), _cast_pieces(load, sources[name], extent))
-    for name, whole in make_tensors(load, {name: sources[name] for name in left}, "offloading", devices=Devices()):
-        _put_whole(store, name, left[name], whole)
-        del whole  # or it would be held while the next one is made
+    for name, tensor in make_tensors(load, {name: sources[name] for name in left}, "offloading", devices=Devices()):
+        _put_whole(store, name, left[name], tensor)
+        del tensor  # or it would be held while the next one is made
 
 
 def _put_whole(store: OffloadStore, name: str, tensor: StoredTensor, whole: torch.Tensor) -> None:
