@@ -6,10 +6,10 @@ waits on the host packed is read as it rests on disk, and stays so.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -42,7 +42,7 @@ from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.model_tensors import make_tensors
 from offstage.stages.shard_load.sources import DiskWeights, Sources, located
-from offstage.stages.units import CPU, DeviceId, format_bytes
+from offstage.stages.units import CPU, DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,42 +146,43 @@ def _spilled(
 
     A ``.bin`` file from before torch 1.6 has to be in memory whole to give any tensor. With the host's share of the
     weights beside it the peak would be their sum; spilled and brought back after, it is the larger of the two. They
-    wait in a file of no name in ``folder``, and come from its end, aligned as they were.
+    wait in a file of no name in ``folder``, and come back aligned as they were.
     """
     waiting: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
     with _spill_file(folder) as file:
         for name, tensor in made:
-            if sources[name].home == CPU:
-                _spill(tensor, file, folder)
-                waiting.append((name, tuple(tensor.shape), tensor.dtype, tensor.data_ptr()))
-            else:
+            if sources[name].home != CPU:
                 yield name, tensor
+                del tensor
+                continue
+            with _spilling(folder):
+                file.write(byte_view(tensor))
+                file.flush()
+            waiting.append((name, tuple(tensor.shape), tensor.dtype, tensor.data_ptr()))
             del tensor
         load.reader.release()
-        for name, shape, dtype, address in reversed(waiting):
+        file.seek(0)
+        for name, shape, dtype, address in waiting:
             tensor = room_for(shape, dtype, offset=address).tensor
-            begin = file.seek(-tensor.nbytes, os.SEEK_END)
-            file.readinto(byte_view(tensor))  # type: ignore[attr-defined]
-            file.truncate(begin)
+            with _spilling(folder):
+                file.readinto(byte_view(tensor))  # type: ignore[attr-defined]
             yield name, tensor
             del tensor
 
 
 def _spill_file(folder: Path) -> IO[bytes]:
-    try:
+    with _spilling(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder)
-    except OSError as error:
-        raise StorageError(f"{folder}: can't be written: {error.strerror}; set offload_folder") from error
 
 
-def _spill(tensor: torch.Tensor, file: IO[bytes], folder: Path) -> None:
+@contextmanager
+def _spilling(folder: Path) -> Iterator[None]:
     try:
-        file.write(byte_view(tensor))
-        file.flush()
+        yield
     except OSError as error:
-        needed = format_bytes(tensor.nbytes)
-        raise StorageError(f"{folder}: spilling {needed} failed: {error.strerror}; free some space there") from error
+        reason = f"weights can't wait there: {error.strerror}; free some space, or set offload_folder to another folder"
+        raise StorageError(f"{folder}: {reason}") from error
 
 
 def _read_packed(load: Load, sources: Sources) -> Sources:

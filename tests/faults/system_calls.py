@@ -45,13 +45,14 @@ SHORT_COUNT, SHORTENED = "short count", " SHORT"
 _LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
 _PLACE = re.compile(r'^(?:\d+|AT_FDCWD)?<([^<>]*)>(?:\(deleted\))?|"([^"]*)"')
 _MAPPED = re.compile(r"\d+<(/[^<>]*)>")
-_PASSING = re.compile(r"/\.tmp-|/runs/\d")
+_PASSING = re.compile(r"/\.tmp-|/runs/\d|/#\d")
 """What is in paths that no other run has."""
 _VARIABLE = (
     (re.compile(r"[0-9a-f]{32,}"), "*"),
     (re.compile(r"\d{4}-\d\d-\d\d(/\d\d-\d\d-\d\d-\d+-\d+)?"), lambda match: "DAY/RUN" if match[1] else "DAY"),
     (re.compile(r"[\w.]+\.dat\b"), "*.dat"),
     (re.compile(r"(model)-\d+-of-\d+"), r"\1-*"),
+    (re.compile(r"#\d+"), "#*"),  # a file of no name
 )
 
 
