@@ -25,14 +25,12 @@ from offstage.stages.plan.checks import (
     host_is_short,
     require_resident,
     require_room,
-    require_writable,
 )
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
     gather_inputs,
     host_kernels,
-    host_needed,
     known_machine,
     machine_rates,
     with_row_blocks,
@@ -65,6 +63,8 @@ _WORTH_BLOCKS = 0.01
 """The share of the host's memory that blocks of rows must save, before a plan by them is made."""
 _Placed = Callable[[tuple[tuple[DeviceId, int | None], ...], Step, bool], Placement]
 """Places what budgets allow for a step; the last says whether the widest weights come by blocks of rows."""
+_Make = Callable[[Demand], PlanOption]
+"""Makes the plan for a demand, in its budgets."""
 
 
 class PlanStage(Stage[PlanInputs]):
@@ -153,13 +153,13 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     hold the plan.
     """
     _require_devices(inputs.choice, inputs.overrides, inputs.machine)
-    placed = cache(partial(_placed, inputs))
+    make = partial(_plan_for, inputs, cache(partial(_placed, inputs)))
     *larger, least = inputs.demands
-    found = {least: _least_plan(inputs, least, inputs.demands[least], placed)}
-    for size in reversed(larger):
-        option = _larger_plan(inputs, size, placed)
-        if option is not None and (not inputs.lockstep or brings_more(option, found.values())):
-            found[size] = option
+    found = [_least_plan(inputs, least, make)]
+    for demand in reversed(larger):
+        option = _larger_plan(inputs, demand, make)
+        if option is not None and (not inputs.lockstep or brings_more(option, found)):
+            found.append(option)
         elif inputs.lockstep:
             break
     plan = choose(found, fewest=inputs.lockstep)
@@ -167,36 +167,35 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     return replace(plan, notes=(*plan.notes, *inputs.notes))
 
 
-def _larger_plan(inputs: PlanInputs, size: int | None, placed: _Placed) -> PlanOption | None:
-    """Return the plan for batches of ``size``, or so many in lockstep; null where there is no room for it."""
+def _larger_plan(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | None:
+    """Return the plan for more than the least that may go together; null where there is no room for it."""
     with suppress(BudgetError):
-        demand = inputs.demands[size]
-        option = _plan_for(inputs, size, demand, placed)
+        option = make(demand)
         if (allowance := _beside_staging(inputs, demand.allowance, option.plan)) is not None:
-            option = _plan_for(inputs, size, replace(demand, allowance=allowance), placed)
+            option = make(replace(demand, allowance=allowance))
         return option if has_room(option.plan, inputs.rooms) else None
     return None
 
 
-def _least_plan(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
-    """Return the plan for batches of ``size``, the least; of two that a budget which is worked out allows, the sooner.
+def _least_plan(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption:
+    """Return the plan for the least ``demand``; of two that a budget which is worked out allows, the sooner.
 
     Raises ``BudgetError``, with the machine's limit, where there can be none.
     """
     divided = None
     try:
-        whole = _at_least(inputs, size, demand, placed)
+        whole = _at_least(inputs, demand, make)
     except BudgetError:
-        if (divided := _by_blocks(inputs, size, demand, placed)) is None:
+        if (divided := _by_blocks(inputs, demand, make)) is None:
             raise
         return divided
     with suppress(BudgetError):
         streams = whole.plan.forecast["streamed_bytes_per_token"]
-        divided = _by_blocks(inputs, size, demand, placed) if streams else None
+        divided = _by_blocks(inputs, demand, make) if streams else None
     return min(filter(None, (whole, divided)), key=lambda option: option.seconds)
 
 
-def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption | None:
+def _by_blocks(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | None:
     """Return the plan of which the widest weights come by blocks of rows, null where that leaves no more to weights.
 
     What products with such a weight take beside it is as much as for a block then, and no longer the widest of all.
@@ -205,33 +204,32 @@ def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Pl
     outline, asked = inputs.outline, demand.allowance
     if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
         return None
-    needed = host_needed(inputs.needs(demand, least_blocks(outline)))
-    if host_needed(demand.needs) - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
+    needed = inputs.needs(demand, least_blocks(outline)).host_bytes
+    if demand.needs.host_bytes - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
         return None
     asked = replace(asked.beside("request", needed), by_blocks=True)
     for spare in range(0, (room := asked.budgets[CPU] or 0) // 2 + 1, max(1, room // 8)):
         allowance = asked.beside("spare", spare) if spare else asked
-        option = _at_least(inputs, size, replace(demand, allowance=allowance), placed)
-        if host_needed(inputs.needs(demand, block_sizes(outline, option.plan.block_rows))) <= needed:
+        option = _at_least(inputs, replace(demand, allowance=allowance), make)
+        if inputs.needs(demand, block_sizes(outline, option.plan.block_rows)).host_bytes <= needed:
             return option
     return None
 
 
-def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
-    """Return the plan for batches of ``size``: a budget that was worked out then is as large as it must be.
+def _at_least(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption:
+    """Return the plan for ``demand``: a budget that was worked out then is as large as it must be.
 
     Raises ``BudgetError``, with the machine's limit, where that can't be.
     """
     asked = demand.allowance
     while True:
         try:
-            option = _plan_for(inputs, size, demand, placed)
+            option = make(demand)
         except ShortageError as error:
-            device, terms = error.shortage.device, asked.terms.get(str(error.shortage.device))
-            allowance = asked.with_least(device, error.shortage.least)
-            if allowance is None and terms and device == CPU:
-                demand = replace(demand, allowance=asked)
-                short, taken = _least_that_works(inputs, size, demand, error.shortage, placed)
+            short = error.shortage
+            allowance = asked.with_least(short.device, short.least)
+            if allowance is None and asked.terms and short.device == CPU:
+                short, taken = _least_that_works(inputs, replace(demand, allowance=asked), short, make)
                 raise host_is_short(short, taken, inputs.machine.host) from error
             if allowance is None:
                 raise
@@ -244,16 +242,16 @@ def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Pla
 
 
 def _least_that_works(
-    inputs: PlanInputs, size: int | None, demand: Demand, short: Shortage, placed: _Placed
+    inputs: PlanInputs, demand: Demand, short: Shortage, make: _Make
 ) -> tuple[Shortage, Mapping[str, int]]:
     """Return what is ``short`` of the host's memory, and the terms beside it: some are known once there is a plan."""
     asked = demand.allowance
     enough = replace(asked, budgets={**asked.budgets, CPU: short.least})
     try:
-        option = _plan_for(inputs, size, replace(demand, allowance=enough), placed)
+        option = make(replace(demand, allowance=enough))
     except ShortageError as error:
-        return error.shortage, asked.terms[str(CPU)]
-    return short, (_beside_staging(inputs, asked, option.plan) or asked).terms[str(CPU)]
+        return error.shortage, asked.host_terms
+    return short, (_beside_staging(inputs, asked, option.plan) or asked).host_terms
 
 
 def _beside_staging(inputs: PlanInputs, asked: Allowance, plan: plans.Plan) -> Allowance | None:
@@ -261,41 +259,36 @@ def _beside_staging(inputs: PlanInputs, asked: Allowance, plan: plans.Plan) -> A
 
     Whether they do is known once they are placed. Null where nothing is left to change.
     """
-    terms = asked.terms.get(str(CPU))
     staging = 0 if inputs.machine.accelerators else plan.predicted[CPU].get(STAGING, 0)
-    return asked.beside(STAGING, staging) if terms and staging > -terms.get(STAGING, 0) else None
+    return asked.beside(STAGING, staging) if asked.terms and staging > -asked.host_terms.get(STAGING, 0) else None
 
 
-def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
-    """Return the plan that leaves room for batches of ``size``, placed as ``placed`` does in the budgets for a step."""
-    outline, fastest = inputs.outline, inputs.execution == options.FASTEST
+def _plan_for(inputs: PlanInputs, placed: _Placed, demand: Demand) -> PlanOption:
+    """Return the plan that leaves room for ``demand``, placed as ``placed`` does in the budgets for a step."""
+    outline, fastest, size = inputs.outline, inputs.execution == options.FASTEST, demand.size
     # Where a layer computes is settled but for ``fastest``, so how long many tokens take changes nothing of the rest.
     moving = demand.step if fastest else replace(demand.step, output=ONE_TOKEN)
     placement = placed(tuple(demand.allowance.budgets.items()), moving, demand.allowance.by_blocks)
     policy, blocks = inputs.choice.policy, [layer for layer in outline.layers if layer.name in outline.blocks]
-    whole = blocks or outline.layers
-    computing = set(placement.computes.values())
-    allowance = budgets.with_idle_noted(
-        demand.allowance, placement.homes, computing=computing, layers=whole, policy=policy
-    )
+    allowance = budgets.with_idle_noted(demand.allowance, placement, layers=blocks or outline.layers, policy=policy)
     if fastest and placement.main == CPU:
         idle = "execution=fastest changes nothing: no accelerator computes"
         allowance = replace(allowance, notes=(*allowance.notes, idle))
     plan, layout = assemble(outline, placement, allowance, policy=policy, io=demand.io)
-    require_writable(plan, outline.skeleton.written)
-    require_resident(plan, inputs.learning)
-    listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if inputs.trains else 0)
-    codec = inputs.packing.codec if inputs.packing else None
+    require_resident(plan, written=outline.skeleton.written, learning=inputs.learning)
+    codec, trains = inputs.packing.codec if inputs.packing else None, inputs.offload_ratio is not None
+    listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if trains else 0)
     plan = plan.with_devices(simulated=listed, names=given_names(inputs.machine))
     plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     needs = inputs.needs(demand, block_sizes(outline, plan.block_rows))
     plan = predict(layout, plan, needs, inputs.rates, step=demand.step, process_bytes=inputs.process_bytes)
-    if size is None or inputs.lockstep:
-        return PlanOption(plan, float(plan.forecast["seconds_per_token"]))
-    full, rest = divmod(inputs.count, size)
-    last = forecast(layout, inputs.step(demand, rest), inputs.rates).seconds if rest else 0.0
-    return PlanOption(plan, full * float(plan.forecast["seconds_per_token"]) + last)
+    seconds = float(plan.forecast["seconds_per_token"])
+    if size is not None and not inputs.lockstep:
+        full, rest = divmod(inputs.count, size)
+        seconds *= full
+        seconds += forecast(layout, inputs.step(demand, rest), inputs.rates).seconds if rest else 0.0
+    return PlanOption(size, plan, seconds)
 
 
 def _placed(
