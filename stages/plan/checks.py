@@ -14,7 +14,7 @@ from offstage.stages.plan.budgets import least_available
 from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Shortage
-from offstage.stages.plan.plan import Plan, own_parts
+from offstage.stages.plan.plan import DevicePlan, Plan
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 LISTED = 8
@@ -111,7 +111,7 @@ def require_fit(layout: Layout) -> None:
 
 def has_room(plan: Plan, rooms: Mapping[DeviceId, int]) -> bool:
     """Return whether each of ``rooms`` has the bytes of its device's predicted peak, as ``require_room`` counts it."""
-    return all(sum(_own(plan, device).values()) <= room for device, room in rooms.items())
+    return all(one.own_bytes <= rooms[device] for device, one in plan.devices.items() if device in rooms)
 
 
 def require_room(plan: Plan, machine: Hardware) -> None:
@@ -120,33 +120,23 @@ def require_room(plan: Plan, machine: Hardware) -> None:
     What simulated accelerators hold is left out: the machine that is planned for has them.
     """
     rooms: dict[DeviceId, int] = {CPU: machine.host.available_bytes}
-    for index, accelerator in enumerate(machine.accelerators):
-        rooms[index] = accelerator.free_bytes
+    rooms |= {index: accelerator.free_bytes for index, accelerator in enumerate(machine.accelerators)}
     for device in in_tier_order(rooms):
-        parts = _own(plan, device)
-        excess = sum(parts.values()) - rooms[device]
-        if excess > 0:
-            automatic = bool(plan.devices[device].budget_terms)
-            limit = _limit(machine.host) if automatic and device == CPU else f"max_memory.{device}"
-            raise BudgetError(_excess(plan, device, room=rooms[device], excess=excess, limit=limit))
+        if not has_room(plan, {device: rooms[device]}):
+            raise BudgetError(_excess(plan.devices[device], device, room=rooms[device], host=machine.host))
 
 
-def _own(plan: Plan, device: DeviceId) -> dict[str, int]:
-    return own_parts(plan.devices[device].ledger) if device in plan.devices else {}
-
-
-def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int, limit: str) -> str:
-    parts = _own(plan, device)
-    terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
+def _excess(one: DevicePlan, device: DeviceId, *, room: int, host: Host) -> str:
+    limit, key = f"max_memory.{device}", ""
+    if one.budget_terms and device == CPU:
+        limit, key = _limit(host), " as max_memory.cpu"
+    terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in one.own_parts.items() if count)
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
-    reserve = max(parts["reserve"], plan.devices[device].reserve)
-    most = parts["weights"] + reserve + parts.get("slots", 0) - excess
-    most_told = (
-        "the most that works is" if limit.startswith("max_memory") else "the most that works as max_memory.cpu is"
-    )
-    advice = f"{most_told} {most} bytes ({format_bytes(most)})"
+    reserve = max(one.ledger["reserve"], one.reserve)
+    most = one.ledger["weights"] + reserve + one.ledger.get("slots", 0) - (one.own_bytes - room)
+    advice = f"the most that works{key} is {most} bytes ({format_bytes(most)})"
     return (
-        f"{limit}: the plan takes {format_bytes(sum(parts.values()))} on {_place(device)} ({terms}), which has"
+        f"{limit}: the plan takes {format_bytes(one.own_bytes)} on {_place(device)} ({terms}), which has"
         f" {format_bytes(room)}; {advice if most > 0 else f'it needs {format_bytes(-most)} more without any weights'}"
     )
 

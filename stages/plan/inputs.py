@@ -38,7 +38,7 @@ from offstage.stages.plan.request.requests import (
     lockstep_is_chosen,
     media_request,
     read_request,
-    read_requests,
+    sized_requests,
     what_learns,
     with_adapter,
 )
@@ -147,7 +147,8 @@ def gather_inputs(
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
     library = PEFT_BYTES if with_adapter(config) else 0
-    requests, notes = _requests(outline, config)
+    whole = read_request(config)
+    requests, notes = _requests(whole, outline, config)
     apart = [media_request(config, media)] if media else []
     ratio, demands = None, list[Demand]()
     for size, request in requests.items():
@@ -166,7 +167,7 @@ def gather_inputs(
         execution=given.execution,
         demands=tuple(demands),
         lockstep=chosen and lockstep_is_chosen(config),
-        count=read_request(config).prompts if chosen else 0,
+        count=whole.prompts if chosen else 0,
         rooms=_scarce(rooms(machine, leaves=chosen and bool(given.max_memory)), outline, demands, machine),
         learns=what_learns(config),
         offload_ratio=ratio,
@@ -183,12 +184,12 @@ def gather_inputs(
     )
 
 
-def _requests(outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
-    """Return what is asked, as ``read_requests`` does, and why it isn't in lockstep where the model rules that out."""
-    requests = read_requests(config)
+def _requests(whole: Request, outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
+    """Return ``whole`` by the sizes to choose from, and why it isn't in lockstep where the model rules that out."""
+    requests = sized_requests(whole, config)
     if None in requests or not lockstep_is_chosen(config) or not (why := why_not_in_lockstep(outline.skeleton)):
         return requests, ()
-    return {None: replace(next(iter(requests.values())), members=1)}, (why,)
+    return {None: replace(whole, members=1)}, (why,)
 
 
 def _needs(

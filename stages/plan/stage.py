@@ -17,12 +17,12 @@ from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.plan import budgets, options, plan as plans, table
-from offstage.stages.plan.assembly import assemble
 from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
     host_is_short,
+    require_fit,
     require_resident,
     require_room,
 )
@@ -40,7 +40,7 @@ from offstage.stages.plan.lossless import choose_packing, possible_packing, with
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_device
-from offstage.stages.plan.plan import SIMULATED, own_parts
+from offstage.stages.plan.plan import SIMULATED
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from offstage.stages.plan.policies.device_unpacking import with_unpacking
@@ -274,7 +274,9 @@ def _plan_for(inputs: PlanInputs, placed: _Placed, demand: Demand) -> PlanOption
     if fastest and placement.main == CPU:
         idle = "execution=fastest changes nothing: no accelerator computes"
         allowance = replace(allowance, notes=(*allowance.notes, idle))
-    plan, layout = assemble(outline, placement, allowance, policy=policy, io=demand.io)
+    layout = lay_out(outline, placement, allowance.budgets, io=demand.io)
+    require_fit(layout)
+    plan = plans.plan_of(layout, policy=policy, notes=allowance.notes, budget_terms=allowance.terms)
     require_resident(plan, written=outline.skeleton.written, learning=inputs.learning)
     codec, trains = inputs.packing.codec if inputs.packing else None, inputs.offload_ratio is not None
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if trains else 0)
@@ -321,7 +323,7 @@ def _place_in(inputs: PlanInputs, step: Step, outline: Outline, allowed: Budgets
         return optimal(outline, allowed, inputs.rates, step=step, by_blocks=by_blocks)
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
-    if choice.policy == options.OFFLOAD:
+    if choice.policy == plans.OFFLOAD:
         return cpu_offload_gb(outline, allowed, choice.gigabytes)
     return explicit(outline, choice.entries)
 
@@ -352,6 +354,6 @@ def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:
     host, devices = plan.devices[CPU].ledger, {str(device): one for device, one in plan.devices.items() if one.is_used}
     return {
         "budget": {device: one.budget for device, one in devices.items()},
-        "predicted": {device: sum(own_parts(one.ledger).values()) for device, one in devices.items()},
+        "predicted": {device: one.own_bytes for device, one in devices.items()},
         **({SIMULATED: {str(CPU): sum(host.values())}} if SIMULATED in host else {}),
     }
