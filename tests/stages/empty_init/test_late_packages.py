@@ -54,6 +54,15 @@ _SOURCE = """
 from torch._dynamo.source import AttrSource
 assert is_imported("torch._dynamo") and AttrSource is torch._dynamo.source.AttrSource
 """
+_IN_A_REHEARSAL = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+with torch.device("meta"), FakeTensorMode(allow_non_fake_inputs=True):
+    torch._dynamo.utils
+tensors = [value for name, module in list(sys.modules.items()) if name.startswith("torch.")
+           for value in list(vars(module).values()) if isinstance(value, torch.Tensor)]
+assert is_imported("torch._dynamo") and not any(tensor.is_meta for tensor in tensors)
+assert torch.compile(lambda value: value * 2, backend="eager")(torch.ones(1)).tolist() == [2.0]
+"""
 _SOLVED = """
 from scipy.optimize import linear_sum_assignment
 assert not is_imported("scipy.optimize")
@@ -74,7 +83,7 @@ assert is_imported("torch._dynamo")
 """
 
 
-@pytest.mark.parametrize("code", [_REHEARSED, _COMPILED, _SUBMODULE, _SOURCE, _SOLVED, _MISSING])
+@pytest.mark.parametrize("code", [_REHEARSED, _COMPILED, _SUBMODULE, _SOURCE, _IN_A_REHEARSAL, _SOLVED, _MISSING])
 def test_a_package_is_imported_once_something_of_it_is_used_and_is_then_as_ever(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", _BEGIN + code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
