@@ -31,7 +31,7 @@ _MARKED = "__marked__"
 _lock = threading.RLock()
 
 
-class _StandIn(ModuleType):
+class _LatePackage(ModuleType):
     """What stands in the place of a module that isn't imported yet."""
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +47,7 @@ class _Submodules(MetaPathFinder):
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         package = name.rpartition(".")[0]
-        if name in (*_ALONE, _SOURCES) or not isinstance(sys.modules.get(package), _StandIn):
+        if name in (*_ALONE, _SOURCES) or not isinstance(sys.modules.get(package), _LatePackage):
             return None
         _import(package)
         return ModuleSpec(name, _Imported(sys.modules[name])) if name in sys.modules else None
@@ -84,7 +84,7 @@ def postpone_imports() -> None:
 
 def is_imported(name: str) -> bool:
     """Return whether the module ``name`` is imported: a stand-in isn't it."""
-    return name in sys.modules and not isinstance(sys.modules[name], _StandIn)
+    return name in sys.modules and not isinstance(sys.modules[name], _LatePackage)
 
 
 def _postpone(name: str, known: Mapping[str, Callable[..., Any]]) -> bool:
@@ -96,7 +96,7 @@ def _postpone(name: str, known: Mapping[str, Callable[..., Any]]) -> bool:
     if not any(isinstance(finder, _Submodules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Submodules())
     module = module_from_spec(spec)
-    module.__class__ = _StandIn
+    module.__class__ = _LatePackage
     vars(module).update(known, **{_MARKED: []})
     sys.modules[name] = module
     setattr(import_module(above), last, module)

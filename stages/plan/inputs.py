@@ -136,27 +136,26 @@ def gather_inputs(
     rates: Rates,
     kernels: Kernels,
     skeleton: str = "",
-    media: MediaDemand | None = None,
-    training: TrainingDemand | None = None,
+    measured: MediaDemand | TrainingDemand | None = None,
     packing: LosslessPacking | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
-    ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``training``
-    what a step of training does. ``packing`` is how floats of the outline are packed.
+    ``rates`` and ``kernels`` are those of the machine, ``measured`` is what prompts with images or audio take, or what
+    a step of training does. ``packing`` is how floats of the outline are packed.
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
     library = PEFT_BYTES if with_adapter(config) else 0
     whole = read_request(config)
     requests, notes = _requests(whole, outline, config)
-    apart = [media_request(config, media)] if media else []
+    apart = [media_request(config, measured)] if isinstance(measured, MediaDemand) else []
     ratio, demands = None, list[Demand]()
     for size, request in requests.items():
         asked = (request, *apart)
-        if training is None:
-            needs = _needs(outline, geometry, asked, kernels, library)
+        if isinstance(measured, TrainingDemand):
+            needs, ratio = training_needs(measured, outline, config, machine, kernels, library=library)
         else:
-            needs, ratio = training_needs(training, outline, config, machine, kernels, library=library)
+            needs = _needs(outline, geometry, asked, kernels, library)
         step = _step(outline, geometry, request)
         demands.append(replace(_demand(outline, given, machine, needs, step), size=size, requests=asked))
     chosen = None not in requests

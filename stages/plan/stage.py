@@ -112,7 +112,8 @@ class PlanStage(Stage[PlanInputs]):
         rates = machine_rates(config, machine, context.cache, packed)
         packing = choose_packing(storage, packing, packed, rates)
         outline = with_row_blocks(packed if packing else outline, config, context.cache, machine)
-        weighed: Any = {"skeleton": stored.key, "live": partial(context.live, EmptyInitStage.name)}
+        measure = {"generate": media_demand, "finetune": training_demand}.get(asking(config))
+        live = partial(context.live, EmptyInitStage.name)
         return gather_inputs(
             outline,
             config,
@@ -120,8 +121,7 @@ class PlanStage(Stage[PlanInputs]):
             rates=rates,
             kernels=host_kernels(config, context.cache),
             skeleton=stored.key,
-            media=media_demand(config, context.cache, **weighed) if asking(config) == "generate" else None,
-            training=training_demand(config, context.cache, **weighed) if asking(config) == "finetune" else None,
+            measured=measure(config, context.cache, skeleton=stored.key, live=live) if measure else None,
             packing=packing,
         )
 
