@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from hydra.utils import instantiate
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offstage.pipeline.errors import CheckpointError, ConfigError, closest, errors_alone, foreign
 from offstage.stages.checkpoints.adapters import adapter_folder
@@ -69,11 +71,25 @@ def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
     check_numbers(folder / "config.json", described)
     with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"):
         config, model_class = read_class(node)
-        with init_empty_weights():
+        with init_empty_weights(), _as_loaded():
             model = model_class._from_config(config, dtype=torch_dtype(dtype))
         model.tie_weights()
         _apply_dtype_plan(model, torch_dtype(dtype))
     return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _as_loaded() -> Iterator[None]:
+    """Mark parameters as transformers marks loaded ones, so that it doesn't initialise what has no data."""
+
+    def mark(_module: nn.Module, _name: str, parameter: Any) -> None:
+        parameter._is_hf_initialized = True
+
+    hook = register_module_parameter_registration_hook(mark)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _build_diffusers(node: Mapping[str, Any], described: Mapping[str, Any], dtype: str) -> nn.Module:

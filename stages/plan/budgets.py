@@ -6,14 +6,14 @@ numbers on a machine that is otherwise busy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.machine.hardware import Hardware, coarse_step
 from offstage.stages.machine.host_memory import Host
 from offstage.stages.plan.outline import Layer
-from offstage.stages.plan.placement import Homes
+from offstage.stages.plan.placement import Placement
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order, parse_device, parse_size
 
 MARGIN = 0.05
@@ -53,21 +53,24 @@ class Allowance:
     by_blocks: bool = False
 
     @property
+    def host_terms(self) -> Mapping[str, int]:
+        """The terms of an automatic budget of the host."""
+        return self.terms.get(str(CPU), {})
+
+    @property
     def host_room(self) -> int:
         """The bytes that an automatic budget of the host can come to where little is left to all else."""
-        terms = self.terms.get(str(CPU), {})
-        return sum(terms.values()) + sum(_spared(terms).values())
+        return sum(self.host_terms.values()) + sum(_spared(self.host_terms).values())
 
     def with_least(self, device: DeviceId, needed: int) -> Allowance | None:
         """Return this with an automatic budget of ``needed`` bytes, null where ``device`` can't give them.
 
         It is the host's, which leaves less to the libraries' pages, and as a margin, than it would.
         """
-        terms = self.terms.get(str(CPU))
-        if device != CPU or not terms or needed > self.host_room:
+        spared, short = dict(self.host_terms), needed - sum(self.host_terms.values())
+        if device != CPU or not spared or needed > self.host_room:
             return None
-        spared, short = dict(terms), needed - sum(terms.values())
-        for name, count in _spared(terms).items():
+        for name, count in _spared(self.host_terms).items():
             spared[name] += min(count, short)
             short -= min(count, short)
         pages = f"{format_bytes(-spared['libraries'])} are left to libraries' pages"
@@ -76,7 +79,7 @@ class Allowance:
 
     def beside(self, term: str, count: int) -> Allowance:
         """Return this with an automatic budget of the host that leaves ``count`` bytes for that ``term``."""
-        terms = {**self.terms[str(CPU)], term: -count}
+        terms = {**self.host_terms, term: -count}
         return self._with_host(terms, max(0, sum(terms.values())), notes=self.notes)
 
     def _with_host(self, terms: Mapping[str, int], budget: int, *, notes: tuple[str, ...]) -> Allowance:
@@ -188,22 +191,21 @@ def _absent(device: int, machine: Hardware) -> str:
     return f"no accelerator {device} here" + (f", the last is {count - 1}" if count else "")
 
 
-def with_idle_noted(
-    allowance: Allowance, homes: Homes, *, computing: Collection[DeviceId], layers: Sequence[Layer], policy: str
-) -> Allowance:
+def with_idle_noted(allowance: Allowance, placement: Placement, *, layers: Sequence[Layer], policy: str) -> Allowance:
     """Return ``allowance`` with a note for each accelerator with a budget that is idle while others overflow.
 
-    It holds nothing, and isn't ``computing`` what is streamed either.
+    It holds nothing, and doesn't compute what is streamed either.
 
     ``layers`` are those that a policy keeps whole. Where one of them that lies elsewhere would have fitted, it is the
     ``policy`` that left the accelerator idle, and the note says so.
     """
-    away = [layer.bytes for layer in layers if {CPU, DISK} & {homes[name] for name in layer.owned}]
+    homes, used = placement.homes, {*placement.homes.values(), *placement.computes.values()}
     if not {CPU, DISK} & set(homes.values()):
         return allowance
+    away = [layer.bytes for layer in layers if {CPU, DISK} & {homes[name] for name in layer.owned}]
     notes = []
     for device, room in allowance.budgets.items():
-        if isinstance(device, int) and room and device not in homes.values() and device not in computing:
+        if isinstance(device, int) and room and device not in used:
             small = not away or room < min(away)
             why = "its budget is too small for a layer" if small else f"device_map ({policy}) puts none there"
             notes.append(f"accelerator {device} holds no weights: {why}")

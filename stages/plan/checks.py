@@ -14,7 +14,7 @@ from offstage.stages.plan.budgets import least_available
 from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Shortage
-from offstage.stages.plan.plan import Plan, own_parts
+from offstage.stages.plan.plan import DevicePlan, Plan
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 LISTED = 8
@@ -75,11 +75,10 @@ def require_complete(outline: Outline, homes: Mapping[str, DeviceId], key: str) 
     missing = [name for name in outline.sizes if name not in homes]
     if missing:
         tops = list(dict.fromkeys(_highest(outline, name, homes) for name in missing))
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         others = f" and {len(tops) - LISTED} more" if len(tops) > LISTED else ""
         wanted = ", ".join(map(repr, tops[:LISTED])) + others
         raise ConfigError(
-            f"{key}: no entry covers {missing[0]!r}{more}; add {wanted}, or '' in a config file for all that"
+            f"{key}: no entry covers {_counted(missing)}; add {wanted}, or '' in a config file for all that"
             " the map doesn't name"
         )
 
@@ -112,7 +111,7 @@ def require_fit(layout: Layout) -> None:
 
 def has_room(plan: Plan, rooms: Mapping[DeviceId, int]) -> bool:
     """Return whether each of ``rooms`` has the bytes of its device's predicted peak, as ``require_room`` counts it."""
-    return all(sum(_own(plan, device).values()) <= room for device, room in rooms.items())
+    return all(one.own_bytes <= rooms[device] for device, one in plan.devices.items() if device in rooms)
 
 
 def require_room(plan: Plan, machine: Hardware) -> None:
@@ -121,44 +120,32 @@ def require_room(plan: Plan, machine: Hardware) -> None:
     What simulated accelerators hold is left out: the machine that is planned for has them.
     """
     rooms: dict[DeviceId, int] = {CPU: machine.host.available_bytes}
-    for index, accelerator in enumerate(machine.accelerators):
-        rooms[index] = accelerator.free_bytes
+    rooms |= {index: accelerator.free_bytes for index, accelerator in enumerate(machine.accelerators)}
     for device in in_tier_order(rooms):
-        parts = _own(plan, device)
-        excess = sum(parts.values()) - rooms[device]
-        if excess > 0:
-            automatic = bool(plan.devices[device].budget_terms)
-            limit = _limit(machine.host) if automatic and device == CPU else f"max_memory.{device}"
-            raise BudgetError(_excess(plan, device, room=rooms[device], excess=excess, limit=limit))
+        if not has_room(plan, {device: rooms[device]}):
+            raise BudgetError(_excess(plan.devices[device], device, room=rooms[device], host=machine.host))
 
 
-def _own(plan: Plan, device: DeviceId) -> dict[str, int]:
-    return own_parts(plan.devices[device].ledger) if device in plan.devices else {}
-
-
-def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int, limit: str) -> str:
-    parts = _own(plan, device)
-    where = "the host" if device == CPU else f"accelerator {device}"
-    terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
+def _excess(one: DevicePlan, device: DeviceId, *, room: int, host: Host) -> str:
+    limit, key = f"max_memory.{device}", ""
+    if one.budget_terms and device == CPU:
+        limit, key = _limit(host), " as max_memory.cpu"
+    terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in one.own_parts.items() if count)
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
-    reserve = max(parts["reserve"], plan.devices[device].reserve)
-    most = parts["weights"] + reserve + parts.get("slots", 0) - excess
-    most_told = (
-        "the most that works is" if limit.startswith("max_memory") else "the most that works as max_memory.cpu is"
-    )
-    advice = f"{most_told} {most} bytes ({format_bytes(most)})"
+    reserve = max(one.ledger["reserve"], one.reserve)
+    most = one.ledger["weights"] + reserve + one.ledger.get("slots", 0) - (one.own_bytes - room)
+    advice = f"the most that works{key} is {most} bytes ({format_bytes(most)})"
     return (
-        f"{limit}: the plan takes {format_bytes(sum(parts.values()))} on {where} ({terms}), which has"
+        f"{limit}: the plan takes {format_bytes(one.own_bytes)} on {_place(device)} ({terms}), which has"
         f" {format_bytes(room)}; {advice if most > 0 else f'it needs {format_bytes(-most)} more without any weights'}"
     )
 
 
 def _told(shortage: Shortage) -> str:
     device, budget, needed = shortage.device, shortage.budget, shortage.least
-    where = "the host" if device == CPU else "the disk" if device == DISK else f"accelerator {device}"
     return (
-        f"max_memory.{device}: {format_bytes(budget)} ({budget} bytes) can't hold {_wants(shortage)} on {where};"
-        f" the least that works is {needed} bytes ({format_bytes(needed)})"
+        f"max_memory.{device}: {format_bytes(budget)} ({budget} bytes) can't hold {_wants(shortage)} on "
+        f"{_place(device)}; the least that works is {needed} bytes ({format_bytes(needed)})"
     )
 
 
@@ -170,37 +157,34 @@ def _wants(shortage: Shortage) -> str:
     return " and ".join(wants)
 
 
-def require_writable(plan: Plan, written: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` where a tensor that the model's own code changes in place isn't resident.
+def require_resident(plan: Plan, *, written: Mapping[str, str], learning: Sequence[str]) -> None:
+    """Raise an error where a tensor isn't resident that changes: what is streamed comes back as the checkpoint has it.
 
-    ``written`` has the tensors and the modules whose code does it. What is brought in for each use is what the
-    checkpoint holds: the change would be lost, and the answer wrong.
+    ``written`` has the tensors that the model's own code changes in place, and the module whose code does it; a
+    ``ConfigError`` then. A ``ShortageError``, with the budget by which all are resident, where it is ``learning``.
     """
-    lost = [name for name in written if plan.tensors[name].serving]
-    if lost:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    if lost := [name for name in written if plan.tensors[name].serving]:
         raise ConfigError(
-            f"device_map: {lost[0]!r}{more} can't wait on {plan.tensors[lost[0]].home}: the code of module "
+            f"device_map: {_counted(lost)} can't wait on {plan.tensors[lost[0]].home}: the code of module "
             f"{written[lost[0]]!r} changes it in place, and what is streamed comes back unchanged; keep it where it "
             "computes, with a larger max_memory or device_map_overrides"
         )
+    if away := [name for name in learning if plan.tensors[name].serving]:
+        device = plan.tensors[away[0]].computes
+        computed = {line.leader: line.used for line in plan.tensors.values() if line.computes == device}
+        least = sum(computed.values())
+        raise ShortageError(
+            Shortage(device, plan.budgets.get(device) or 0, least, 0, 0),
+            f"max_memory.{device}: {_counted(away)} would wait on {plan.tensors[away[0]].home}, and what is streamed "
+            f"can't learn; the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside "
+            "streamed weights: finetune.lora={r: 8}",
+        )
 
 
-def require_resident(plan: Plan, learning: Sequence[str]) -> None:
-    """Raise ``ShortageError`` where a weight that is ``learning`` isn't resident, with the budget by which all are.
+def _counted(names: Sequence[str]) -> str:
+    """Return the first of ``names``, and how many more there are."""
+    return f"{names[0]!r} and {len(names) - 1} more" if len(names) > 1 else repr(names[0])
 
-    What is brought in for each use is what the checkpoint holds: what it has learnt would be lost.
-    """
-    away = [name for name in learning if plan.tensors[name].serving]
-    if not away:
-        return
-    device = plan.tensors[away[0]].computes
-    computed = {line.leader: line.used for line in plan.tensors.values() if line.computes == device}
-    least = sum(computed.values())
-    more = f" and {len(away) - 1} more" if len(away) > 1 else ""
-    raise ShortageError(
-        Shortage(device, plan.budgets.get(device) or 0, least, 0, 0),
-        f"max_memory.{device}: {away[0]!r}{more} would wait on {plan.tensors[away[0]].home}, and what is streamed can't"
-        f" learn; the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside streamed"
-        " weights: finetune.lora={r: 8}",
-    )
+
+def _place(device: DeviceId) -> str:
+    return "the host" if device == CPU else "the disk" if device == DISK else f"accelerator {device}"

@@ -38,7 +38,7 @@ from offstage.stages.plan.request.requests import (
     lockstep_is_chosen,
     media_request,
     read_request,
-    read_requests,
+    sized_requests,
     what_learns,
     with_adapter,
 )
@@ -55,9 +55,11 @@ class Demand:
     """What is asked at once, and what it leaves to weights: the bytes that it ``needs``, and the ``allowance`` of
     budgets that is resolved beside them. ``step`` is a pass of its decoding. The host reads what it streams by ``io``.
 
-    ``requests`` are all that may be asked, the first of which is decoded in such steps.
+    ``size`` is how many go together where that is the plan's to choose, else null. ``requests`` are all that may be
+    asked, the first of which is decoded in such steps.
     """
 
+    size: int | None
     needs: MemoryNeeds
     allowance: Allowance
     step: Step
@@ -71,9 +73,9 @@ class PlanInputs:
 
     ``execution`` says whether layers may compute on the host beside accelerators.
 
-    ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
-    least the last; where ``lockstep`` says so, for each number of batches in lockstep. ``count`` prompts or windows are
-    then to be answered. ``rooms`` are what those devices have that may have too little for one of the demands: what is
+    ``demands`` has one; where the batch size is the plan's to choose, one for each that it may be, the least the last;
+    where ``lockstep`` says so, for each number of batches in lockstep. ``count`` prompts or windows are then to be
+    answered. ``rooms`` are what those devices have that may have too little for one of the demands: what is
     free elsewhere changes nothing, and so is no part of the key. ``learns`` says which weights are changed by the run,
     and ``offload_ratio`` which share of a training's activations waits elsewhere. ``simulated`` has the accelerators
     that the config lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
@@ -87,7 +89,7 @@ class PlanInputs:
     choice: options.Choice
     overrides: Mapping[str, DeviceId]
     execution: str
-    demands: Mapping[int | None, Demand]
+    demands: tuple[Demand, ...]
     lockstep: bool
     count: int
     rooms: Mapping[DeviceId, int]
@@ -104,11 +106,6 @@ class PlanInputs:
     plain: PlanInputs | None = None
     kernel_identity: str = ""
     notes: tuple[str, ...] = ()
-
-    @property
-    def trains(self) -> bool:
-        """Whether the run trains: a simulated accelerator's ledger counts what a step saves there."""
-        return self.offload_ratio is not None
 
     @property
     def learning(self) -> tuple[str, ...]:
@@ -140,41 +137,42 @@ def gather_inputs(
     rates: Rates,
     kernels: Kernels,
     skeleton: str = "",
-    media: MediaDemand | None = None,
-    training: TrainingDemand | None = None,
+    measured: MediaDemand | TrainingDemand | None = None,
     packing: LosslessPacking | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
-    ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``training``
-    what a step of training does. ``packing`` is how floats of the outline can be packed.
+    ``rates`` and ``kernels`` are those of the machine, ``measured`` is what prompts with images or audio take, or what
+    a step of training does. ``packing`` is how floats of the outline can be packed.
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
     again = partial(gather_inputs, machine=machine, rates=rates, kernels=kernels, skeleton=skeleton)
     is_open = packing is not None and given.storage.codec == "auto"
-    plain = again(outline, config, media=media, training=training) if is_open else None
+    plain = again(outline, config, measured=measured) if is_open else None
     outline = with_copies(outline, packing)
     library = PEFT_BYTES if with_adapter(config) else 0
-    requests, notes = _requests(outline, config)
-    apart = [media_request(config, media)] if media else []
-    ratio, demands = None, dict[int | None, Demand]()
+    whole = read_request(config)
+    requests, notes = _requests(whole, outline, config)
+    apart = [media_request(config, measured)] if isinstance(measured, MediaDemand) else []
+    ratio, demands = None, list[Demand]()
     for size, request in requests.items():
         asked = (request, *apart)
-        if training is None:
-            needs = _needs(outline, geometry, asked, kernels, library)
+        if isinstance(measured, TrainingDemand):
+            needs, ratio = training_needs(measured, outline, config, machine, kernels, library=library)
         else:
-            needs, ratio = training_needs(training, outline, config, machine, kernels, library=library)
-        demands[size] = _demand(outline, given, machine, needs, asked, _step(outline, geometry, request))
+            needs = _needs(outline, geometry, asked, kernels, library)
+        step = _step(outline, geometry, request)
+        demands.append(replace(_demand(outline, given, machine, needs, step), size=size, requests=asked))
     chosen = None not in requests
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
         overrides=options.read_overrides(given.device_map_overrides),
         execution=given.execution,
-        demands=demands,
+        demands=tuple(demands),
         lockstep=chosen and lockstep_is_chosen(config),
-        count=read_request(config).prompts if chosen else 0,
-        rooms=_scarce(rooms(machine, leaves=chosen and bool(given.max_memory)), outline, demands.values(), machine),
+        count=whole.prompts if chosen else 0,
+        rooms=_scarce(rooms(machine, leaves=chosen and bool(given.max_memory)), outline, demands, machine),
         learns=what_learns(config),
         offload_ratio=ratio,
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
@@ -191,12 +189,12 @@ def gather_inputs(
     )
 
 
-def _requests(outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
-    """Return what is asked, as ``read_requests`` does, and why it isn't in lockstep where the model rules that out."""
-    requests = read_requests(config)
+def _requests(whole: Request, outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
+    """Return ``whole`` by the sizes to choose from, and why it isn't in lockstep where the model rules that out."""
+    requests = sized_requests(whole, config)
     if None in requests or not lockstep_is_chosen(config) or not (why := why_not_in_lockstep(outline.skeleton)):
         return requests, ()
-    return {None: replace(next(iter(requests.values())), members=1)}, (why,)
+    return {None: replace(whole, members=1)}, (why,)
 
 
 def _needs(
@@ -228,27 +226,20 @@ def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay:
     )
 
 
-def _demand(
-    outline: Outline,
-    given: options.PlanConfig,
-    machine: Hardware,
-    needs: MemoryNeeds,
-    requests: tuple[Request, ...],
-    step: Step,
-) -> Demand:
-    """Return what ``requests`` come to, whose ``needs`` are known."""
+def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: MemoryNeeds, step: Step) -> Demand:
+    """Return what a request comes to whose ``needs`` are known."""
     on_device = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
     host_computes = given.execution == options.FASTEST or not machine.accelerators
     allowance = allow(
         given.max_memory,
         machine,
         needed=on_device,
-        host_needed=host_needed(needs) if host_computes else 0,
+        host_needed=needs.host_bytes if host_computes else 0,
         unpacking=outline.unpacking_bytes,
     )
     streaming = _streaming(machine, outline, allowance, needs)
     step = replace(step, pages_stay=choose_io("auto", **streaming) == "mmap")
-    return Demand(needs, allowance, step, choose_io(given.storage.io, **streaming), requests)
+    return Demand(None, needs, allowance, step, choose_io(given.storage.io, **streaming), ())
 
 
 def known_machine(config: Config, cache: Path) -> Hardware:
@@ -256,16 +247,20 @@ def known_machine(config: Config, cache: Path) -> Hardware:
 
     Of another host nothing is measured here: what its process holds is the nominal figure.
     """
-    machine, described = hardware(config), config.get("hardware") or {}
-    if described.get("host") is not None:
+    machine = hardware(config)
+    if _host_is_described(config):
         return machine
-    process = process_bytes(cache / MEASURED, rates=described.get("devices") is None)
+    process = process_bytes(cache / MEASURED, rates=(config.get("hardware") or {}).get("devices") is None)
     return replace(machine, host=replace(machine.host, process_bytes=process))
+
+
+def _host_is_described(config: Config) -> bool:
+    return (config.get("hardware") or {}).get("host") is not None
 
 
 def _assumed_of_host(config: Config) -> tuple[str, ...]:
     """Return in words what is assumed of a host that ``config`` describes: it isn't asked, nor is this one for it."""
-    if (config.get("hardware") or {}).get("host") is None:
+    if not _host_is_described(config):
         return ()
     held = format_bytes(PROCESS_BYTES)
     return (f"hardware.host is described: a process is taken to hold {held} there, its kernels what the widest do",)
@@ -296,8 +291,7 @@ def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outli
 
 def host_kernels(config: Config, cache: Path) -> Kernels:
     """Return what this machine's kernels take beside their operands; nominal figures where the host is another one."""
-    described = config.get("hardware") or {}
-    return local_kernels(cache / MEASURED) if described.get("host") is None else NOMINAL
+    return NOMINAL if _host_is_described(config) else local_kernels(cache / MEASURED)
 
 
 def with_row_blocks(outline: Outline, config: Config, cache: Path, machine: Hardware) -> Outline:
@@ -306,17 +300,11 @@ def with_row_blocks(outline: Outline, config: Config, cache: Path, machine: Hard
     It is known of this host's kernels alone, and not of an accelerator's that is really there. A training is never
     computed so: what autograd saves is whole weights.
     """
-    described = config.get("hardware") or {}
-    elsewhere = described.get("host") is not None or not all(device.simulated for device in machine.accelerators)
+    elsewhere = _host_is_described(config) or not all(device.simulated for device in machine.accelerators)
     dtypes = possible_dtypes(outline)
     if elsewhere or asking(config) == "finetune" or not dtypes:
         return outline
     return replace(outline, exact=lru_cache(partial(exact_dtypes, cache / MEASURED, dtypes)))
-
-
-def host_needed(needs: MemoryNeeds) -> int:
-    """Return what the request takes beside weights on a host that computes."""
-    return needs.bytes - needs.offloaded_bytes
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: MemoryNeeds) -> dict[str, int]:
@@ -328,7 +316,7 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
     held = whole if most is None else min(most, whole)
     process = machine.host.process_bytes + outline.unpacking_bytes
-    libraries = -allowance.terms.get(str(CPU), {}).get("libraries", 0)  # theirs, and not the weights' pages'
+    libraries = -allowance.host_terms.get("libraries", 0)  # theirs, and not the weights' pages'
     free = machine.free(CPU) - held - needs.bytes - process - libraries
     return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
 

@@ -62,6 +62,11 @@ class MemoryNeeds:
         parts: Iterable[int] = (getattr(self, name) for name in _PARTS)
         return self.cache_bytes + sum(parts)
 
+    @property
+    def host_bytes(self) -> int:
+        """What of it is on a host that computes."""
+        return self.bytes - self.offloaded_bytes
+
 
 _PARTS = tuple(one.name for one in fields(MemoryNeeds) if one.name != "caches")
 

@@ -11,10 +11,10 @@ from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.regular_files import read_json
 from offstage.pipeline.typed_config import KEYS, PATHS, Device, absolute, expanded
 from offstage.stages.machine.hardware_faults import hardware_faults
+from offstage.stages.plan.plan import EXPLICIT, OFFLOAD
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.units import DeviceId, parse_device, parse_size
 
-OFFLOAD, EXPLICIT = "cpu_offload_gb", "explicit"
 FASTEST = "fastest"
 """The ``execution`` by which layers may compute on the host, where they lie, if that is predicted to be faster."""
 _ANY_SIZE = 1 << 40

@@ -15,14 +15,19 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates, known_rates
 from offstage.stages.plan.expert_slots import Pool
 from offstage.stages.plan.layout import Layout, Room
+from offstage.stages.plan.outline import Layer
 from offstage.stages.plan.placement import fold
 from offstage.stages.plan.serving import Line, Serving
-from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
+from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"
 SIMULATED = "simulated"
 """The part of the host's peak that simulated accelerators hold: it is there only where they are simulated."""
+OFFLOAD, EXPLICIT = "cpu_offload_gb", "explicit"
+"""What a plan names its policy where the number of gigabytes to offload was given, or a map."""
+_ASKED_FOR = {EXPLICIT: "the map says so", OFFLOAD: f"{OFFLOAD} asks for it"}
+"""Why a layer lies elsewhere than where it computes, under the policies that don't go by what is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,16 @@ class DevicePlan(Room):
     def is_used(self) -> bool:
         """Whether it has something, or may have."""
         return self.budget != 0 or any(self.ledger.values())
+
+    @property
+    def own_parts(self) -> dict[str, int]:
+        """Those parts of its peak that it has on the machine that is planned for."""
+        return {part: count for part, count in self.ledger.items() if part != SIMULATED}
+
+    @property
+    def own_bytes(self) -> int:
+        """The sum of these parts."""
+        return sum(self.own_parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +203,42 @@ class Plan:
         write_text(folder / MAP_NAME, json.dumps(self.device_map, indent=1) + "\n")
 
 
-def alike_layers(layout: Layout) -> tuple[AlikeLayers, ...]:
+def plan_of(
+    layout: Layout, *, policy: str, notes: tuple[str, ...] = (), budget_terms: Mapping[str, Mapping[str, int]] = {}
+) -> Plan:
+    """Return the plan that has everything lie as ``layout`` says."""
+    return Plan(
+        policy=policy,
+        main_device=layout.placement.main,
+        devices={
+            device: DevicePlan(
+                **asdict(room), budget_terms=budget_terms.get(str(device), {}), pool=layout.pools.get(device)
+            )
+            for device, room in layout.rooms.items()
+        },
+        layers=_alike_layers(layout),
+        reasons={layer.name: _reason(layout, layer, policy) for layer in layout.outline.layers},
+        notes=notes,
+        block_rows=layout.block_rows,
+    )
+
+
+def _reason(layout: Layout, layer: Layer, policy: str) -> str:
+    """Return why ``layer`` lies where it does, in words."""
+    lines = list({layout.by_name[name].leader: layout.by_name[name] for name in layer.tensors}.values())
+    homes = in_tier_order(line.home for line in lines)
+    size, where = format_bytes(sum(line.used for line in lines)), " and ".join(str(home) for home in homes)
+    device = lines[0].computes
+    if homes == [device]:
+        chosen = device == CPU != layout.placement.main
+        return f"{size} resident on {where}{', which computes it: faster than over the link' * chosen}"
+    cause = _ASKED_FOR.get(policy, "the faster devices are full" if DISK in homes else "the accelerators are full")
+    away = {line.leader for line in lines if line.home != device}
+    how = "its experts brought to" if away <= layout.outline.expert_tensors else "streamed to"
+    return f"{size} on {where}, {how} {device}: {cause}"
+
+
+def _alike_layers(layout: Layout) -> tuple[AlikeLayers, ...]:
     """Return the lines of ``layout`` by the layers that are alike."""
     found: dict[tuple[Line, ...], list[str]] = {}
     for layer, lines in groupby(layout.lines, key=lambda line: line.layer):
@@ -206,8 +256,3 @@ def _shown(line: Line) -> dict[str, Any]:
     """Return ``line`` without what it has by default."""
     defaults = Line._field_defaults
     return {name: value for name, value in line._asdict().items() if name not in defaults or value != defaults[name]}
-
-
-def own_parts(ledger: Mapping[str, int]) -> dict[str, int]:
-    """Return those parts of a device's peak that it has on the machine that is planned for."""
-    return {part: count for part, count in ledger.items() if part != SIMULATED}

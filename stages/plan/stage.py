@@ -17,31 +17,30 @@ from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.plan import budgets, options, plan as plans, table
-from offstage.stages.plan.assembly import assemble
 from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
     host_is_short,
+    require_fit,
     require_resident,
     require_room,
-    require_writable,
 )
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
     gather_inputs,
     host_kernels,
-    host_needed,
     known_machine,
     machine_rates,
     with_row_blocks,
 )
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_device
-from offstage.stages.plan.plan import SIMULATED, own_parts
+from offstage.stages.plan.plan import SIMULATED
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from offstage.stages.plan.policies.explicit import explicit, override
@@ -63,6 +62,8 @@ _WORTH_BLOCKS = 0.01
 """The share of the host's memory that blocks of rows must save, before a plan by them is made."""
 _Placed = Callable[[tuple[tuple[DeviceId, int | None], ...], Step, bool], Placement]
 """Places what budgets allow for a step; the last says whether the widest weights come by blocks of rows."""
+_Make = Callable[[Demand], PlanOption]
+"""Makes the plan for a demand, in its budgets."""
 
 
 class PlanStage(Stage[PlanInputs]):
@@ -106,7 +107,8 @@ class PlanStage(Stage[PlanInputs]):
         outline = Outline(stored.read(skeletons.Skeleton, skeletons.FILE_NAME))
         packing = possible_packing(read(PlanConfig, config).storage, outline, config, context.cache)
         rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
-        weighed: Any = {"skeleton": stored.key, "live": partial(context.live, EmptyInitStage.name)}
+        measure = {"generate": media_demand, "finetune": training_demand}.get(asking(config))
+        live = partial(context.live, EmptyInitStage.name)
         return gather_inputs(
             with_row_blocks(outline, config, context.cache, machine),
             config,
@@ -114,8 +116,7 @@ class PlanStage(Stage[PlanInputs]):
             rates=rates,
             kernels=host_kernels(config, context.cache),
             skeleton=stored.key,
-            media=media_demand(config, context.cache, **weighed) if asking(config) == "generate" else None,
-            training=training_demand(config, context.cache, **weighed) if asking(config) == "finetune" else None,
+            measured=measure(config, context.cache, skeleton=stored.key, live=live) if measure else None,
             packing=packing,
         )
 
@@ -162,48 +163,47 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
 
 def _soonest_size(inputs: PlanInputs) -> PlanOption:
     """Return the plan of these inputs; where the batch size is open, of the soonest one."""
-    placed = cache(partial(_placed, inputs))
+    make = partial(_plan_for, inputs, cache(partial(_placed, inputs)))
     *larger, least = inputs.demands
-    found = {least: _least_plan(inputs, least, inputs.demands[least], placed)}
-    for size in reversed(larger):
-        option = _larger_plan(inputs, size, placed)
-        if option is not None and (not inputs.lockstep or brings_more(option, found.values())):
-            found[size] = option
+    found = [_least_plan(inputs, least, make)]
+    for demand in reversed(larger):
+        option = _larger_plan(inputs, demand, make)
+        if option is not None and (not inputs.lockstep or brings_more(option, found)):
+            found.append(option)
         elif inputs.lockstep:
             break
     return choose(found, fewest=inputs.lockstep)
 
 
-def _larger_plan(inputs: PlanInputs, size: int | None, placed: _Placed) -> PlanOption | None:
-    """Return the plan for batches of ``size``, or so many in lockstep; null where there is no room for it."""
+def _larger_plan(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | None:
+    """Return the plan for more than the least that may go together; null where there is no room for it."""
     with suppress(BudgetError):
-        demand = inputs.demands[size]
-        option = _plan_for(inputs, size, demand, placed)
+        option = make(demand)
         if (allowance := _beside_staging(inputs, demand.allowance, option.plan)) is not None:
-            option = _plan_for(inputs, size, replace(demand, allowance=allowance), placed)
+            option = make(replace(demand, allowance=allowance))
         return option if has_room(option.plan, inputs.rooms) else None
     return None
 
 
-def _least_plan(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
-    """Return the plan for batches of ``size``, the least; of two that a budget which is worked out allows, the sooner.
+def _least_plan(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption:
+    """Return the plan for the least ``demand``; of two that a budget which is worked out allows, the sooner.
 
     Raises ``BudgetError``, with the machine's limit, where there can be none.
     """
     divided = None
     try:
-        whole = _at_least(inputs, size, demand, placed)
+        whole = _at_least(inputs, demand, make)
     except BudgetError:
-        if (divided := _by_blocks(inputs, size, demand, placed)) is None:
+        if (divided := _by_blocks(inputs, demand, make)) is None:
             raise
         return divided
     with suppress(BudgetError):
         streams = whole.plan.forecast["streamed_bytes_per_token"]
-        divided = _by_blocks(inputs, size, demand, placed) if streams else None
+        divided = _by_blocks(inputs, demand, make) if streams else None
     return min(filter(None, (whole, divided)), key=lambda option: option.seconds)
 
 
-def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption | None:
+def _by_blocks(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | None:
     """Return the plan of which the widest weights come by blocks of rows, null where that leaves no more to weights.
 
     What products with such a weight take beside it is as much as for a block then, and no longer the widest of all.
@@ -212,33 +212,32 @@ def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Pl
     outline, asked = inputs.outline, demand.allowance
     if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
         return None
-    needed = host_needed(inputs.needs(demand, least_blocks(outline)))
-    if host_needed(demand.needs) - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
+    needed = inputs.needs(demand, least_blocks(outline)).host_bytes
+    if demand.needs.host_bytes - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
         return None
     asked = replace(asked.beside("request", needed), by_blocks=True)
     for spare in range(0, (room := asked.budgets[CPU] or 0) // 2 + 1, max(1, room // 8)):
         allowance = asked.beside("spare", spare) if spare else asked
-        option = _at_least(inputs, size, replace(demand, allowance=allowance), placed)
-        if host_needed(inputs.needs(demand, block_sizes(outline, option.plan.block_rows))) <= needed:
+        option = _at_least(inputs, replace(demand, allowance=allowance), make)
+        if inputs.needs(demand, block_sizes(outline, option.plan.block_rows)).host_bytes <= needed:
             return option
     return None
 
 
-def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
-    """Return the plan for batches of ``size``: a budget that was worked out then is as large as it must be.
+def _at_least(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption:
+    """Return the plan for ``demand``: a budget that was worked out then is as large as it must be.
 
     Raises ``BudgetError``, with the machine's limit, where that can't be.
     """
     asked = demand.allowance
     while True:
         try:
-            option = _plan_for(inputs, size, demand, placed)
+            option = make(demand)
         except ShortageError as error:
-            device, terms = error.shortage.device, asked.terms.get(str(error.shortage.device))
-            allowance = asked.with_least(device, error.shortage.least)
-            if allowance is None and terms and device == CPU:
-                demand = replace(demand, allowance=asked)
-                short, taken = _least_that_works(inputs, size, demand, error.shortage, placed)
+            short = error.shortage
+            allowance = asked.with_least(short.device, short.least)
+            if allowance is None and asked.terms and short.device == CPU:
+                short, taken = _least_that_works(inputs, replace(demand, allowance=asked), short, make)
                 raise host_is_short(short, taken, inputs.machine.host) from error
             if allowance is None:
                 raise
@@ -251,16 +250,16 @@ def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Pla
 
 
 def _least_that_works(
-    inputs: PlanInputs, size: int | None, demand: Demand, short: Shortage, placed: _Placed
+    inputs: PlanInputs, demand: Demand, short: Shortage, make: _Make
 ) -> tuple[Shortage, Mapping[str, int]]:
     """Return what is ``short`` of the host's memory, and the terms beside it: some are known once there is a plan."""
     asked = demand.allowance
     enough = replace(asked, budgets={**asked.budgets, CPU: short.least})
     try:
-        option = _plan_for(inputs, size, replace(demand, allowance=enough), placed)
+        option = make(replace(demand, allowance=enough))
     except ShortageError as error:
-        return error.shortage, asked.terms[str(CPU)]
-    return short, (_beside_staging(inputs, asked, option.plan) or asked).terms[str(CPU)]
+        return error.shortage, asked.host_terms
+    return short, (_beside_staging(inputs, asked, option.plan) or asked).host_terms
 
 
 def _beside_staging(inputs: PlanInputs, asked: Allowance, plan: plans.Plan) -> Allowance | None:
@@ -268,41 +267,38 @@ def _beside_staging(inputs: PlanInputs, asked: Allowance, plan: plans.Plan) -> A
 
     Whether they do is known once they are placed. Null where nothing is left to change.
     """
-    terms = asked.terms.get(str(CPU))
     staging = 0 if inputs.machine.accelerators else plan.predicted[CPU].get(STAGING, 0)
-    return asked.beside(STAGING, staging) if terms and staging > -terms.get(STAGING, 0) else None
+    return asked.beside(STAGING, staging) if asked.terms and staging > -asked.host_terms.get(STAGING, 0) else None
 
 
-def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
-    """Return the plan that leaves room for batches of ``size``, placed as ``placed`` does in the budgets for a step."""
-    outline, fastest = inputs.outline, inputs.execution == options.FASTEST
+def _plan_for(inputs: PlanInputs, placed: _Placed, demand: Demand) -> PlanOption:
+    """Return the plan that leaves room for ``demand``, placed as ``placed`` does in the budgets for a step."""
+    outline, fastest, size = inputs.outline, inputs.execution == options.FASTEST, demand.size
     # Where a layer computes is settled but for ``fastest``, so how long many tokens take changes nothing of the rest.
     moving = demand.step if fastest else replace(demand.step, output=ONE_TOKEN)
     placement = placed(tuple(demand.allowance.budgets.items()), moving, demand.allowance.by_blocks)
     policy, blocks = inputs.choice.policy, [layer for layer in outline.layers if layer.name in outline.blocks]
-    whole = blocks or outline.layers
-    computing = set(placement.computes.values())
-    allowance = budgets.with_idle_noted(
-        demand.allowance, placement.homes, computing=computing, layers=whole, policy=policy
-    )
+    allowance = budgets.with_idle_noted(demand.allowance, placement, layers=blocks or outline.layers, policy=policy)
     if fastest and placement.main == CPU:
         idle = "execution=fastest changes nothing: no accelerator computes"
         allowance = replace(allowance, notes=(*allowance.notes, idle))
-    plan, layout = assemble(outline, placement, allowance, policy=policy, io=demand.io)
-    require_writable(plan, outline.skeleton.written)
-    require_resident(plan, inputs.learning)
-    listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if inputs.trains else 0)
-    codec = inputs.packing.codec if inputs.packing else None
+    layout = lay_out(outline, placement, allowance.budgets, io=demand.io)
+    require_fit(layout)
+    plan = plans.plan_of(layout, policy=policy, notes=allowance.notes, budget_terms=allowance.terms)
+    require_resident(plan, written=outline.skeleton.written, learning=inputs.learning)
+    codec, trains = inputs.packing.codec if inputs.packing else None, inputs.offload_ratio is not None
+    listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if trains else 0)
     plan = plan.with_devices(simulated=listed, names=given_names(inputs.machine))
     plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     needs = inputs.needs(demand, block_sizes(outline, plan.block_rows))
     plan = predict(layout, plan, needs, inputs.rates, step=demand.step, process_bytes=inputs.process_bytes)
-    if size is None or inputs.lockstep:
-        return PlanOption(plan, float(plan.forecast["seconds_per_token"]))
-    full, rest = divmod(inputs.count, size)
-    last = forecast(layout, inputs.step(demand, rest), inputs.rates).seconds if rest else 0.0
-    return PlanOption(plan, full * float(plan.forecast["seconds_per_token"]) + last)
+    seconds = float(plan.forecast["seconds_per_token"])
+    if size is not None and not inputs.lockstep:
+        full, rest = divmod(inputs.count, size)
+        seconds *= full
+        seconds += forecast(layout, inputs.step(demand, rest), inputs.rates).seconds if rest else 0.0
+    return PlanOption(size, plan, seconds)
 
 
 def _placed(
@@ -332,7 +328,7 @@ def _by_policy(choice: options.Choice, outline: Outline, allowed: Budgets) -> Pl
     """Return the one placement of a policy that doesn't weigh any, or of an explicit map."""
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
-    if choice.policy == options.OFFLOAD:
+    if choice.policy == plans.OFFLOAD:
         return cpu_offload_gb(outline, allowed, choice.gigabytes)
     return explicit(outline, choice.entries)
 
@@ -363,6 +359,6 @@ def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:
     host, devices = plan.devices[CPU].ledger, {str(device): one for device, one in plan.devices.items() if one.is_used}
     return {
         "budget": {device: one.budget for device, one in devices.items()},
-        "predicted": {device: sum(own_parts(one.ledger).values()) for device, one in devices.items()},
+        "predicted": {device: one.own_bytes for device, one in devices.items()},
         **({SIMULATED: {str(CPU): sum(host.values())}} if SIMULATED in host else {}),
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from offstage.pipeline.report.quantities import scale_for
 from offstage.stages.empty_init.skeleton import upward
-from offstage.stages.plan.plan import Plan, own_parts
+from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Line
 from offstage.stages.units import DeviceId, format_bytes, in_tier_order
 
@@ -116,7 +116,7 @@ def ledger_rows(plan: Plan) -> list[list[str]]:
         for title, parts in _PARTS.items()
     }
     shown = {title: column for title, column in counts.items() if any(column) or title in ("weights", "of budget")}
-    sums = [sum(own_parts(one.ledger).values()) for _, one in devices]
+    sums = [one.own_bytes for _, one in devices]
     scale = scale_for([*sums, *(one.budget for _, one in devices)], "bytes")
     cells = [["unlimited" if count is None else scale.number(count) if count else "" for count in column]
              for column in shown.values()]  # fmt: skip

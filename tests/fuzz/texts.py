@@ -26,6 +26,7 @@ from offstage.stages.inputs.generate_options import read_generate
 from offstage.stages.inputs.prompts import Prompt, check_prompts, read_prompts
 from offstage.stages.plan import options as plan_options
 from offstage.stages.plan.options import PlanConfig
+from offstage.stages.plan.plan import OFFLOAD
 from offstage.stages.units import parse_device
 from tests.fuzz.formats import RIGHT, Format, require
 from tests.fuzz.line_mutations import LINES
@@ -145,7 +146,7 @@ def _make_maps(folder: Path) -> None:
     layers = {f"model.layers.{number}": "cpu" if number % 2 else "disk" for number in range(8)}
     whole = {"model.embed_tokens": 0, **layers, "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     folder.joinpath("device_map.json").write_text(json.dumps(whole, indent=1))
-    folder.joinpath("amount.json").write_text(json.dumps({plan_options.OFFLOAD: 1.5}))
+    folder.joinpath("amount.json").write_text(json.dumps({OFFLOAD: 1.5}))
     folder.joinpath("model.json").write_text(json.dumps({"": "cpu"}))
 
 

@@ -26,11 +26,10 @@ from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, reb
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
-from offstage.stages.plan.assembly import plan_of
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, resident_bytes
-from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.plan import Plan, plan_of
 from offstage.stages.plan.serving import choose_io
 from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import CPU, DISK, DeviceId

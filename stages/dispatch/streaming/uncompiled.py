@@ -5,13 +5,13 @@ What a hook does to a model (waiting for a read, binding a weight) is nothing th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_COMPILER = "torch._dynamo"
+from offstage.stages.empty_init.late_packages import COMPILER, is_imported
+
 _REASON = "hooks bring in the weights of a dispatched model, and no graph holds them: export the plain one"
 
 
@@ -24,7 +24,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         if not told:
-            if _COMPILER not in sys.modules:
+            if not is_imported(COMPILER):
                 return function(*args)
             from torch._dynamo.eval_frame import skip_code
 

@@ -8,7 +8,7 @@ weights does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offstage.stages.empty_init.skeleton import Skeleton
@@ -53,29 +53,31 @@ def why_not_in_lockstep(skeleton: Skeleton) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlanOption:
-    """A plan for one of the sizes, and the ``seconds`` in which all that is asked gets a token under it."""
+    """A plan for one of the sizes, null where there is none to choose, and the ``seconds`` in which all that is asked
+    gets a token under it.
+    """
 
+    size: int | None
     plan: Plan
     seconds: float
 
 
-def choose(options: Mapping[int | None, PlanOption], *, fewest: bool) -> PlanOption:
-    """Return that of the least seconds of ``options``, which are by the number that compute together.
+def choose(options: Sequence[PlanOption], *, fewest: bool) -> PlanOption:
+    """Return that of the least seconds of ``options``.
 
     Of those that are alike within a twentieth it is that of the ``fewest``, where more would bring nothing; or else the
     one that streams the least, then that of the largest batch: beside a budget that is given, where the size moves no
     weight, that is the largest that fits.
     """
-    least = min(option.seconds for option in options.values())
-    alike = [size for size, option in options.items() if option.seconds <= least * _ALIKE]
+    least = min(option.seconds for option in options)
 
-    def order(size: int | None) -> tuple[float, int]:
-        streamed = float(options[size].plan.forecast["streamed_bytes_per_token"])
-        return (0.0, size or 1) if fewest else (streamed, -(size or 1))
+    def order(option: PlanOption) -> tuple[float, int]:
+        size, streamed = option.size or 1, float(option.plan.forecast["streamed_bytes_per_token"])
+        return (0.0, size) if fewest else (streamed, -size)
 
-    return options[min(alike, key=order)]
+    return min((option for option in options if option.seconds <= least * _ALIKE), key=order)
 
 
-def brings_more(option: PlanOption, others: Iterable[PlanOption]) -> bool:
+def brings_more(option: PlanOption, others: Sequence[PlanOption]) -> bool:
     """Return whether tokens come sooner under ``option`` than under all ``others``, by more than is alike."""
     return option.seconds * _ALIKE < min(other.seconds for other in others)

@@ -64,17 +64,15 @@ Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
 """What a stage asks: from its node of the config, and the node ``model``."""
 
 
-def read_requests(config: Config) -> dict[int | None, Request]:
-    """Return what ``read_request`` does, under null; by each size to choose from where the batch size is
+def sized_requests(request: Request, config: Config) -> dict[int | None, Request]:
+    """Return ``request``, which ``config`` asks for, under null; by each size to choose from where the batch size is
     ``auto``, or the number of batches in lockstep.
     """
-    request, node = read_request(config), config.get(asking(config)) or {}
     if request.members > 1 and lockstep_is_chosen(config):
         return {size: replace(request, members=size) for size in lockstep_sizes(request.members)}
-    if node.get("batch_size") != AUTO:
+    if (config.get(asking(config)) or {}).get("batch_size") != AUTO:
         return {None: request}
-    sizes = batch_sizes(request.prompts)
-    return {size: replace(request, sequences=size * request.copies) for size in sizes}
+    return {size: replace(request, sequences=size * request.copies) for size in batch_sizes(request.prompts)}
 
 
 def lockstep_is_chosen(config: Config) -> bool:

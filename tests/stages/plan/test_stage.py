@@ -12,10 +12,9 @@ import pytest
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import BudgetError, ConfigError
 from offstage.stages.plan import options
-from offstage.stages.plan.assembly import plan_of
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.placement import all_homes, fold
-from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.plan import Plan, plan_of
 from offstage.stages.plan.policies.whole_layers import sequential
 from offstage.stages.plan.stage import PlanStage
 from offstage.stages.units import CPU, DISK

@@ -6,7 +6,7 @@ import pytest
 
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds
-from offstage.stages.plan.plan import DevicePlan, Plan, own_parts
+from offstage.stages.plan.plan import DevicePlan, Plan
 from offstage.stages.plan.table import ranges, render, rows
 from offstage.stages.units import DeviceId
 from tests.stages.plan.plans import make_plan, plan_by_hand, predicted
@@ -77,7 +77,7 @@ def test_what_each_device_holds_is_shown_by_what_it_is_for_and_the_sum() -> None
     assert shown["of budget"] == ["200.0", "100.0", "300.0", "unlimited"]
     assert shown["KV cache"] == ["90.0", "30.0", "", ""]
     for place, device in enumerate((0, 1, "cpu")):
-        ledger = own_parts(plan.devices[device].ledger)
+        ledger = plan.devices[device].own_parts
         assert float(shown["sum"][place]) == pytest.approx(sum(ledger.values()) / 1e6, abs=0.05)
         parts = [shown[title][place] for title in titles if title not in ("MB on", "of budget", "sum")]
         assert sum(float(part or 0) for part in parts) == pytest.approx(float(shown["sum"][place]), abs=0.3)

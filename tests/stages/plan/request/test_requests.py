@@ -14,8 +14,8 @@ from offstage.stages.plan.request.requests import (
     NORMALISED,
     generate_request,
     read_request,
-    read_requests,
     score_request,
+    sized_requests,
 )
 from tests.stages.plan.skeletons import outline
 
@@ -137,7 +137,8 @@ def test_what_an_encoder_reads_is_no_part_of_the_window_of_logits(tmp_path: Path
 
 
 def test_a_batch_of_windows_can_be_the_plans_to_choose() -> None:
-    requests = read_requests(scoring(texts=[[5] * 1000], window=100, batch_size="auto"))
+    config = scoring(texts=[[5] * 1000], window=100, batch_size="auto")
+    requests = sized_requests(read_request(config), config)
     assert max(size for size in requests if size) == 10
     assert all(request.sequences == size for size, request in requests.items())
 
