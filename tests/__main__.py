@@ -1,8 +1,9 @@
 """Runs all the checks there are: ``python -m tests [PYTEST OPTIONS]``.
 
 Style, types and the rules of import, side by side, then the tests. A check that fails stops none of the others, so one
-run shows all that is wrong. pytest comes last, so that its closing line is the last line. Beside the checks its tests
-are imported once: what was never imported in this environment is compiled then, and not by each of its workers.
+run shows all that is wrong. pytest comes last, so that its closing line is the last line; it only doesn't wait for
+mypy, which leaves a core idle once the other checks are done. Beside the checks its tests are imported once: what was
+never imported in this environment is compiled then, and not by each of its workers.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYTEST_WORKERS = 2
+MYPY = "mypy"
 CHECKS = {
-    "mypy": ["mypy"],
+    MYPY: ["mypy"],
     "the tests' imports": ["pytest", "--collect-only", "-qq"],
     "lint-imports": ["lint-imports"],
     "ruff check": ["ruff", "check"],
@@ -33,13 +35,15 @@ def with_tests() -> dict[str, str]:
 
 def main(pytest_options: Sequence[str]) -> int:
     """Run every check; return 0 if all passed, else 1."""
-    with ThreadPoolExecutor(PYTEST_WORKERS) as pool:
-        failed = [name for name, passed in zip(CHECKS, pool.map(passes, CHECKS), strict=True) if not passed]
-    say(f"{len(CHECKS) - len(failed)} of {len(CHECKS)} checks passed; now the tests")
     # A module stays on one worker, for what its tests share. In the order of the folders, the last modules are short:
     # by the number of tests, which is the default, they are those of few long ones, and a worker waits for the other.
     spread = ["-n", str(PYTEST_WORKERS), "--dist", "loadscope", "--no-loadscope-reorder"]
-    code = run(["pytest", *spread, *pytest_options]).returncode
+    with ThreadPoolExecutor(PYTEST_WORKERS) as pool:
+        checks = {name: pool.submit(passes, name) for name in CHECKS}
+        wait(check for name, check in checks.items() if name != MYPY)
+        say("now the tests")
+        code = run(["pytest", *spread, *pytest_options]).returncode
+    failed = [name for name, check in checks.items() if not check.result()]
     if code:
         say(f"pytest exited {code}")
         failed.append("pytest")
@@ -63,9 +67,11 @@ def run(command: Sequence[str], **streams: int) -> subprocess.CompletedProcess[s
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment, with the cores shared out among pytest's workers."""
-    threads = max(1, (os.cpu_count() or 1) // PYTEST_WORKERS)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ}
+    """Return this process's environment, with one thread for the operators of each of pytest's workers.
+
+    With more, imports start threads, and no command can be a fork: see ``tests.e2e.warm_server``.
+    """
+    return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 def say(line: str) -> None:

@@ -169,8 +169,12 @@ def enter(folder: Path, *arguments: str) -> int:
     return int(exit_info.value.code or 0)
 
 
-def record_of(folder: Path, *arguments: str) -> Path:
-    """Run the command in ``folder``, an empty one, as ``enter`` does, and return where its record lies."""
+def record_of(folder: Path, described: Path, *arguments: str) -> Path:
+    """Run the command in ``folder``, where nothing has run yet, as ``enter`` does; return where its record lies.
+
+    What is ``described`` lies in its cache.
+    """
+    shutil.copytree(described, folder / "outputs/cache")
     assert enter(folder, *arguments) == 0
     (path,) = records_in(folder)
     return path

@@ -21,12 +21,13 @@ Run = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory, described: Path) -> Path:
     """The folder of somebody's run, with a checkpoint and prompts of their own."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(EMBEDDED, folder / "checkpoint")
     folder.joinpath("prompts.txt").write_text("The model\nA tensor\n")
-    record_of(folder, f"model.path={folder / 'checkpoint'}", f"generate.prompts_file={folder / 'prompts.txt'}", *SHORT)
+    named = (f"model.path={folder / 'checkpoint'}", f"generate.prompts_file={folder / 'prompts.txt'}")
+    record_of(folder, described, *named, *SHORT)
     return folder
 
 
@@ -61,9 +62,8 @@ def moved_away(project: Path, weights: Path) -> None:
 
 @pytest.fixture
 def as_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's home: another key, so that the records are a stranger's; and no looks of the files."""
-    for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    """Another user's key, so that the records are a stranger's; of the copies of the weights there are no looks yet."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
 
 @pytest.mark.usefixtures("as_another_user")

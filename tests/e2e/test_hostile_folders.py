@@ -282,9 +282,9 @@ REPLAYS: dict[str, Change] = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, described: Path) -> Path:
     """The record of one completed run, that of a plan."""
-    return record_of(tmp_path_factory.mktemp("finished"), "stop_after=plan")
+    return record_of(tmp_path_factory.mktemp("finished"), described, "stop_after=plan")
 
 
 @pytest.mark.parametrize("case", REPLAYS)
@@ -339,6 +339,7 @@ def test_a_report_of_a_stranger_s_runs_reads_nothing_beside_them(by: str, finish
     assert stranger.found() == before
 
 
+@pytest.mark.usefixtures("jobs_fork")
 def test_a_stranger_s_harmless_sweep_is_carried_out(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert enter(fresh_folder, "-m", *HARMLESS, "hydra.sweep.dir=sent") == 0
     written = fresh_folder / "sent/sweep.json"
@@ -355,6 +356,7 @@ def test_a_stranger_s_harmless_sweep_is_carried_out(fresh_folder: Path, monkeypa
     assert written.with_name("0").joinpath("run.json").exists()
 
 
+@pytest.mark.usefixtures("jobs_fork")
 def test_a_stranger_s_search_asks_before_it_looks_at_a_proposal(
     fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

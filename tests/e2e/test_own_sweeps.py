@@ -63,6 +63,7 @@ def resume(folder: Path) -> int:
     return int(left.value.code or 0)
 
 
+@pytest.mark.usefixtures("jobs_fork")
 def test_a_sweep_of_one_s_own_config_files_is_resumed_without_a_question(
     began: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:

@@ -15,24 +15,47 @@ from offstage.pipeline.foreign_record import outputs_for
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.samples import BLOCK_BYTES
 from offstage.stages.machine.rates import coarse_rate
-from tests.e2e.conftest import Finished, Replay, records_in
+from tests.e2e.conftest import Finished, Replay, enter, records_in
 
 Run = Callable[..., Finished]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of these tests have their folder, one after another: a record says where its run was."""
+    return tmp_path_factory.mktemp("replays") / "place"
+
+
+@pytest.fixture
+def tmp_path(place: Path) -> Path:
+    """The folder of these tests, empty."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    return place
+
+
+@pytest.fixture(scope="module")
+def completed(place: Path, described: Path) -> Path:
+    """A copy of that folder after one completed run of the checkpoint in it."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(described, place / "outputs/cache")
+    shutil.copytree(EMBEDDED, place / "checkpoint")
+    length = ("generate.max_new_tokens=6", "generate.min_new_tokens=6")
+    assert enter(place, f"model.path={place / 'checkpoint'}", "max_memory.cpu=3MB", *length) == 0
+    return place.rename(place.with_name("completed"))
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A copy of the embedded checkpoint that a test may spoil."""
-    return Path(shutil.copytree(EMBEDDED, tmp_path / "checkpoint"))
+    return Path(shutil.copytree(EMBEDDED, tmp_path / "checkpoint", dirs_exist_ok=True))
 
 
 @pytest.fixture
-def run_path(offstage_here: Run, checkpoint: Path, tmp_path: Path) -> Path:
-    """The record of one completed run."""
-    length = ("generate.max_new_tokens=6", "generate.min_new_tokens=6")
-    done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=3MB", *length)
-    assert done.code == 0, done.err
+def run_path(completed: Path, tmp_path: Path) -> Path:
+    """The record of one completed run in this test's folder."""
+    shutil.copytree(completed, tmp_path, dirs_exist_ok=True)
     (path,) = records_in(tmp_path)
     return path
 

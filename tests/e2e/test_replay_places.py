@@ -12,13 +12,13 @@ EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory, described: Path) -> Path:
     """The folder of a planned run, with all that it names below it."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(EMBEDDED, folder / "checkpoint")
     folder.joinpath("prompts.txt").write_text("The model\n")
-    prompts = f"generate.prompts_file={folder / 'prompts.txt'}"
-    path = record_of(folder, f"model.path={folder / 'checkpoint'}", prompts, "stop_after=plan", "max_memory.cpu=3MB")
+    named = (f"model.path={folder / 'checkpoint'}", f"generate.prompts_file={folder / 'prompts.txt'}")
+    path = record_of(folder, described, *named, "stop_after=plan", "max_memory.cpu=3MB")
     record = json.loads(path.read_text())
     record["places"]["folder"] = str(folder)  # as if it were started there
     path.write_text(json.dumps(record))

@@ -18,9 +18,9 @@ Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, described: Path) -> Path:
     """The record of one completed run."""
-    return record_of(tmp_path_factory.mktemp("finished"), "generate.max_new_tokens=2")
+    return record_of(tmp_path_factory.mktemp("finished"), described, "generate.max_new_tokens=2")
 
 
 def sent(finished: Path, folder: Path, change: Callable[[Record], object]) -> Path:

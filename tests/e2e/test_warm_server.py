@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+import tests.e2e.conftest as harness
 from tests.e2e.conftest import Finished, environment, finish, records_in, start, start_anew, wait_for, warm_server
-from tests.e2e.warm_server import ForkedCommand
+from tests.e2e.warm_server import ForkedCommand, of_imports
 
 ENDLESS = ("generate.max_new_tokens=100000", "generate.min_new_tokens=100000")
 
 
 @pytest.fixture(autouse=True)
 def _forks() -> None:
+    assert of_imports(environment()) == of_imports(harness._ENVIRONMENT), "no test forks: its environment isn't that"
     if warm_server(environment()) is None:
         pytest.skip("may not fork: imports start threads here, or there are no pidfds")
 
@@ -52,4 +54,5 @@ def test_what_runs_inside_this_process_leave_in_its_environment_is_no_reason_for
 @pytest.mark.parametrize("name", ["HF_HOME", "OMP_NUM_THREADS", "PYTHONIOENCODING", "LC_ALL"])
 def test_what_an_import_could_read_is_a_reason_for_a_process(name: str) -> None:
     assert warm_server(environment({name: "other"})) is None
-    assert warm_server(environment({"TERM": "other", "PYTEST_CURRENT_TEST": "other"})) is not None
+    same = dict.fromkeys(("TERM", "PYTEST_CURRENT_TEST", "XDG_DATA_HOME"), "other")
+    assert warm_server(environment(same)) is not None

@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from offstage.pipeline.environment import imported_packages
+
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "offstage.pipeline.app", "offstage.pipeline.sweeps.launchers", "offstage.pipeline.job", "offstage.pipeline.runner",
@@ -163,11 +165,14 @@ class WarmServer:
 
 
 def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what of an environment an import could read: not what pytest writes there, or what Hydra reads later."""
+    """Return what of an environment an import could read: not what pytest writes there, or what is read later.
+
+    That is what Hydra reads, and where the user's key lies.
+    """
     return {
         name: value
         for name, value in environment.items()
-        if name not in ("TERM", "HYDRA_FULL_ERROR", *SET_BY_RUNS) and not name.startswith("PYTEST_")
+        if name not in ("TERM", "HYDRA_FULL_ERROR", "XDG_DATA_HOME", *SET_BY_RUNS) and not name.startswith("PYTEST_")
     }
 
 
@@ -177,6 +182,7 @@ def serve(control: int) -> None:
     given = dict(os.environ)
     for name in IMPORTED:
         importlib.import_module(name)
+    imported_packages()  # what is installed is looked through once, and not by each fork
     made = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.collect()
     gc.freeze()  # a fork's collections then leave the pages alone that it shares with the server
