@@ -37,16 +37,24 @@ def dense_packed(
     for share in range(_SHARES):
         room = min(budget, least + max(0, budget - least) * share // _SHARES)
         for placement in place({**budgets, CPU: room}, not share):
-            stays = outline.lookups if placement.main == CPU else outline.lookups & outline.packed.keys()
-            waiting = {name for name, home in placement.homes.items() if home == DISK} - stays
-            held = resident_bytes(outline, placement.homes).get(CPU, 0)
-            kept = lay_out(outline, placement).kept_free().get(CPU, 0)
-            for read in (False, True):  # from disk: room is left to unpack it meanwhile
-                ahead = outline.read_ahead_bytes(waiting, unpacked=read) if placement.main == CPU else 0
-                taken = fitting(outline, waiting, budget - held - max(kept, ahead), at_rest=True)
-                if outline.packed.keys().isdisjoint(waiting - taken):
-                    break
-            yield _on_host(placement, taken, packed=taken & outline.packed.keys())
+            yield _filled(outline, placement, budget)
+
+
+def _filled(outline: Outline, placement: Placement, budget: int) -> Placement:
+    """Return ``placement`` with as much on the host of what is on disk as its ``budget`` holds, packed what can be.
+
+    Where some that rests packed stays on disk, room is left to unpack it as it is read.
+    """
+    stays = outline.lookups if placement.main == CPU else outline.lookups & outline.packed.keys()
+    waiting = {name for name, home in placement.homes.items() if home == DISK} - stays
+    held = resident_bytes(outline, placement.homes).get(CPU, 0)
+    kept = lay_out(outline, placement).kept_free().get(CPU, 0)
+    for unpacked in (False, True):
+        ahead = outline.read_ahead_bytes(waiting, unpacked=unpacked) if placement.main == CPU else 0
+        taken = fitting(outline, waiting, budget - held - max(kept, ahead), at_rest=True)
+        if outline.packed.keys().isdisjoint(waiting - taken):
+            break
+    return _on_host(placement, taken, packed=taken & outline.packed.keys())
 
 
 def experts_packed(outline: Outline, placement: Placement, budgets: Budgets) -> Iterator[Placement]:
