@@ -15,8 +15,6 @@ from typing import Any
 import transformers
 from transformers.utils import import_utils
 
-from offstage.stages.empty_init.late_packages import postpone_imports
-
 Listing = Mapping[frozenset[str], Mapping[str, set[str]]]
 """The names that can be imported, by what they need installed and by the module that has them."""
 
@@ -27,9 +25,8 @@ _PREFIX = "models."
 def import_models() -> None:
     """Import transformers' package of models with the list that is there, if it wasn't imported before.
 
-    A transformers that lists its models otherwise does so. What its models import without using it waits.
+    A transformers that lists its models otherwise does so.
     """
-    postpone_imports()
     made: Any = getattr(import_utils, "define_import_structure", None)
     is_listed = getattr(made, "cache_info", None) is not None and made.cache_info().currsize == 1
     if "transformers.models" in sys.modules or not is_listed:

@@ -146,22 +146,19 @@ def gather_inputs(
     a step of training does. ``packing`` is how floats of the outline can be packed.
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
-    again = partial(gather_inputs, machine=machine, rates=rates, kernels=kernels, skeleton=skeleton)
-    is_open = packing is not None and given.storage.codec == "auto"
-    plain = again(outline, config, measured=measured) if is_open else None
+    again = partial(gather_inputs, outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=skeleton)
+    plain = again(measured=measured) if packing and given.storage.codec == "auto" else None
     outline = with_copies(outline, packing)
-    library = PEFT_BYTES if with_adapter(config) else 0
-    whole = read_request(config)
+    library, whole = PEFT_BYTES if with_adapter(config) else 0, read_request(config)
     requests, notes = _requests(whole, outline, config)
     apart = [media_request(config, measured)] if isinstance(measured, MediaDemand) else []
     ratio, demands = None, list[Demand]()
     for size, request in requests.items():
-        asked = (request, *apart)
+        asked, step = (request, *apart), _step(outline, geometry, request)
         if isinstance(measured, TrainingDemand):
             needs, ratio = training_needs(measured, outline, config, machine, kernels, library=library)
         else:
             needs = _needs(outline, geometry, asked, kernels, library)
-        step = _step(outline, geometry, request)
         demands.append(replace(_demand(outline, given, machine, needs, step), size=size, requests=asked))
     chosen = None not in requests
     return PlanInputs(

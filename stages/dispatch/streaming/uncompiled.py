@@ -5,13 +5,13 @@ What a hook does to a model (waiting for a read, binding a weight) is nothing th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from offstage.stages.empty_init.late_packages import COMPILER, is_imported
-
+_COMPILER = "torch._dynamo"
 _REASON = "hooks bring in the weights of a dispatched model, and no graph holds them: export the plain one"
 
 
@@ -24,7 +24,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         if not told:
-            if not is_imported(COMPILER):
+            if _COMPILER not in sys.modules:
                 return function(*args)
             from torch._dynamo.eval_frame import skip_code
 
