@@ -25,7 +25,7 @@ from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.finetune.stores import Rooms, Store, span
+from offstage.stages.finetune.stores import ActivationStore, Rooms, span
 from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, buffer_bytes, private_bytes
 from offstage.stages.units import format_bytes
 
@@ -135,7 +135,7 @@ class _BlockWrite:
     trace: Trace | None
 
 
-class DiskStore(Store[FileRegion]):
+class DiskStore(ActivationStore[FileRegion]):
     """Puts bytes away in ``folder``."""
 
     def __init__(self, folder: Path, rooms: Rooms) -> None:

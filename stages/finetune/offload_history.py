@@ -22,14 +22,14 @@ import torch
 from offstage.stages.finetune.disk_store import DiskStore
 from offstage.stages.finetune.offload_choice import SavedSizes
 from offstage.stages.finetune.saved_span import SavedSpan, SpanKey, key_of
-from offstage.stages.finetune.stores import Store, open_host_store, rooms_on
+from offstage.stages.finetune.stores import ActivationStore, open_host_store, rooms_on
 from offstage.stages.machine.aligned_memory import ALIGNMENT
 from offstage.stages.machine.devices import Devices, Ledger
 from offstage.stages.units import CPU, DeviceId
 
 _log = logging.getLogger("offstage")
 
-AnyStore = Store[Any]
+AnyStore = ActivationStore[Any]
 
 _HISTORIES: dict[str, TagHistory] = {}
 _SPANS: weakref.WeakValueDictionary[SpanKey, SavedSpan] = weakref.WeakValueDictionary()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.streaming.referenced_tensor import changed
-from offstage.stages.finetune.stores import Parcel, Store
+from offstage.stages.finetune.stores import ActivationStore, Parcel
 
 SPAN_ALIGNMENT = 512
 """Where a part of a storage may begin, in bytes: kernels are chosen by alignment, and torch aligns no better."""
@@ -78,7 +78,7 @@ class SavedSpan:
         self.size, self.version, self.stays = key[2] - key[1], tensor._version, stays
         self.source: torch.Tensor | None = tensor.detach()  # shares the version; the tensor itself holds its graph
         self.begin, self.source_begin = key[1], 0
-        self.store: Store[Any] | None = None
+        self.store: ActivationStore[Any] | None = None
         self.away: Parcel | None = None
         self.rest: torch.Tensor | None = None
         self.room: torch.Tensor | None = None

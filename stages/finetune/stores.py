@@ -1,4 +1,4 @@
-"""Where saved bytes go and come back from: a ``Store`` for each target, which gives a ``Parcel`` for what it was given.
+"""Where saved bytes go and come back from: an ``ActivationStore`` for each target gives a ``Parcel`` for what it gets.
 
 Bytes that are put away may still be on their way out while the caller goes on: until then their source must stay as it
 is. And they are fetched ahead of use, so what is asked for and what is there are two things.
@@ -59,7 +59,7 @@ class Parcel(Protocol):
         """Have all that is computed from now on find what was fetched there; finishing twice does nothing."""
 
 
-class Store(ABC, Generic[Lent]):
+class ActivationStore(ABC, Generic[Lent]):
     """Puts bytes of one device away, which come back into memory from ``rooms``.
 
     They lie in as many memories as are needed, each as large as all before it, whose regions are used again and again:
@@ -108,7 +108,7 @@ class Store(ABC, Generic[Lent]):
             self._arenas, self._idle = [arena for arena, _ in kept], [count for _, count in kept]
 
 
-class HostStore(Store[torch.Tensor]):
+class HostStore(ActivationStore[torch.Tensor]):
     """Puts bytes away on the host over the link ``out`` and has them back over ``back``."""
 
     def __init__(self, out: Link, back: Link, rooms: Rooms) -> None:

@@ -119,7 +119,7 @@ class LiveSaves(saved_tensors_hooks):
         self._held -= count
 
 
-class Place:
+class TensorPlace:
     """The cpu alone: what is around a side's forward pass there, and how its peak is told."""
 
     device = torch.device("cpu")
@@ -150,7 +150,7 @@ class Place:
         return CPUOffload(float(self.side), TAG, trace=self.trace, **options)
 
 
-class SimulatedPlace(Place):
+class SimulatedPlace(TensorPlace):
     """An accelerator that isn't there: its ledger counts what is saved and stays, and what comes back."""
 
     def __init__(self, side: str, model: nn.Module, folder: Path) -> None:
@@ -178,7 +178,7 @@ class SimulatedPlace(Place):
         return self._offload(devices=self._devices)
 
 
-class CudaPlace(Place):
+class CudaPlace(TensorPlace):
     """A real accelerator."""
 
     device = torch.device("cuda", 0)
@@ -200,7 +200,7 @@ class CudaPlace(Place):
         return self.trace.over(save_on_cpu(pin_memory=True)) if self.side == "save_on_cpu" else self._offload()
 
 
-PLACES: dict[str, type[Place]] = {"disk": Place, "simulated": SimulatedPlace, "cuda": CudaPlace}
+PLACES: dict[str, type[TensorPlace]] = {"disk": TensorPlace, "simulated": SimulatedPlace, "cuda": CudaPlace}
 
 
 def status_bytes(name: str) -> int:
@@ -209,7 +209,7 @@ def status_bytes(name: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def run(scene: Scene, place: Place, iterations: int) -> SideRun:
+def run(scene: Scene, place: TensorPlace, iterations: int) -> SideRun:
     """Do the iterations of one side."""
     seconds, inputs = [], scene.inputs.to(place.device)
     for _ in range(WARM_UP + iterations):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.accelerate_api.hooks import ModelHook
-from offstage.stages.dispatch.streaming.places import Place, places_in
+from offstage.stages.dispatch.streaming.places import TensorPlace, places_in
 from offstage.stages.dispatch.streaming.waiting_tensor import (
     WaitingSource,
     WaitingTensor,
@@ -76,8 +76,8 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
-        self._places: list[Place] = []
-        self._moved: list[Place] = []
+        self._places: list[TensorPlace] = []
+        self._moved: list[TensorPlace] = []
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -141,13 +141,13 @@ class AlignDevicesHook(ModelHook):
         self._places, self._moved = [], []
         return module
 
-    def _is_offloaded(self, module: nn.Module, place: Place) -> bool:
+    def _is_offloaded(self, module: nn.Module, place: TensorPlace) -> bool:
         if isinstance(place.before, nn.Parameter):
             return True
         owner, _, attribute = place.name.rpartition(".")
         return self.offload_buffers and attribute not in module.get_submodule(owner)._non_persistent_buffers_set
 
-    def _send_away(self, place: Place) -> None:
+    def _send_away(self, place: TensorPlace) -> None:
         assert self.weights_map is not None
         tensor = place.before
         if isinstance(tensor, WaitingTensor):
@@ -156,7 +156,7 @@ class AlignDevicesHook(ModelHook):
         keep = tensor.is_meta or _shares_memory(tensor, self.weights_map, place.name)
         place.settle(send_waiting(tensor, source, keep=keep))
 
-    def _settle(self, place: Place) -> None:
+    def _settle(self, place: TensorPlace) -> None:
         """Move a tensor that is not offloaded to the execution device, to stay there."""
         device, tensor = resolve_device(self.execution_device), place.before
         if device is None or tensor.device == device or isinstance(tensor, WaitingTensor):
@@ -173,14 +173,14 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._moved.append(place)
 
-    def _is_away(self, place: Place, device: torch.device | None) -> bool:
+    def _is_away(self, place: TensorPlace, device: torch.device | None) -> bool:
         """Return whether the tensor must be brought in: it waits, or was bound by others on another device."""
         now = place.now
         if isinstance(now, WaitingTensor):
             return True
         return now is not None and now is not place.bound and device is not None and now.device != device
 
-    def _fetch(self, place: Place, device: torch.device | None) -> torch.Tensor:
+    def _fetch(self, place: TensorPlace, device: torch.device | None) -> torch.Tensor:
         waiting = place.before
         assert isinstance(waiting, WaitingTensor)
         assert self.weights_map is not None
@@ -194,7 +194,7 @@ class AlignDevicesHook(ModelHook):
         return rebuild(waiting, shared[device])
 
 
-def _places(module: nn.Module, *, recurse: bool) -> Iterator[Place]:
+def _places(module: nn.Module, *, recurse: bool) -> Iterator[TensorPlace]:
     for prefix, owner in module.named_modules() if recurse else [("", module)]:
         yield from places_in(owner, prefix)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, SkipKeys, resolve_device
-from offstage.stages.dispatch.streaming.places import Place
+from offstage.stages.dispatch.streaming.places import TensorPlace
 from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
@@ -25,8 +25,8 @@ class EngineHook(AlignDevicesHook):
     def __init__(self, execution_device: torch.device, *, skip_keys: SkipKeys = None) -> None:
         super().__init__(execution_device, io_same_device=True, skip_keys=skip_keys)
         self.streamer: Streamer | None = None
-        self._away: list[Place] = []
-        self._returning: list[tuple[Place, torch.device]] = []
+        self._away: list[TensorPlace] = []
+        self._returning: list[tuple[TensorPlace, torch.device]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: all but the engine, which is one model's; what waits in the copy reads itself."""
@@ -36,12 +36,12 @@ class EngineHook(AlignDevicesHook):
         """Return ``module``: its weights are placed already."""
         return module
 
-    def send_away(self, place: Place, waiting: torch.Tensor) -> None:
+    def send_away(self, place: TensorPlace, waiting: torch.Tensor) -> None:
         """Have ``waiting`` stand in ``place`` for the tensor that was there."""
         place.settle(waiting)
         self._away.append(place)
 
-    def keep_on(self, place: Place, tensor: torch.Tensor, *, returns: bool) -> None:
+    def keep_on(self, place: TensorPlace, tensor: torch.Tensor, *, returns: bool) -> None:
         """Have ``tensor`` stand in ``place`` of one on another device, to which it ``returns`` in the end or not."""
         home = place.before.device
         place.settle(tensor)

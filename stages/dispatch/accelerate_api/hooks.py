@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offstage.stages.dispatch.streaming.guard import unguard
-from offstage.stages.dispatch.streaming.places import Place
+from offstage.stages.dispatch.streaming.places import TensorPlace
 
 _GUARDED_BY_ACCELERATE = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
@@ -94,7 +94,7 @@ class StandInHook(ModelHook):
     """Binds other tensors in ``places``, which its ``pre_forward`` finds, for each call alone."""
 
     def __init__(self) -> None:
-        self.places: list[Place] = []
+        self.places: list[TensorPlace] = []
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Bind the module's own tensors again."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.accelerate_api.hooks import StandInHook, add_hook_to_module
-from offstage.stages.dispatch.streaming.places import Place, places_in
+from offstage.stages.dispatch.streaming.places import TensorPlace, places_in
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 
 CASTABLE = (
@@ -85,6 +85,6 @@ def _layers(
         yield from _layers(child, inner, patterns=patterns, classes=classes)
 
 
-def _floats(module: nn.Module) -> Iterator[Place]:
+def _floats(module: nn.Module) -> Iterator[TensorPlace]:
     for owner in module.modules():
         yield from (place for place in places_in(owner) if place.before.is_floating_point())

@@ -15,7 +15,7 @@ from torch import nn
 
 from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, resolve_device
 from offstage.stages.dispatch.accelerate_api.hooks import hooks_of
-from offstage.stages.dispatch.streaming.places import Place, place_of
+from offstage.stages.dispatch.streaming.places import TensorPlace, place_of
 from offstage.stages.dispatch.streaming.state_on_host import state_on_host
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 from offstage.stages.empty_init.skeleton import parent
@@ -53,7 +53,7 @@ def align_module_device(module: nn.Module, execution_device: AnyDevice | None = 
     device = resolve_device(execution_device)
     offloaded = offloaded_tensors(module)
     stays = {} if device is None else dict(module.named_parameters(recurse=False))
-    aligned: list[Place] = []
+    aligned: list[TensorPlace] = []
     try:
         for name, waiting in offloaded.items():
             aligned.append(_bind(module, name, waiting.now(device or waiting.source.device)))
@@ -102,7 +102,7 @@ def get_state_dict_from_offload(
     return state_dict
 
 
-def _bind(module: nn.Module, name: str, data: torch.Tensor) -> Place:
+def _bind(module: nn.Module, name: str, data: torch.Tensor) -> TensorPlace:
     place = place_of(module, name)
     place.bind(rebuild(place.before, data))
     return place

@@ -73,7 +73,7 @@ class OffloadedData:
 
 
 def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, data: OffloadedData) -> None:
-    """Place the weights of ``model`` as ``plan`` says and attach the engine; where that fails it is as it was."""
+    """TensorPlace the weights of ``model`` as ``plan`` says and attach the engine; where that fails it is as it was."""
     dispatch_plan = make_dispatch_plan(_with_preloaded(skeleton, wanted.preload), plan)
     devices = Devices()
     hook = EngineHook(devices.torch_device(wanted.main), skip_keys=wanted.skip_keys)
@@ -158,7 +158,7 @@ class _Placer:
     moved: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=WeakIdKeyDictionary)
 
     def place(self, name: str, part: ModulePlan) -> None:
-        """Place what the module ``name`` holds directly."""
+        """TensorPlace what the module ``name`` holds directly."""
         module, device = self.model.get_submodule(name), self.devices.torch_device(part.execution)
         for place in places_in(module, name):
             if place.name in part.serving:

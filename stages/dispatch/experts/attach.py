@@ -17,7 +17,7 @@ from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
 from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMemory, kind_bytes
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
-from offstage.stages.dispatch.streaming.places import Place, place_of, source_of
+from offstage.stages.dispatch.streaming.places import TensorPlace, place_of, source_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
@@ -42,7 +42,7 @@ class _Mixed:
     position: int
     spec: ExpertsSpec
     computes: DeviceId
-    places: Sequence[Place]
+    places: Sequence[TensorPlace]
 
     @property
     def attributes(self) -> list[str]:
@@ -66,7 +66,7 @@ class RoutedModel:
             pool.begin_pass()
 
 
-def expert_places(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[Place]]:
+def expert_places(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[TensorPlace]]:
     """Return the places of all expert stacks of ``model`` that wait, by module."""
     return {
         name: [place_of(model, tensor, has_data=tensor not in stored) for tensor in part.experts.tensors]
@@ -78,7 +78,7 @@ def expert_places(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> 
 def attach_experts(
     routed: RoutedModel,
     model: nn.Module,
-    places: Mapping[str, Sequence[Place]],
+    places: Mapping[str, Sequence[TensorPlace]],
     transport: Transport,
     *,
     saved: SavedWeights | None = None,
@@ -148,7 +148,7 @@ def _wanted(spec: ExpertsSpec, tokens: int) -> int:
     return round(wanted(spec.count, spec.per_token, tokens))
 
 
-def _mixed(plan: DispatchPlan, places: Mapping[str, Sequence[Place]]) -> Iterator[_Mixed]:
+def _mixed(plan: DispatchPlan, places: Mapping[str, Sequence[TensorPlace]]) -> Iterator[_Mixed]:
     for number, (name, found) in enumerate(places.items()):
         spec = plan.parts[name].experts
         assert spec is not None

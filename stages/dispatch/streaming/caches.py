@@ -12,7 +12,7 @@ from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertLayer
 from offstage.stages.dispatch.experts.listed_slots import ListedSlots, SlotRegions
 from offstage.stages.dispatch.streaming.lockstep import Position
-from offstage.stages.dispatch.streaming.places import Place
+from offstage.stages.dispatch.streaming.places import TensorPlace
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
@@ -173,7 +173,7 @@ def _position_of(part: StreamedPart, positions: Mapping[str, Position]) -> Posit
     return position if part.whole is None else (*position, part.rows.start)
 
 
-def _at_rest(part: StreamedPart, place: Place, extents: Mapping[str, AtRest]) -> AtRest:
+def _at_rest(part: StreamedPart, place: TensorPlace, extents: Mapping[str, AtRest]) -> AtRest:
     """Return where ``place`` lies on disk, or those rows of it that ``part`` has."""
     source = extents[place.name]
     found = source if part.whole is None else rows_of(source, part.rows.start, part.rows.stop)

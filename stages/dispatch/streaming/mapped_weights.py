@@ -10,7 +10,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.mapped_file import MappedFile
 from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.dispatch.streaming.places import Place
+from offstage.stages.dispatch.streaming.places import TensorPlace
 
 
 class MappedWeights:
@@ -27,7 +27,7 @@ class MappedWeights:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def use(self, places: Sequence[Place], *, looked_up: bool) -> list[MappedFile]:
+    def use(self, places: Sequence[TensorPlace], *, looked_up: bool) -> list[MappedFile]:
         """Have the data of ``places`` be where maps of their shards have it; return the files, to check at each use.
 
         ``looked_up`` says that a use touches a few rows, anywhere; without it, that it reads all.

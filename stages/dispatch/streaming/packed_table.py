@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_packed
-from offstage.stages.dispatch.streaming.places import Place, read_only, source_of
+from offstage.stages.dispatch.streaming.places import TensorPlace, read_only, source_of
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 
@@ -46,7 +46,7 @@ class PackedTable(WaitingTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def have_table_wait(place: Place, stored: Mapping[str, torch.Tensor], packed: PackedTensor) -> None:
+def have_table_wait(place: TensorPlace, stored: Mapping[str, torch.Tensor], packed: PackedTensor) -> None:
     """Have ``packed`` be looked up in the place of ``place``, on the host; ``stored`` reads all of it."""
     table = PackedTable(place.before, source_of(place, stored, torch.device("cpu")), packed)
     table.kept = place.before

@@ -20,7 +20,7 @@ from offstage.stages.machine.aligned_memory import HostBlock
 
 
 @dataclass(slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor of a model stands: as ``attribute`` in the ``table`` of its module; ``name`` is its name there, or
     in the model.
 
@@ -99,12 +99,12 @@ class Place:
             self.settle(bring_home(waiting))
 
 
-def places_in(module: nn.Module, prefix: str = "") -> Iterator[Place]:
+def places_in(module: nn.Module, prefix: str = "") -> Iterator[TensorPlace]:
     """Yield the places of the parameters and buffers of ``module`` itself, named behind ``prefix``."""
     for table in (module._parameters, module._buffers):
         for attribute, tensor in [*table.items()]:
             if tensor is not None:
-                yield Place(f"{prefix}.{attribute}" if prefix else attribute, table, attribute, tensor)
+                yield TensorPlace(f"{prefix}.{attribute}" if prefix else attribute, table, attribute, tensor)
 
 
 class _ReadOnly(torch.autograd.Function):
@@ -134,13 +134,13 @@ def _writes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def place_of(model: nn.Module, name: str, *, has_data: bool = False) -> Place:
+def place_of(model: nn.Module, name: str, *, has_data: bool = False) -> TensorPlace:
     """Return the place of the tensor ``name`` of ``model``, which ``has_data`` that waits on the host."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
     waiting = table[attribute]
-    return Place(name, table, attribute, waiting, data_of(waiting) if has_data else None)
+    return TensorPlace(name, table, attribute, waiting, data_of(waiting) if has_data else None)
 
 
 def without_data(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,7 +157,7 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if kept is None else kept
 
 
-def have_wait(place: Place, stored: Mapping[str, torch.Tensor], device: torch.device) -> None:
+def have_wait(place: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Bind a tensor in ``place`` that reads itself, to ``device``, where code uses it and doesn't call its module.
 
     ``stored`` has what waits on disk. A tensor that waits already goes on as it does.
@@ -166,13 +166,13 @@ def have_wait(place: Place, stored: Mapping[str, torch.Tensor], device: torch.de
         place.settle(send_waiting(place.before, source_of(place, stored, device), keep=True))
 
 
-def source_of(place: Place, stored: Mapping[str, torch.Tensor], device: torch.device) -> WaitingSource:
+def source_of(place: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device) -> WaitingSource:
     """Return where the data of ``place`` waits, for ``device``: in ``stored`` on disk, or on the host."""
     weights = stored if place.host is None else {place.name: place.host}
     return WaitingSource(weights, place.name, device, told=device)
 
 
-def gather_on_host(places: Sequence[Place], host: HostBlock | None) -> list[HostBlock]:
+def gather_on_host(places: Sequence[TensorPlace], host: HostBlock | None) -> list[HostBlock]:
     """Have everything that waits in ``places`` on the host wait in blocks of memory, and return these.
 
     They are ``host``, if anything lies there, and one for what lay elsewhere, which moves. What was one tensor in two
@@ -189,7 +189,7 @@ def gather_on_host(places: Sequence[Place], host: HostBlock | None) -> list[Host
     return blocks + ([block] if strays else [])
 
 
-def _move(place: Place, tensor: torch.Tensor) -> None:
+def _move(place: TensorPlace, tensor: torch.Tensor) -> None:
     """Have the data of ``place`` be ``tensor``, where it was moved to."""
     place.host = tensor
     if isinstance(place.before, WaitingTensor):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from offstage.stages.dispatch.streaming.places import Place, source_of
+from offstage.stages.dispatch.streaming.places import TensorPlace, source_of
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
@@ -70,7 +70,9 @@ class BlockedWeight(WaitingTensor):
         return not learns and not waits
 
 
-def have_blocks_wait(whole: Place, stored: Mapping[str, torch.Tensor], device: torch.device, blocks: RowBlocks) -> None:
+def have_blocks_wait(
+    whole: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device, blocks: RowBlocks
+) -> None:
     """Have ``whole`` be multiplied by ``blocks`` on ``device``; ``stored`` reads what lies on disk of it."""
     weight = BlockedWeight(whole.before, source_of(whole, stored, device), blocks)
     weight.kept = whole.before

@@ -16,7 +16,7 @@ from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from offstage.stages.dispatch.streaming.lockstep import Position
 from offstage.stages.dispatch.streaming.mapped_weights import MappedWeights
 from offstage.stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
-from offstage.stages.dispatch.streaming.places import Place, place_of
+from offstage.stages.dispatch.streaming.places import TensorPlace, place_of
 from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.empty_init.skeleton import parent
@@ -39,7 +39,7 @@ class StreamedPart:
     """
 
     name: str
-    places: list[Place]
+    places: list[TensorPlace]
     computes: DeviceId
     brought: bool = True
     files: Sequence[MappedFile] = ()
@@ -51,7 +51,7 @@ class StreamedPart:
     expected: int = 0
     is_bound: bool = False
     began: float = 0.0
-    whole: Place | None = None
+    whole: TensorPlace | None = None
     rows: range = range(0)
 
     @property
@@ -118,22 +118,22 @@ def streamed_parts(
                 yield StreamedPart(name, mapped, CPU, brought=False, files=files, streamed_bytes=count)
 
 
-def _row_parts(whole: Place, rows: int, computes: DeviceId) -> Iterator[StreamedPart]:
+def _row_parts(whole: TensorPlace, rows: int, computes: DeviceId) -> Iterator[StreamedPart]:
     """Yield the blocks of so many ``rows`` that ``whole`` is brought in."""
     for block in row_ranges(len(whole.before), rows):
         host = None if whole.host is None else whole.host.detach()[block.start : block.stop]
         # A parameter as the whole is: kernels are chosen by whether a weight requires gradients, too.
         shape = (len(block), *whole.before.shape[1:])
         waiting = rebuild(whole.before, torch.empty(shape, dtype=whole.before.dtype, device="meta"))
-        place = Place(whole.name, {"block": waiting}, "block", waiting, host)
+        place = TensorPlace(whole.name, {"block": waiting}, "block", waiting, host)
         yield StreamedPart(f"{whole.name}[{block.start}:{block.stop}]", [place], computes, whole=whole, rows=block)
 
 
 def _places(
     model: nn.Module, part: ModulePlan, stored: DiskWeights, *, apart: bool, stack: ExitStack
-) -> Mapping[Serving, list[Place]]:
+) -> Mapping[Serving, list[TensorPlace]]:
     """Return the places of what is bound for each use, by how it is served; packed tables are looked up from now on."""
-    found: dict[Serving, list[Place]] = {"copy": [], "direct": [], "map": [], "rows": []}
+    found: dict[Serving, list[TensorPlace]] = {"copy": [], "direct": [], "map": [], "rows": []}
     for tensor, serving in part.serving.items():
         at = stored.extents.get(tensor)
         # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.

@@ -25,7 +25,7 @@ from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared, Task
 from offstage.stages.dispatch.streaming.passes import ModelPasses
-from offstage.stages.dispatch.streaming.places import Place, have_wait, without_data
+from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait, without_data
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
@@ -163,7 +163,7 @@ class Streamer:
         parts += streamed_parts(self._model, plan, self._stored, devices=self._devices, stack=self._stack)
         experts = expert_places(self._model, plan, self._stored)
         brought = [part for part in parts if part.brought]
-        waiting: dict[DeviceId, list[Place]] = {}
+        waiting: dict[DeviceId, list[TensorPlace]] = {}
         for part in brought:
             waiting.setdefault(part.computes, []).extend(part.places)
         for name, places in experts.items():
@@ -292,7 +292,7 @@ class Streamer:
                     "a larger max_memory or another device_map"
                 )
 
-    def _is_lost(self, place: Place) -> bool:
+    def _is_lost(self, place: TensorPlace) -> bool:
         """Return whether what was written into ``place`` is not in what waits, so that the next use would lack it."""
         source = self._stored[place.name] if place.host is None else place.host
         return place.bound is not None and not torch.equal(place.bound.detach().to(source.device), source.detach())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from offstage.stages.checkpoints.device_codec import can_unpack
 from offstage.stages.checkpoints.packed import MemoryFile, PackedTensor
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.streaming.places import Place, gather_on_host
+from offstage.stages.dispatch.streaming.places import TensorPlace, gather_on_host
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
 from offstage.stages.dispatch.transfer.link import Link, pin
 from offstage.stages.dispatch.transfer.links import HostLink, open_link
@@ -66,7 +66,7 @@ class Transport:
         """Return the bytes of each read that brings ``sources`` to ``device``, and of each piece that is unpacked."""
         return read_lengths(sources, as_at_rest=device in self.unpackers)
 
-    def pin(self, waiting: Mapping[DeviceId, Sequence[Place]], host: HostBlock | None) -> None:
+    def pin(self, waiting: Mapping[DeviceId, Sequence[TensorPlace]], host: HostBlock | None) -> None:
         """Have what waits on the host wait in memory that the accelerators copy from by themselves, whichever it is.
 
         ``waiting`` are the places of what is brought to each device. The memory is ``host``, if anything lies there,
@@ -77,7 +77,7 @@ class Transport:
         for block in gather_on_host(places, host) if apart else ():
             self.stack.callback(pin(self.link(apart[0]), block.memory))
 
-    def open_unpackers(self, waiting: Mapping[DeviceId, Sequence[Place]]) -> None:
+    def open_unpackers(self, waiting: Mapping[DeviceId, Sequence[TensorPlace]]) -> None:
         """Open the unpackers of the devices that the plan gives room for one; what they unpack is in ``waiting``.
 
         What waits for them in memory is pinned where it lies.
@@ -93,7 +93,7 @@ class Transport:
                     self.stack.callback(pin(self.link(device), memory))
 
 
-def _packed_in(places: Iterable[Place], stored: DiskWeights) -> Iterator[PackedTensor]:
+def _packed_in(places: Iterable[TensorPlace], stored: DiskWeights) -> Iterator[PackedTensor]:
     """Yield what rests packed of what is brought to ``places``: whole tensors, or an expert's part of one."""
     for place in places:
         if place.host is None:
