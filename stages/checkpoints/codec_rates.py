@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from offstage.pipeline.environment import allowed_cores
 from offstage.stages.machine import kernels
-from offstage.stages.machine.kept_figures import Figure
+from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.probes import READERS, READING_THREADS
 from offstage.stages.machine.rates import FILE_NAME, coarse_rate
 
@@ -39,7 +39,7 @@ def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
     loops.build()
     machine = f"{loops.identity()}; numpy {metadata.version('numpy')}; {kernels.identity()}"
     keys = {name: f"unpacking {name}, by all threads for {_MEASURING_SECONDS} s; {machine}" for name in names}
-    found = {name: Figure(FILE_NAME, key, partial(_measured, name)).get(folder) for name, key in keys.items()}
+    found = {name: KeptFigure(FILE_NAME, key, partial(_measured, name)).get(folder) for name, key in keys.items()}
     return {name: coarse_rate(rate) for name, rate in found.items() if rate}
 
 

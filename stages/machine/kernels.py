@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offstage.pipeline.environment import allowed_cores
-from offstage.stages.machine.kept_figures import Figure
+from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.own_process import measure_apart
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def local_kernels(folder: Path) -> Kernels:
     Where the system doesn't tell a process its peak they are ``NOMINAL``.
     """
     apart = partial(measure_apart, "kernels", here=measure)
-    found = Figure(FILE_NAME, identity(), apart, NOMINAL, of_user=True).get(folder)
+    found = KeptFigure(FILE_NAME, identity(), apart, NOMINAL, of_user=True).get(folder)
     return {kernel: tuple(factors) for kernel, factors in found.items()}
 
 

@@ -21,7 +21,7 @@ from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.stage import MEASURED
 from offstage.stages.machine import decoding_probe
 from offstage.stages.machine.host_memory import PROCESS_BYTES
-from offstage.stages.machine.kept_figures import Figure
+from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.own_process import has_room, measure_apart
 from offstage.stages.machine.rates import host_rates
 
@@ -46,7 +46,7 @@ def process_bytes(folder: Path, *, rates: bool = False) -> int:
     where a process is measured.
     """
     probe = partial(_measure_apart, folder if rates else None)
-    return int(Figure(FILE_NAME, identity(), probe, PROCESS_BYTES, of_user=True).get(folder))
+    return int(KeptFigure(FILE_NAME, identity(), probe, PROCESS_BYTES, of_user=True).get(folder))
 
 
 def identity(paths: list[str] | None = None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from offstage.stages.machine import probes
 from offstage.stages.machine.decoding_probe import decoding_speed
-from offstage.stages.machine.kept_figures import Figure
+from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.units import DeviceId, parse_size, tier
 
@@ -133,7 +133,7 @@ def local_rates(
         wanted["device"] = f"device {accelerators[0]}", probes.device_speed
     given = _read(pinned or {})
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
-    found = {name: Figure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
+    found = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
     found |= {} if {"host", "calls"} <= given.keys() else host_rates(folder, decoding_speed)
     measured = {name: coarse_rate(speed) for name, speed in found.items() if speed}
     return known_rates({**measured, **given}, {})
@@ -144,7 +144,7 @@ def host_rates(folder: Path, probe: Callable[[], dict[str, int] | None]) -> dict
 
     It hangs on what chooses the kernels, and on how many threads run them. None where it can't be measured.
     """
-    return dict(Figure(DECODING_NAME, identity(), probe, nominal={}, of_user=True).get(folder))
+    return dict(KeptFigure(DECODING_NAME, identity(), probe, nominal={}, of_user=True).get(folder))
 
 
 def coarse_rate(speed: int) -> int:

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offstage.stages.machine.kept_figures import Figure
+from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.own_process import measure_apart
 
@@ -57,9 +57,9 @@ def exact_dtypes(folder: Path, dtypes: Iterable[str]) -> frozenset[str]:
     return frozenset(dtype for dtype in dtypes if _figure(dtype).get(folder) is True)
 
 
-def _figure(dtype: str) -> Figure:
+def _figure(dtype: str) -> KeptFigure:
     apart = partial(measure_apart, "row_products", dtype, here=partial(measure, dtype))
-    return Figure(FILE_NAME, f"{dtype}; {identity()}", apart, of_user=True)
+    return KeptFigure(FILE_NAME, f"{dtype}; {identity()}", apart, of_user=True)
 
 
 def measure(dtype: str) -> bool:

@@ -15,14 +15,14 @@ import pytest
 
 from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.pipeline.cache.user_cache import user_cache
-from offstage.stages.machine.kept_figures import Figure
+from offstage.stages.machine.kept_figures import KeptFigure
 from tests.deadline import deadline
 
 MEASURED = {"host": 10**10}
 
 
 def figure(path: Path, measured: int | None = 10**10, *, name: str = "host", of_user: bool = False) -> Any:
-    return Figure(path.name, name, lambda: measured, of_user=of_user).get(path.parent)
+    return KeptFigure(path.name, name, lambda: measured, of_user=of_user).get(path.parent)
 
 
 def never(path: Path) -> Any:
@@ -31,7 +31,7 @@ def never(path: Path) -> Any:
     def probe() -> int:
         raise KeyError("measured")
 
-    return Figure(path.name, "host", probe).get(path.parent)
+    return KeptFigure(path.name, "host", probe).get(path.parent)
 
 
 def test_what_was_measured_is_read_ever_after_and_added_to(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_what_was_measured_is_read_ever_after_and_added_to(tmp_path: Path) -> No
 
 def test_what_cannot_be_measured_is_nominal_and_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
-    assert Figure(path.name, "host", lambda: None, nominal=5).get(tmp_path) == 5
+    assert KeptFigure(path.name, "host", lambda: None, nominal=5).get(tmp_path) == 5
     assert not path.exists()
     assert figure(path) == 10**10
 
@@ -142,11 +142,11 @@ def test_where_nothing_can_be_kept_or_locked_each_run_measures(obstacle: str, tm
 UNPRIVILEGED = """
 import os, sys
 from pathlib import Path
-from offstage.stages.machine.kept_figures import Figure
+from offstage.stages.machine.kept_figures import KeptFigure
 if os.geteuid() == 0:
     os.setgid(65534), os.setuid(65534)
 path = Path(sys.argv[1])
-print(Figure(path.name, sys.argv[2], lambda: 10**9).get(path.parent))
+print(KeptFigure(path.name, sys.argv[2], lambda: 10**9).get(path.parent))
 """
 
 
