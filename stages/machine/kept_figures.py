@@ -19,7 +19,7 @@ _log = logging.getLogger("offstage")
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class KeptFigure:
     """What ``probe`` measures, plain JSON data: kept in ``file`` under ``key``, which says all that it hangs on.
 
     A probe that returns null has measured nothing: it is asked again the next time, and until then the figure is
