@@ -18,7 +18,7 @@ from functools import cached_property
 
 from offstage.stages.empty_init.skeleton import DeviceUnpacking, parent
 from offstage.stages.plan.expert_slots import LEAST, Pool, pools, slot_bytes
-from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.outline import Outline, most_unpacking_bytes
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_devices
 from offstage.stages.plan.reserves import needed_rooms
 from offstage.stages.plan.row_blocks import block_rows, least_sizes
@@ -159,15 +159,12 @@ class Layout:
     @cached_property
     def unpacking_rooms(self) -> dict[DeviceId, int]:
         """The bytes by which each accelerator could unpack what comes to it packed."""
-        found: dict[DeviceId, list[DeviceUnpacking]] = {}
+        found: dict[DeviceId, list[DeviceUnpacking | None]] = {}
         for line in self.lines if self.outline.packed else ():
             packed = self.outline.packed.get(line.name)
             if line.at_rest and line.computes != CPU and packed and packed.device:
                 found.setdefault(line.computes, []).append(packed.device)
-        parts = ("landing_bytes", "scratch_bytes", "table_bytes")
-        return {
-            device: sum(max(getattr(one, part) for one in needs) for part in parts) for device, needs in found.items()
-        }
+        return {device: most_unpacking_bytes(needs) for device, needs in found.items()}
 
     def moved_bytes(self, line: Line) -> int | None:
         """Return what a device moves in its memory to unpack the tensor; null where the host unpacks it, or nobody."""

@@ -15,10 +15,16 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from offstage.stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent, upward
+from offstage.stages.empty_init.skeleton import DeviceUnpacking, ExpertsSpec, PackedSpec, Skeleton, parent, upward
 
 PARTS, PARTS_UNPACKED = 2, 4
 """How many of the largest parts are to have room at once: one computes while others are read, or read and unpacked."""
+
+
+def most_unpacking_bytes(needs: Iterable[DeviceUnpacking | None]) -> int:
+    """Return the bytes by which an accelerator unpacks any of what has such ``needs``; null ones it doesn't."""
+    apart = [(one.landing_bytes, one.scratch_bytes, one.table_bytes) for one in needs if one is not None]
+    return sum(map(max, zip(*apart, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,11 @@ class Outline:
     def unpacking_bytes(self) -> int:
         """What the threads that unpack take on the host at most, if anything rests packed."""
         return max((packed.working_bytes for packed in self.packed.values()), default=0)
+
+    @property
+    def device_unpacking_bytes(self) -> int:
+        """What an accelerator takes at most to unpack what comes to it packed, if torch can unpack any of it there."""
+        return most_unpacking_bytes(packed.device for packed in self.packed.values())
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.layout import Layout, lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, held_bytes
+from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, held_bytes
 from offstage.stages.plan.policies.packed_on_host import dense_packed, experts_packed, stored_packed
 from offstage.stages.plan.policies.partly_streamed import PartlyStreamed
 from offstage.stages.plan.policies.slotted_mixture import SlottedMixture
@@ -74,11 +74,11 @@ class Search:
         that links bring packed bytes then, and so that weights may better wait packed on the host.
         """
         plain = self.soonest(outline, budgets, tried(budgets, False))
-        waiting = frozenset(name for name, home in plain.homes.items() if home == CPU)
+        room = outline.device_unpacking_bytes
         rooms = {
             device: room
-            for device, room in lay_out(outline, replace(plain, packed=waiting)).unpacking_rooms.items()
-            if (budget := budgets.get(device, 0)) is None or room * _SHARE <= budget
+            for device in budgeted_accelerators(budgets)
+            if room and ((budget := budgets[device]) is None or room * _SHARE <= budget)
         }
         if not rooms:
             return plain
