@@ -82,7 +82,7 @@ def hits(slots: int, prompt: int, passes: int, draw: random.Random) -> Iterator[
 def call(kept: ExpertSlots, layer: int, routed: list[Expert]) -> int:
     """Have ``kept`` bring what a layer's call uses, one tensor of all after the other; return how many were whole."""
     there = [expert for expert in routed if kept.has(expert)]
-    kept.count(layer, hits=there, guessed=[], misses=len(routed) - len(there))
+    kept.count(layer, hits=there, misses=len(routed) - len(there))
     busy = routed if len(routed) <= kept.room(layer) else []
     for tensor in TENSORS:
         waiting = [expert for expert in routed if not kept.is_there(expert, tensor)]
