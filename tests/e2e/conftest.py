@@ -56,8 +56,12 @@ def records_in(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a command: this process's, with the changes of the test, and ``extra``."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", *SET_BY_RUNS)}
+    """Return the environment for a command: this process's, with the changes of the test, and ``extra``.
+
+    What a command that ran in this process left there is no part of it.
+    """
+    left = ("HYDRA_FULL_ERROR", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY", *SET_BY_RUNS)
+    clean = {key: value for key, value in os.environ.items() if key not in left}
     return {**clean, "HF_HUB_OFFLINE": "1", **(extra or {})}
 
 

@@ -145,7 +145,7 @@ def test_a_budget_changed_in_the_record_moves_modules_and_keeps_the_tokens(run_p
     assert code == 0
     assert "modules moved" in out
     assert "was disk, is cpu" in out
-    assert "plan.demands.None.allowance.budgets.cpu" in out
+    assert "plan.demands[0].allowance.budgets.cpu" in out
 
 
 def test_a_shard_with_one_byte_changed_in_its_header_is_not_replayed(
