@@ -74,17 +74,16 @@ class Search:
         that links bring packed bytes then, and so that weights may better wait packed on the host.
         """
         plain = self.soonest(outline, budgets, tried(budgets, False))
+        waiting = frozenset(name for name, home in plain.homes.items() if home == CPU)
+        needed = lay_out(outline, replace(plain, packed=waiting)).unpacking_rooms
         room = outline.device_unpacking_bytes
-        rooms = {
-            device: room
-            for device in budgeted_accelerators(budgets)
-            if room and ((budget := budgets[device]) is None or room * _SHARE <= budget)
-        }
-        if not rooms:
-            return plain
-        left = {device: room if room is None else room - rooms.get(device, 0) for device, room in budgets.items()}
-        again = [replace(one, unpacks=frozenset(rooms)) for one in (plain, *tried(left, True))]
-        return self.soonest(outline, budgets, [plain, *again])
+        able = [device for device in budgeted_accelerators(budgets) if room and _is_small(room, budgets[device])]
+        found = [plain]
+        for devices in dict.fromkeys((frozenset(able).intersection(needed), frozenset(able))):
+            left = {one: size if size is None or one not in devices else size - room for one, size in budgets.items()}
+            again = (plain, *tried(left, True)) if devices else ()
+            found += [replace(one, unpacks=devices) for one in again]
+        return self.soonest(outline, budgets, found)
 
     def soonest(self, outline: Outline, budgets: Budgets, placements: Iterable[Placement]) -> Placement:
         """Return the first of those that cost the least of the ``placements`` that ``budgets`` can hold, if any can."""
@@ -170,3 +169,7 @@ class Search:
                 budgets,
                 lambda rooms, whole: (not whole and self._streamed(outline, rooms)) or self._as_used(outline, rooms),
             )
+
+
+def _is_small(room: int, budget: int | None) -> bool:
+    return budget is None or room * _SHARE <= budget
