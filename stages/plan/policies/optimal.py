@@ -59,9 +59,9 @@ class Search:
     def optimal(self, outline: Outline, budgets: Budgets) -> Placement:
         """Return the soonest of all placements that are tried."""
 
-        def tried(rooms: Budgets, unpacks: bool) -> Iterator[Placement]:
+        def tried(rooms: Budgets, unpacks: bool) -> list[Placement]:
             found = list(self._as_used(outline, rooms))
-            return iter((*found, *self._packed(outline, rooms, found, unpacks=unpacks)))
+            return [*found, *self._packed(outline, rooms, found, unpacks=unpacks)]
 
         return replace(self.unpacking_too(outline, budgets, tried), least_blocks=self.by_blocks)
 
@@ -73,11 +73,12 @@ class Search:
         It takes a little of an accelerator's memory, and so of its budget: all is tried anew in what is left, knowing
         that links bring packed bytes then, and so that weights may better wait packed on the host.
         """
-        plain = self.soonest(outline, budgets, tried(budgets, False))
+        plain, room = self.soonest(outline, budgets, tried(budgets, False)), outline.device_unpacking_bytes
+        able = [device for device in budgeted_accelerators(budgets) if room and _is_small(room, budgets[device])]
+        if not able:
+            return plain
         waiting = frozenset(name for name, home in plain.homes.items() if home == CPU)
         needed = lay_out(outline, replace(plain, packed=waiting)).unpacking_rooms
-        room = outline.device_unpacking_bytes
-        able = [device for device in budgeted_accelerators(budgets) if room and _is_small(room, budgets[device])]
         found = [plain]
         for devices in dict.fromkeys((frozenset(able).intersection(needed), frozenset(able))):
             left = {one: size if size is None or one not in devices else size - room for one, size in budgets.items()}

@@ -68,8 +68,8 @@ class PartlyStreamed:
 
         Where links are unlike a slow one may be better left out: then fewer are tried too.
         """
+        alone, *spread = self._shares()
         for plain_stays in (False, True) if self.outline.packed else (False,):
-            alone, *spread = self._shares()
             yield from self._split(alone, plain_stays=plain_stays)
             tried = ([*self._evened(shares, plain_stays=plain_stays)] for shares in spread)
             yield from chain.from_iterable(tried) if self.rates.links else next(filter(None, tried), ())
@@ -95,11 +95,11 @@ class PartlyStreamed:
         outline, room = self.outline, self.budgets.get(CPU)
         if self.main != CPU or room is None:
             return
-        least = least_sizes(outline)
+        least, alone = least_sizes(outline), self._alone()
         for wide in _wide_sets(outline):
             block = max(least[name] for leader in wide for name in outline.skeleton.names_of(leader))
             beside = replace(self, budgets={**self.budgets, CPU: room - block})
-            for placement in beside._split(self._alone(), wide=wide):
+            for placement in beside._split(alone, wide=wide):
                 away = {name for name, home in placement.homes.items() if home == DISK} - wide - outline.lookups
                 ahead = outline.read_ahead_bytes(away, unpacked=not away.isdisjoint(outline.packed))
                 left = room - resident_bytes(outline, placement.homes)[CPU] - ahead - block

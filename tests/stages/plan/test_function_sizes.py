@@ -14,6 +14,7 @@ from offstage.stages.plan import (
     dtype_byte_size,
     get_max_layer_size,
 )
+from tests.stages.plan.test_functions import Tied
 
 
 class Classifier(nn.Module):
@@ -24,15 +25,6 @@ class Classifier(nn.Module):
         sizes = [(16, 64), (64, 64), (64, 64), (64, 16)]
         self.feed_forward.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
         self.head = nn.Linear(16, 3)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 4)
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 10, bias=False)
-        self.head.weight = self.embed.weight
 
 
 def test_sizes_are_those_of_the_smaller_dtype_and_special_ones_win() -> None:
