@@ -163,7 +163,9 @@ def enter(folder: Path, *arguments: str) -> int:
     from hydra.core.global_hydra import GlobalHydra
 
     from offstage.pipeline.app import main
+    from offstage.pipeline.process_setup import hush_libraries
 
+    hush_libraries()  # a command's process is made ready before that
     GlobalHydra.instance().clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
