@@ -227,7 +227,7 @@ class ExpertSlots:
     def _arrive(self, experts: Sequence[Expert], piece: str) -> None:
         """Wait for the ``piece`` of all ``experts``, and have computing follow what brings it."""
         transfers = [transfer for expert in experts if (transfer := self._entries[expert].pieces.get(piece))]
-        self._mover.wait([job for transfer in transfers for job in transfer.work], "experts")
+        self._mover.wait(transfers, "experts")
         for expert in experts:
             entry = self._entries[expert]
             entry.pieces[piece] = None

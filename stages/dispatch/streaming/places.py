@@ -65,7 +65,7 @@ class TensorPlace:
             )
         if self.now is self.before:
             data = data.data  # its own count of writes: the staging memory around it is written all the time
-            learns = self.before.requires_grad and torch.is_grad_enabled()
+            learns = torch.is_grad_enabled() and self.before.requires_grad
             self.bind(read_only(self.before, data, self.name) if learns else rebuild(self.before, data))
 
     def leave(self) -> bool:

@@ -68,7 +68,8 @@ class Schedule:
             yield part
             self._wanted[part] += 1
             self._beside_asked += 1
-        while self._asked < self._step + self._length:
+        end = self._step + self._length
+        while self._asked < end:
             part = self._at(self._asked)
             yield part
             self._wanted[part] += 1

@@ -5,27 +5,26 @@ What a hook does to a model (waiting for a read, binding a weight) is nothing th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_COMPILER = "torch._dynamo"
+_compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _REASON = "hooks bring in the weights of a dispatched model, and no graph holds them: export the plain one"
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` as one that isn't traced, and nothing that it calls is.
 
-    Importing the compiler takes seconds, so it is told only once somebody else has imported it.
+    Importing the compiler takes seconds, so it is told only once it is at work.
     """
     told: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
+        if _compiling() is None:
+            return function(*args)
         if not told:
-            if _COMPILER not in sys.modules:
-                return function(*args)
             from torch._dynamo.eval_frame import skip_code
 
             told.append(torch.compiler.disable(function, reason=_REASON))  # type: ignore[no-untyped-call]

@@ -109,6 +109,9 @@ class WaitingTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__":  # asked at each use of a part
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         # Autocast decides by the device of its arguments, before operators are dispatched: it must see the data.
         if func in _AS_ARRAY or func is torch.Tensor.tolist:
             return args[0]._out_of_torch(func, *args[1:], **(kwargs or {}))
@@ -116,7 +119,7 @@ class WaitingTensor(torch.Tensor):
             args[0]._refuse_data()
         if func is torch.Tensor.data_ptr:
             args[0]._refuse_address()
-        properties = func.__name__ in ("__get__", "__set__", "detach", "requires_grad_")
+        properties = func.__name__ in ("__set__", "detach", "requires_grad_")
         with torch._C.DisableTorchFunctionSubclass():
             if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):
                 args, kwargs = tree_map(_data_of, args), tree_map(_data_of, kwargs or {})

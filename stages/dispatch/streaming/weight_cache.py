@@ -12,7 +12,6 @@ they were told to, and an error of theirs surfaces in the forward that needed th
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -171,11 +170,11 @@ class WeightCache:
             self._expect_anew()
         else:
             self._ask_ahead()
-        with ExitStack() as undo:  # one that failed is given up, so that a later use asks for it again
-            undo.callback(self._drop, part)
-            self._mover.wait(held.transfer.work, f"part {part}")
-            undo.pop_all()
-        held.transfer.work.clear()
+        try:
+            self._mover.wait([held.transfer], f"part {part}")
+        except BaseException:  # given up, so that a later use asks for it again
+            self._drop(part)
+            raise
         return self._views(part)
 
     def _views(self, part: int) -> list[torch.Tensor]:

@@ -38,18 +38,26 @@ from offstage.stages.units import CPU, DeviceId
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Something on its way into a region, or there: what is under way to fill it.
+    """Something on its way into a region, or there: the work of threads to fill it, and what was asked for at once.
 
     The region is null once it has been given up, so that work which was cancelled holds no memory.
     """
 
     region: torch.Tensor | None
     work: list[Future[Moved]] = field(default_factory=list)
+    asked: list[Moved] = field(default_factory=list)
 
     @property
     def has_failed(self) -> bool:
         """Whether something that was to fill it has failed."""
         return any(work.done() and not work.cancelled() and work.exception() for work in self.work)
+
+    def arrive(self) -> list[Moved]:
+        """Return what has brought it, once all is asked for: it is there. Raises what bringing it raised."""
+        found = [*self.asked, *(job.result() for job in self.work)]
+        self.asked.clear()
+        self.work.clear()
+        return found
 
 
 class Mover:
@@ -94,11 +102,8 @@ class Mover:
                 transfer.work += [submit(read, chunk, transfer, shift + chunk.begin, after) for chunk in chunks]
             if isinstance(source, PackedTensor) and placed.bytes:
                 self._fetch_packed(source, transfer, begin, after, submit)
-            if isinstance(source, torch.Tensor) and placed.bytes:
-                asked: Future[Moved] = Future()
-                data = source.detach().reshape(-1).view(torch.uint8)
-                asked.set_result(self._copy(data, transfer, begin, after))
-                transfer.work.append(asked)
+            if placed.data is not None and placed.bytes:
+                transfer.asked.append(self._copy(placed.data, transfer, begin, after))
 
     def _fetch_packed(
         self, source: PackedTensor, transfer: Transfer, begin: int, after: Event, submit: Callable[..., Future[Moved]]
@@ -201,16 +206,15 @@ class Mover:
         self.link.finish(moved.done)
         self._trace.add(what, "copy", began, bytes=moved.copied_bytes)
 
-    def wait(self, work: Sequence[Future[Moved]], what: str) -> None:
+    def wait(self, transfers: Iterable[Transfer], what: str) -> None:
         """Wait for ``what`` is needed now, and have computing follow it; the time that this takes is a stall."""
         began = time.perf_counter()
-        for job in work:
-            job.result()
+        found = [moved for transfer in transfers for moved in transfer.arrive()]
         waited = time.perf_counter() - began
         self.traffic.count_stall(self._device, waited)
         if self._trace is not None and waited > STALL_SECONDS:
             self._trace.add(f"stall: {what}", "stall", began)
-        self.follow(work)
+        self._follow(found)
 
     def count_use(self, at_rest: int, carried: int) -> None:
         """Count one use of what has so many bytes as it rests, of which so many are ``carried``."""
@@ -225,20 +229,22 @@ class Mover:
             for each in layout.pieces
         )
 
-    def follow(self, work: Iterable[Future[Moved]]) -> None:
-        """Wait until all is asked for, and have computing follow the last copy and the last unpacking.
+    def _follow(self, found: Sequence[Moved]) -> None:
+        """Have computing follow the last copy and the last unpacking of what was ``found`` to bring something.
 
-        What was read and copied counts from then on, and how long reads waited. Raises what bringing it raised.
+        What was read and copied counts from then on, and how long reads waited.
         """
-        found = [job.result() for job in work]
-        self.traffic.storage_bytes += sum(moved.stored_bytes for moved in found)
-        if not self.link.in_place:
-            self.traffic.link_bytes += sum(moved.copied_bytes for moved in found)
-            self.traffic.link_seconds += sum(moved.waited_seconds for moved in found)
-        for is_unpacking in (False, True):
-            asked = [moved for moved in found if moved.is_unpacking == is_unpacking and moved.number >= 0]
-            if asked:
-                self.link.follow(max(asked, key=lambda moved: moved.number).done)
+        last: list[Moved | None] = [None, None]
+        for moved in found:
+            self.traffic.storage_bytes += moved.stored_bytes
+            if not self.link.in_place:
+                self.traffic.link_bytes += moved.copied_bytes
+                self.traffic.link_seconds += moved.waited_seconds
+            before = last[moved.is_unpacking]
+            if moved.number >= 0 and (before is None or moved.number > before.number):
+                last[moved.is_unpacking] = moved
+        for moved in filter(None, last):
+            self.link.follow(moved.done)
 
     def abandon(self, transfer: Transfer) -> None:
         """Give up what is under way; its region is free once no thread fills it. Whoever waited for it was told.
@@ -247,7 +253,7 @@ class Mover:
         """
         under_way = [work for work in transfer.work if not work.cancel()]
         wait(under_way)
-        self.follow([work for work in under_way if work.exception() is None])
+        self._follow([*transfer.asked, *(work.result() for work in under_way if work.exception() is None)])
         transfer.region = None
 
     def start_anew(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,10 +26,18 @@ RowSource = tuple[AtRest, ...] | torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One tensor of a part: where it waits, and where it begins in the part's region."""
+    """One tensor of a part: where it waits, and where it begins in the part's region.
+
+    Of one that waits on the host ``data`` are the bytes, one after the other.
+    """
 
     source: Source
     begin: int
+    data: torch.Tensor | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        data = self.source.detach().reshape(-1).view(torch.uint8) if isinstance(self.source, torch.Tensor) else None
+        object.__setattr__(self, "data", data)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -48,12 +48,18 @@ class Traffic:
     def count_use(self, device: DeviceId, *, at_rest: int, carried: int) -> None:
         """Count a use on ``device`` of what rests in so many bytes, of which so many were ``carried`` there."""
         self.streamed_bytes += at_rest
-        self.links.setdefault(device, LinkTraffic()).bytes += carried
+        self._link(device).bytes += carried
 
     def count_stall(self, device: DeviceId, seconds: float) -> None:
         """Count the ``seconds`` that a forward waited for something to come to ``device``."""
         self.stall_seconds += seconds
-        self.links.setdefault(device, LinkTraffic()).stall_seconds += seconds
+        self._link(device).stall_seconds += seconds
+
+    def _link(self, device: DeviceId) -> LinkTraffic:
+        found = self.links.get(device)
+        if found is None:
+            found = self.links[device] = LinkTraffic()
+        return found
 
     def copy(self) -> Traffic:
         """Return it as it is now: it goes on counting."""

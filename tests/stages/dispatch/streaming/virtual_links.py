@@ -7,9 +7,7 @@ storage that all of them share. Nothing here depends on the machine's own time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.arena import Arena
@@ -67,12 +65,10 @@ class VirtualMover:
         pass
 
     def fetch(self, layout: PartLayout, transfer: Transfer) -> None:
-        arrival: Future[Any] = Future()
-        arrival.set_result(self._machine.copy(self._device))
-        transfer.work.append(arrival)
+        transfer.asked.append(self._machine.copy(self._device))
 
-    def wait(self, work: Iterable[Future[Any]], _what: str) -> None:
-        self._machine.now = max([self._machine.now, *(arrival.result() for arrival in work)])
+    def wait(self, transfers: Iterable[Transfer], _what: str) -> None:
+        self._machine.now = max([self._machine.now, *(arrival for each in transfers for arrival in each.arrive())])
 
     def abandon(self, transfer: Transfer) -> None:
         transfer.region = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ class FakeCuda:
         def wait_stream(other: Any) -> None:
             self.log.append(f"{name} waits for stream {other.name}")
 
-        return SimpleNamespace(name=name, wait_event=wait_event, wait_stream=wait_stream)
+        return SimpleNamespace(name=name, device=DEVICE, wait_event=wait_event, wait_stream=wait_stream)
 
     def event(self, blocking: bool = False) -> Any:
         event = SimpleNamespace(name="blocking event" if blocking else "event")
@@ -43,11 +42,8 @@ class FakeCuda:
         event.synchronize = lambda: self.log.append(f"host waits for {event.name}")
         return event
 
-    @contextmanager
-    def on(self, stream: Any) -> Any:
+    def enter(self, stream: Any) -> None:
         self.entered.append(stream.name)
-        yield
-        self.entered.pop()
 
     def register(self, address: int, size: int, flags: int) -> int:
         self.log.append(f"register {size} with {flags}")
@@ -63,8 +59,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: fake.stream("copies"))
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: fake.current)
-    monkeypatch.setattr(torch.cuda, "stream", fake.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: fake.current)
+    monkeypatch.setattr(torch.cuda, "set_stream", fake.enter)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.log.append(f"host waits for {device}"))
     runtime = SimpleNamespace(cudaHostRegister=fake.register, cudaHostUnregister=fake.unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
