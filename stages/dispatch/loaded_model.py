@@ -79,6 +79,7 @@ class LoadedModel:
     @property
     def traffic(self) -> Traffic:
         """What streaming has cost so far: bytes brought in, seconds waited."""
+        self._dispatched.streamer.traffic.settle()
         return self._dispatched.streamer.traffic
 
     @property

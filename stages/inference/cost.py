@@ -43,16 +43,17 @@ class ForwardCost:
 
     def metrics(self) -> Metrics:
         """Return the run record's metrics of all forwards; null where there was none."""
-        streamed = self._traffic.streamed_bytes - self._before.streamed_bytes
-        stalled = self._traffic.stall_seconds - self._before.stall_seconds
-        stored = self._traffic.storage_bytes - self._before.storage_bytes
+        now = self._traffic.copy()
+        streamed = now.streamed_bytes - self._before.streamed_bytes
+        stalled = now.stall_seconds - self._before.stall_seconds
+        stored = now.storage_bytes - self._before.storage_bytes
         bound = bound_of(self.seconds, stall_seconds=stalled, storage_bytes=stored) if self.forwards else None
         return {
             "streamed_bytes_per_forward": round(streamed / self.forwards) if self.forwards else None,
             "streamed_bytes_per_second": self._per_second(streamed),
             "stall_share": self._per_second(stalled),
             "bound": bound,
-            **link_metrics(self._traffic.since(self._before), unit="forward", count=self.forwards),
+            **link_metrics(now.since(self._before), unit="forward", count=self.forwards),
         }
 
     def _per_second(self, total: float) -> float | None:
@@ -90,7 +91,7 @@ def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
     Of the rate of hits a stage may know better: that of decoding alone. What the process held before any weight is
     among them, since the peaks that are measured have it too.
     """
-    traffic = dispatched.streamer.traffic
+    traffic = dispatched.streamer.traffic.copy()
     return {
         "load_seconds": dispatched.load_seconds,
         **_expert_metrics(dispatched),

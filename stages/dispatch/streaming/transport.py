@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from offstage.stages.checkpoints.device_codec import can_unpack
 from offstage.stages.checkpoints.packed import MemoryFile, PackedTensor
@@ -48,7 +49,13 @@ class Transport:
         """Return the link to ``device``."""
         if device not in self._links:
             self._links[device] = self.open(self.devices, device) if self.devices.is_apart(device) else HostLink()
+            self.traffic.late.append(partial(self._count_stalls, device))
         return self._links[device]
+
+    def _count_stalls(self, device: DeviceId) -> None:
+        waited = self._links[device].stalled()
+        if waited:
+            self.traffic.count_stall(device, waited)
 
     def mover(self, device: DeviceId, sources: Iterable[Source], buffers: PinnedBuffers | None) -> Mover:
         """Return what brings ``sources`` to ``device``, by way of ``buffers``; whoever asks closes it."""

@@ -5,6 +5,7 @@ Nothing here is decided; see ``link`` for what is asked, and the tests of ``link
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, cast
@@ -93,6 +94,8 @@ class CudaLink:
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._unpacking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last = torch.cuda.current_stream(device)
+        self._followed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # when it came to wait, and for what
+        self._stalled = 0.0
 
     def memory(self, size: int) -> CudaMemory:
         """Return ``size`` bytes of the device's memory."""
@@ -106,7 +109,22 @@ class CudaLink:
 
     def follow(self, event: Event) -> None:
         """Have the current stream wait for ``event``; the host doesn't."""
-        self._computing().wait_event(cast("torch.cuda.Event", event))
+        stream, came, done = self._computing(), _event(timed=True), cast("torch.cuda.Event", event)
+        came.record(stream)
+        stream.wait_event(done)
+        self._followed.append((came, done))
+        self._note_waits()  # of none that are over is kept more than its time
+
+    def stalled(self) -> float:
+        """Return the seconds between coming to wait and going on, of all waits that are over, since asked last."""
+        self._note_waits()
+        seconds, self._stalled = self._stalled, 0.0
+        return seconds
+
+    def _note_waits(self) -> None:
+        while self._followed and all(event.query() for event in self._followed[0]):  # type: ignore[no-untyped-call]
+            came, done = self._followed.popleft()
+            self._stalled += max(0.0, came.elapsed_time(done)) / 1000
 
     def _computing(self) -> torch.cuda.Stream:
         """Return the current stream; where it is another than before, it first waits for what that one was given."""
@@ -118,7 +136,7 @@ class CudaLink:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
         """Have the copy stream copy ``source`` when ``after`` has happened."""
-        done = _event(blocking=True)  # whoever waits for it sleeps
+        done = _event(blocking=True, timed=True)  # whoever waits for it sleeps
         with _OnStream(self._copies):
             self._copies.wait_event(cast("torch.cuda.Event", after))
             target.copy_(source, non_blocking=True)
@@ -138,7 +156,7 @@ class CudaLink:
 
         What they allocate is of that stream, which gives it to its next operators in its own order.
         """
-        done = _event(blocking=True)
+        done = _event(blocking=True, timed=True)
         with _OnStream(self._unpacking):
             for event in after:
                 self._unpacking.wait_event(cast("torch.cuda.Event", event))
@@ -170,8 +188,8 @@ class CudaLink:
         torch.cuda.synchronize(self._device)
 
 
-def _event(*, blocking: bool = False) -> torch.cuda.Event:
-    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+def _event(*, blocking: bool = False, timed: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
 
 
 def _runtime() -> Any:

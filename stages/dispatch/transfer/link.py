@@ -60,6 +60,11 @@ class Link(Protocol):
     def follow(self, event: Event) -> None:
         """Have all that is computed from now on begin after ``event``; for the thread that runs the model."""
 
+    def stalled(self) -> float:
+        """Return the seconds that computing has waited for what it followed, as far as that is over by now, since this
+        was asked last. It is the accelerator's time: the thread that runs the model doesn't wait.
+        """
+
     def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
         """Have ``source`` (bytes on the host) copied into ``target`` after ``after``; return when it is done.
 

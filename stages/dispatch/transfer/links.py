@@ -53,6 +53,10 @@ class SynchronousLink:
     def follow(self, event: Event) -> None:
         """Do nothing: it has happened."""
 
+    def stalled(self) -> float:
+        """Return none: nothing is waited for later."""
+        return 0.0
+
     def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
         """Copy now."""
         target.copy_(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from offstage.stages.units import DeviceId
@@ -32,7 +33,8 @@ class Traffic:
     ``stall_seconds``; reads waited ``link_seconds``, summed over the threads, until the link had taken what was read
     before. ``overflow_bytes`` is the most that lay outside the staging memory at once. Experts that tokens were routed
     to lay in a slot ``expert_hits`` times, counted once a call of their layer, and were brought ``expert_misses``
-    times. ``links`` has what fell to each device that computes something of what streams.
+    times. ``links`` has what fell to each device that computes something of what streams. What accelerators have waited
+    is known later: ``late`` counts what is known by now.
     """
 
     streamed_bytes: int = 0
@@ -44,6 +46,7 @@ class Traffic:
     expert_hits: int = 0
     expert_misses: int = 0
     links: dict[DeviceId, LinkTraffic] = field(default_factory=dict)
+    late: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
 
     def count_use(self, device: DeviceId, *, at_rest: int, carried: int) -> None:
         """Count a use on ``device`` of what rests in so many bytes, of which so many were ``carried`` there."""
@@ -63,7 +66,13 @@ class Traffic:
 
     def copy(self) -> Traffic:
         """Return it as it is now: it goes on counting."""
-        return replace(self, links={device: replace(link) for device, link in self.links.items()})
+        self.settle()
+        return replace(self, links={device: replace(link) for device, link in self.links.items()}, late=[])
+
+    def settle(self) -> None:
+        """Count what accelerators have waited by now."""
+        for count in self.late:
+            count()
 
     def since(self, before: Traffic) -> dict[DeviceId, LinkTraffic]:
         """Return what fell to each device since it was as ``before``."""

@@ -78,6 +78,7 @@ class LateLink:
         self.pinned: list[Bytes] = []
         self.wrong: list[str] = []
         self.registers = True
+        self._stalled = 0.0
         self._model_thread = threading.get_ident()
         self._closing = False
 
@@ -92,7 +93,17 @@ class LateLink:
 
     def follow(self, event: object) -> None:
         assert isinstance(event, threading.Event)
-        self.computing.add(event.wait)
+
+        def work() -> None:
+            began = time.perf_counter()
+            event.wait()
+            self._stalled += time.perf_counter() - began
+
+        self.computing.add(work)
+
+    def stalled(self) -> float:
+        waited, self._stalled = self._stalled, 0.0
+        return waited
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: object) -> threading.Event:
         begin, end, count, done = source.data_ptr(), target.data_ptr(), source.nbytes, threading.Event()

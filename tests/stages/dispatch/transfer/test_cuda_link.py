@@ -36,9 +36,10 @@ class FakeCuda:
 
         return SimpleNamespace(name=name, device=DEVICE, wait_event=wait_event, wait_stream=wait_stream)
 
-    def event(self, blocking: bool = False) -> Any:
+    def event(self, blocking: bool = False, enable_timing: bool = False) -> Any:
         event = SimpleNamespace(name="blocking event" if blocking else "event")
         event.record = lambda stream: self.log.append(f"{event.name} recorded on {stream.name}")
+        event.query = lambda: False
         event.synchronize = lambda: self.log.append(f"host waits for {event.name}")
         return event
 
@@ -85,9 +86,24 @@ def test_a_copy_waits_on_its_own_stream_and_computing_on_the_current_one(cuda: F
         "copies waits for event",
         "copy on copies, non_blocking=True",
         "blocking event recorded on copies",
+        "event recorded on main",
         "main waits for blocking event",
         "host waits for blocking event",
     ]
+    assert cuda.entered[-1] == "main"
+
+
+def test_what_is_over_counts_as_stalled_once_by_the_time_of_the_device(cuda: FakeCuda) -> None:
+    link, done = CudaLink(DEVICE), [cuda.event() for _ in range(3)]
+    for event in done:
+        link.follow(event)
+    assert link.stalled() == 0.0
+    for milliseconds, (came, event) in zip((5.0, -2.0, 3.0), link._followed, strict=True):
+        came.query, event.query = (lambda: True), (lambda milliseconds=milliseconds: milliseconds != 3.0)
+        came.elapsed_time = lambda _done, milliseconds=milliseconds: milliseconds
+    assert link.stalled() == 0.005
+    done[-1].query = lambda: True
+    assert [link.stalled(), link.stalled()] == [0.003, 0.0]
 
 
 def test_another_stream_first_waits_for_the_one_before_it(cuda: FakeCuda) -> None:
