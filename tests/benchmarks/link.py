@@ -6,16 +6,19 @@
 The layers of the model wait on the tier, everything else lies on accelerator 0. Needs an accelerator and room for the
 checkpoint in ``--folder``; for the tier disk also the right to drop the page cache. Prints, a round: seconds a token,
 the bytes streamed a token, and both as a rate, beside the rate of pinned copies and of direct reads measured in
-that round; then medians and shares.
+that round, and beside transformers + accelerate with the same map where that is installed; then medians, shares and
+ratios, and whether all sides gave the same tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,12 +31,28 @@ from offstage.stages.machine.aligned_memory import private_bytes
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say
-from tests.benchmarks.sides import offstage_command, record_in
+from tests.benchmarks.sides import PROMPT, offstage_command, record_in
 from tests.benchmarks.storage import direct_read_bandwidth
 
 TIERS = {"host": "cpu", "disk": "disk"}
 NO_ACCELERATOR = 2
 COPY_BYTES, COPIES = 256 * 2**20, 16
+THEIRS = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+folder, placed, tokens, offload = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), sys.argv[4]
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=placed, offload_folder=offload)
+times = []
+class Clock(StoppingCriteria):
+    def __call__(self, ids, scores, **kwargs):
+        times.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+ids = torch.tensor([json.loads(sys.argv[5])], device=0)
+out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+                     do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]))
+print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}))
+"""
+"""transformers + accelerate with a map: what an accelerator computes waits on the host, or in files beside."""
 
 
 def pinned_copy_bandwidth(device: torch.device) -> float:
@@ -61,6 +80,19 @@ def device_map(tier: str, work: Path) -> Path:
     return path
 
 
+def run_theirs(tier: str, checkpoint: Path, work: Path, *, tokens: int) -> dict[str, Any] | None:
+    """Run transformers + accelerate with the layers on ``tier``; null where accelerate isn't installed."""
+    if importlib.util.find_spec("accelerate") is None:
+        return None
+    given = [str(checkpoint), str(device_map(tier, work)), str(tokens), str(work / "theirs"), json.dumps(PROMPT)]
+    done = subprocess.run([sys.executable, "-c", THEIRS, *given], cwd=work, capture_output=True, text=True, check=False)
+    shutil.rmtree(work / "theirs", ignore_errors=True)
+    if done.returncode:
+        return {"seconds": None, "failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][-200:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def run_tier(tier: str, checkpoint: Path, work: Path, *, tokens: int, options: list[str]) -> dict[str, Any]:
     """Run offstage with the layers on ``tier``; what its record says."""
     shutil.rmtree(work / "outputs", ignore_errors=True)
@@ -70,9 +102,14 @@ def run_tier(tier: str, checkpoint: Path, work: Path, *, tokens: int, options: l
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
         return {"seconds": None, "failed": said[-1][-200:]}
-    metrics = record_in(work)["metrics"]
+    record = record_in(work)
+    metrics = record["metrics"]
     seconds, streamed = metrics["decode_seconds_per_token"], metrics["streamed_bytes_per_token"]
-    return {"seconds": seconds, "streamed": streamed, "rate": streamed / seconds, "stall": metrics["stall_seconds"]}
+    tokens_there = record["outputs"][0]["token_ids"]
+    return {
+        "seconds": seconds, "streamed": streamed, "rate": streamed / seconds, "stall": metrics["stall_seconds"],
+        "tokens": tokens_there, "peaks": record["memory"],
+    }  # fmt: skip
 
 
 def run_round(arguments: argparse.Namespace, checkpoint: Path, work: Path, number: int) -> dict[str, Any]:
@@ -95,6 +132,17 @@ def run_round(arguments: argparse.Namespace, checkpoint: Path, work: Path, numbe
             f"round {number + 1}  from {tier:14} {side['seconds']:.4f} s a token, {side['streamed'] / 1e9:.2f} GB"
             f" over the link at {side['rate'] / 1e9:.2f} GB/s, stalls {side['stall']:.2f} s"
         )
+        predicted, measured = side["peaks"]["predicted"], side["peaks"]["measured"]
+        for device in ("0", "cpu"):
+            say(
+                f"round {number + 1}  peak of {device:4} {measured[device] / 1e9:.2f} GB, {predicted[device] / 1e9:.2f}"
+            )
+        theirs = run_theirs(tier, checkpoint, work, tokens=arguments.tokens)
+        if theirs is not None:
+            sides[f"{tier}, accelerate"] = theirs
+            same = "the same tokens" if theirs.get("tokens") == side["tokens"] else "other tokens"
+            told = theirs.get("failed") or f"{theirs['seconds']:.4f} s a token, {same}"
+            say(f"round {number + 1}  accelerate from {tier}: {told}")
     return {"limits": limits, "sides": sides}
 
 
@@ -108,6 +156,10 @@ def summarise(rounds: list[dict[str, Any]], tiers: list[str]) -> None:
         bounds = [min(one["limits"]["host"], one["limits"].get(tier, one["limits"]["host"])) for one in done]
         shares = [one["sides"][tier]["rate"] / bound for one, bound in zip(done, bounds, strict=True)]
         say(f"median  from {tier:14} {seconds:.4f} s a token, {statistics.median(shares):.2f} of what bounds it")
+        others = (one["sides"].get(f"{tier}, accelerate") for one in done)
+        theirs = [other["seconds"] for other in others if other and other["seconds"]]
+        if theirs:
+            say(f"median  accelerate from {tier}: {statistics.median(theirs) / seconds:.2f} times as long a token")
 
 
 def main() -> None:
