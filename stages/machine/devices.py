@@ -137,7 +137,8 @@ class Devices:
         if target.type == "cpu":
             return room_for(shape, dtype, offset=offset)
         try:
-            return TensorRoom(torch.empty(shape, dtype=dtype, device=target))
+            with torch.inference_mode(False):  # or no other thread could read into it
+                return TensorRoom(torch.empty(shape, dtype=dtype, device=target))
         except torch.OutOfMemoryError as error:
             raise full(device, math.prod(shape) * dtype.itemsize) from error
 

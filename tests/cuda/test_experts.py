@@ -21,7 +21,10 @@ def test_experts_that_are_brought_answer_like_those_that_lie_there(name: str, ex
     model.save_pretrained(tmp_path / "checkpoint")
     whole = sum(parameter.nbytes for parameter in model.parameters())
     model = model.to("cuda")
-    model.set_experts_implementation(experts)
+    try:
+        model.set_experts_implementation(experts)
+    except ValueError as error:  # of an older transformers
+        pytest.skip(str(error))
     tokens = torch.arange(2, 82, device="cuda").reshape(2, 40)
     budgets = {0: whole // 2, "cpu": whole // 4}
     with (

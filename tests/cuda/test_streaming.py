@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.calls.results import kept_cache
+from offstage.stages.dispatch.streaming.places import data_of
 from offstage.stages.dispatch.transfer.cuda_link import CudaLink, CudaMemory
 from offstage.stages.dispatch.transfer.link import pin
 from offstage.stages.dispatch.transfer.trace import Trace
@@ -146,7 +147,7 @@ def test_weights_on_the_host_are_pinned_where_they_are_until_the_hooks_go(
     setup: Callable[..., Setup],
 ) -> None:
     stage = setup(LAYOUTS["host"])
-    weights = list(stage.model.parameters())
+    weights = [data_of(weight).detach() for weight in stage.model.parameters()]
     assert all(weight.is_pinned() for weight in weights)
     stage.model(inputs())
     stage.streamer.remove()

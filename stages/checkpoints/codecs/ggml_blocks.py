@@ -75,8 +75,8 @@ def _unpack_q6_k(blocks: Tensor, out: Tensor) -> None:
 
 def _nibbles(packed: Tensor, out: Tensor) -> None:
     """Write the low halves of ``packed`` (n, m, k), and then the high ones, to ``out`` (n, m, 2, k)."""
-    torch.bitwise_and(packed, 15, out=out[:, :, 0])
-    torch.bitwise_right_shift(packed, 4, out=out[:, :, 1])
+    out[:, :, 0] = packed & 15  # with out=, accelerators write integers alone
+    out[:, :, 1] = packed >> 4
 
 
 def _codes(packed: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offstage.stages.dispatch.streaming.lockstep import current_call
 from offstage.stages.dispatch.transfer.values import first_device, send_to_device
 
 
@@ -36,13 +37,22 @@ def move_inputs(
     def bring_back(_module: nn.Module, _args: Any, output: Any) -> Any:
         return send_to_device(output, main, skip_keys=skip)
 
-    def return_home(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        home = first_device((args, kwargs))
-        return output if home is None else send_to_device(output, home, skip_keys=skip)
+    homes: dict[object, list[torch.device | None]] = {}  # of the calls under way: one may call the model again
 
+    def note_home(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        homes.setdefault(current_call(), []).append(first_device((args, kwargs)))
+
+    def return_home(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+        under_way = homes.pop(current_call(), [])
+        home = under_way.pop() if under_way else None  # there is none where the call failed before it was noted
+        if under_way:
+            homes[current_call()] = under_way
+        return output if home is None or output is None else send_to_device(output, home, skip_keys=skip)
+
+    yield model.register_forward_pre_hook(note_home, with_kwargs=True).remove  # where inputs were before they went over
     for name, device in entries.items():
         module = model.get_submodule(name)
         yield module.register_forward_pre_hook(align(device), with_kwargs=True).remove
         if device.type == "cpu" != main.type:
             yield module.register_forward_hook(bring_back).remove
-    yield model.register_forward_hook(return_home, with_kwargs=True).remove
+    yield model.register_forward_hook(return_home, with_kwargs=True, always_call=True).remove

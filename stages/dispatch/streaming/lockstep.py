@@ -24,7 +24,7 @@ import greenlet
 import torch
 
 from offstage.stages.dispatch.streaming.module_state import ModuleState, Written
-from offstage.stages.dispatch.streaming.thread_state import ThreadState
+from offstage.stages.dispatch.streaming.thread_state import RandomState, ThreadState
 
 Task = Callable[[], object]
 
@@ -71,7 +71,7 @@ class Member:
     """
 
     thread: greenlet.greenlet
-    random: torch.Tensor
+    random: RandomState
     whole: Member | None = None
     divides: bool = False
     parts: Iterator[Task] = field(default_factory=lambda: iter(()))
@@ -163,9 +163,9 @@ class Lockstep(Turns):
         """Have tasks join as far as there is room, and go on until they call the model."""
         while self._calls < self._size and (task := next(waiting, None)) is not None:
             self._calls += 1
-            self._resume(self._begin(task, torch.get_rng_state(), copy_context()))
+            self._resume(self._begin(task, RandomState.current(), copy_context()))
 
-    def _begin(self, task: Task, random: torch.Tensor, context: Context) -> Member:
+    def _begin(self, task: Task, random: RandomState, context: Context) -> Member:
         thread = greenlet.greenlet(task)
         thread.gr_context = context
         member = Member(thread, random)
@@ -177,7 +177,7 @@ class Lockstep(Turns):
         while whole.under_way < whole.most and (task := next(whole.parts, None)) is not None:
             whole.under_way += 1
             context = whole.thread.gr_context
-            part = self._begin(task, whole.random.clone(), copy_context() if context is None else context.copy())
+            part = self._begin(task, whole.random, copy_context() if context is None else context.copy())
             part.whole, part.written = whole, dict(whole.written)
             self._going.append(part)
         if not whole.under_way:
@@ -185,7 +185,7 @@ class Lockstep(Turns):
 
     def _resume(self, member: Member, go: Callable[[], object] | None = None) -> None:
         """Let ``member`` go on until it waits again or is done. Raises what its task raises."""
-        random = torch.get_rng_state()
+        random = RandomState.current()
         self._take_up(member)
         self._current = member
         try:
@@ -197,7 +197,7 @@ class Lockstep(Turns):
                 self._members.remove(member)
                 self._outside.restore()
             self._put_down(member, is_over=is_over)
-            torch.set_rng_state(random)
+            random.restore()
         if member.divides:
             member.divides = False
             self._begin_parts(member)
@@ -227,11 +227,11 @@ class Lockstep(Turns):
     def _take_up(self, member: Member) -> None:
         """Put in place what is ``member``'s own, whose turn it is."""
         self._state.enter(member.written)
-        torch.set_rng_state(member.random)
+        member.random.restore()
 
     def _put_down(self, member: Member, *, is_over: bool = False) -> None:
         """Keep what is ``member``'s own, whose turn ends, the last one if all of it ``is_over``."""
-        member.random = torch.get_rng_state()
+        member.random = RandomState.current()
         self._state.leave(member.written, is_over=is_over)
 
     def _mine(self) -> Member:

@@ -3,6 +3,7 @@
 Autocast and inference mode, and which of torch's functions and operators are overridden, and by what. While a mode
 (``TorchFunctionMode``) or a subclass of tensors answers a function, torch has it off, so that what it calls isn't
 answered by it again. A call that gives its turn away in the midst of any of these would leave it so for the others.
+So it is with the generators of random numbers, which all threads share.
 """
 
 from __future__ import annotations
@@ -76,6 +77,25 @@ class ThreadState(NamedTuple):
             for device, (is_on, dtype) in zip(_DEVICES, self.autocast, strict=True):
                 torch.set_autocast_enabled(device, is_on)
                 torch.set_autocast_dtype(device, dtype)
+
+
+class RandomState(NamedTuple):
+    """The state of what draws at random: of the host's generator, and of each accelerator's that is in use."""
+
+    host: torch.Tensor
+    accelerators: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def current(cls) -> RandomState:
+        """Return the state as it is now."""
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        return cls(torch.get_rng_state(), tuple(torch.cuda.get_rng_state(index) for index in range(count)))
+
+    def restore(self) -> None:
+        """Have all go on from this state."""
+        torch.set_rng_state(self.host)
+        for index, state in enumerate(self.accelerators):
+            torch.cuda.set_rng_state(state, index)
 
 
 def _exchange(old: Sequence[Any], new: Sequence[Any], pop: Callable[..., Any], push: Callable[..., Any]) -> None:

@@ -96,6 +96,16 @@ def test_an_encoder_and_a_decoder_on_devices_in_turn() -> None:
         assert len(set(kept_on(cache.self_attention_cache))) == 2
 
 
+def test_a_model_that_moves_its_own_inputs_gives_its_output_where_they_were_before() -> None:
+    with fake_accelerators():
+        model, x = nn.Linear(4, 2), torch.ones(1, 4)
+        place(model, lambda _module: torch_device(0))
+        for _ in move_inputs(model, {"": torch_device(0)}, main=torch_device(0)):
+            pass
+        assert model(x).device == x.device
+        assert model(x.to(torch_device(0))).device == torch_device(0)
+
+
 def test_without_moves_such_a_model_fails() -> None:
     with fake_accelerators():
         model, _ = dealt("llama", moves=False)
