@@ -169,7 +169,10 @@ def load(
         undo.callback(chain.release)
         for stage in stages:
             chain.obtain(stage.name)
-        loaded = LoadedModel(chain)
+        from torch import inference_mode  # after the stages, which may not need torch
+
+        with inference_mode(False):  # the model is there for calls with gradients too, and threads read into it
+            loaded = LoadedModel(chain)
         undo.pop_all()
     return loaded
 

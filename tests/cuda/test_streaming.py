@@ -1,5 +1,6 @@
 """Streaming to a real accelerator: the resident model's answers, no waiting in the model's thread, exact memory."""
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,6 +130,7 @@ def test_memory_is_flat_over_passes_and_within_weights_reserve_and_activations(
     model(x)
     activations = asked_for("peak") - before
     del model
+    gc.collect()
     before = asked_for()
     stage = setup(LAYOUTS[where])
     held = asked_for()

@@ -27,6 +27,7 @@ _MARK = "_class_before_dispatch"
 _STREAMED = "_streamed_weights"
 _MAP = "hf_device_map"
 _APPLY = "_apply"
+_COMPILES = "_valid_auto_compile_criteria"
 
 
 def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, ...]) -> None:
@@ -41,6 +42,8 @@ def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, .
     if isinstance(getattr(kind, "device", None), property):
         body["device"] = property(lambda self: main_device)
     body |= {name: method for name, method in _METHODS.items() if hasattr(kind, name)}
+    if streamed and hasattr(kind, _COMPILES):
+        body[_COMPILES] = _never_compile
     _have_subclass(model, {**body, "__reduce_ex__": _reduce_ex})
     owners = {parent(name) for name in streamed}
     for name in {around for owner in owners for around in upward(owner) if around}:
@@ -178,6 +181,14 @@ def _resize_token_embeddings(self: Any, *args: Any, **options: Any) -> Any:
                 "is dispatched, or load it with offstage.load"
             )
     return kind.resize_token_embeddings(self, *args, **options)
+
+
+def _never_compile(_self: nn.Module, *_: Any) -> bool:
+    """Say that ``generate`` must not compile the forward by itself, as it does for static caches on accelerators.
+
+    It would be cut into a graph for each module, and compiled anew as weights come to other addresses.
+    """
+    return False
 
 
 _METHODS = {"save_pretrained": _save_pretrained, "resize_token_embeddings": _resize_token_embeddings}
