@@ -84,6 +84,7 @@ class DispatchStage(Stage[DispatchInputs]):
         """Return the placed model with its hooks attached."""
         from offstage.stages.dispatch.streaming.streamer import Streamer
         from offstage.stages.dispatch.transfer.trace import Trace
+        from offstage.stages.empty_init.packed_linear import refuse_saving
 
         plan = context.artifact("dispatch").read(DispatchPlan, FILE_NAME)
         placed = context.live("shard_load")
@@ -95,6 +96,7 @@ class DispatchStage(Stage[DispatchInputs]):
             host=placed.host,
             trace=Trace() if inputs.traces else None,
         )
+        refuse_saving(placed.model)
         main = placed.devices.torch_device(plan.main_device)
         return Dispatched(
             placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices, placed.base_bytes

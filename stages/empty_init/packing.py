@@ -23,6 +23,7 @@ from offstage.stages.empty_init.adapted_model import without_adapter
 from offstage.stages.empty_init.declared import DeclaredCheckpoint
 from offstage.stages.empty_init.merges import sources_in_order
 from offstage.stages.empty_init.names import NamingStep, name_tensors
+from offstage.stages.empty_init.packed_linear import as_they_rest
 from offstage.stages.empty_init.skeleton import DeviceUnpacking, PackedSpec, Skeleton, TensorSpec
 
 
@@ -34,7 +35,7 @@ def with_packed(
     A model that is ``adapted`` has the checkpoint's tensors under other names.
     """
     if isinstance(checkpoint, Checkpoint):
-        entries, naming = open_reader(checkpoint).entries, None
+        entries, naming = as_they_rest(model, open_reader(checkpoint).entries), None
     else:
         entries = open_reader(checkpoint.checkpoint).entries
         naming = checkpoint.naming_of(entries)

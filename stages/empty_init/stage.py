@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from offstage.pipeline.errors import CheckpointError, Fault
 from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
-from offstage.pipeline.typed_config import PATHS, absolute, fits, unknown_keys
+from offstage.pipeline.typed_config import PATHS, absolute, fits, read, unknown_keys
 from offstage.stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
 from offstage.stages.checkpoints.adapters import adapter_folder, read_settings
 from offstage.stages.checkpoints.bounds import bounded
@@ -41,6 +41,9 @@ from offstage.stages.units import format_bytes
 if TYPE_CHECKING:
     from offstage.stages.empty_init.declared import DeclaredCheckpoint
 
+FUSED = "fused"
+"""What ``quantized.products`` says where weights are multiplied as they rest."""
+
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "path": (str | None, "is no text; give the folder that holds the checkpoint"),
     "class": (str | None, "is no text; give a class of transformers, or null"),
@@ -53,13 +56,21 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedConfig:
+    """Whether weights that rest packed are unpacked before products, or multiplied as they rest."""
+
+    products: Literal["exact", "fused"] = "exact"
+
+
+@dataclass(frozen=True, slots=True)
 class EmptyInitConfig:
-    """What the model is, and the dtype of its weights."""
+    """What the model is, the dtype of its weights, and what those that rest packed are used as."""
 
     model: Mapping[str, Any] = field(
         default_factory=dict, metadata={PATHS: {"path": located, "tokenizer": located, "adapter": absolute}}
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    quantized: QuantizedConfig = QuantizedConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +79,13 @@ class EmptyInitInputs:
 
     Where a run calls the forward with something of its own, it is rehearsed with that: ``rehearsed`` says with what,
     and how it becomes the forward's arguments; ``given`` are the options that ask for it. ``headers`` are the digests
-    of those of a checkpoint whose tensors rest packed, which is ``opened``.
+    of those of a checkpoint whose tensors rest packed, which is ``opened``. With ``products`` fused its linear layers
+    keep weights so.
     """
 
     model: Mapping[str, object]
     dtype: str
+    products: str
     headers: tuple[str, ...] | None
     rehearsed: Mapping[str, object] | None
     node: Mapping[str, Any] = field(compare=False)
@@ -117,6 +130,8 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         yield from _check_adapter(model)
         if kind == "pretrained":
             yield from _check_quantization(model)
+        if read(EmptyInitConfig, config).quantized.products == FUSED:
+            yield from _check_products(model)
 
     def gather(self, context: Context) -> EmptyInitInputs:
         """Return what the model is, as far as it can be told without its code."""
@@ -126,6 +141,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         return EmptyInitInputs(
             named,
             resolve_dtype(context.config),
+            read(EmptyInitConfig, context.config).quantized.products,
             headers=None if opened is None else tuple(file.digest for file in opened.files),
             rehearsed=asked,
             node=model,
@@ -144,13 +160,16 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def _build(self, inputs: EmptyInitInputs, folder: Path) -> Any:
         from offstage.stages.empty_init.describe import describe
-        from offstage.stages.empty_init.model import build_model
         from offstage.stages.empty_init.rehearsed_call import describe_call, rehearsed_call
 
         no_split, call = inputs.node.get("no_split"), rehearsed_call(inputs.given, inputs.node)
         with _bounds(inputs.node):
-            model = build_model(inputs.node, inputs.dtype)
+            model = _model(inputs)
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
+            if inputs.products == FUSED:
+                from offstage.stages.empty_init.packed_linear import require_rehearsed
+
+                require_rehearsed(model, described)
             packed = inputs.opened or _declared(inputs, model)
             if packed is not None:
                 from offstage.stages.empty_init.packing import with_packed
@@ -161,11 +180,8 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:
         """Return the model on meta."""
-        with uncollected():
-            from offstage.stages.empty_init.model import build_model
-
-            with _bounds(inputs.node):
-                return build_model(inputs.node, inputs.dtype)
+        with uncollected(), _bounds(inputs.node):
+            return _model(inputs)
 
     def report(self, artifact: Artifact) -> Report:
         """Say what the model is and how large, and whether its order is that of a rehearsal."""
@@ -177,6 +193,18 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}{packed}, {order}",
             model={"class": skeleton.model_class, "parameters": skeleton.parameters, "bytes": skeleton.bytes},
         )
+
+
+def _model(inputs: EmptyInitInputs) -> Any:
+    """Return the model on meta, its linear layers as they are to multiply."""
+    from offstage.stages.empty_init.model import build_model
+
+    model = build_model(inputs.node, inputs.dtype)
+    if inputs.products == FUSED and inputs.opened is not None:
+        from offstage.stages.empty_init.packed_linear import keep_packed
+
+        keep_packed(model, inputs.opened)
+    return model
 
 
 def _declared(inputs: EmptyInitInputs, model: Any) -> DeclaredCheckpoint | None:
@@ -250,6 +278,17 @@ def _check_quantization(model: Mapping[str, Any]) -> Iterable[Fault]:
         return  # said of the folder, or of its config as the model is built
     if reason:
         yield Fault("model.path", reason, CheckpointError)
+
+
+def _check_products(model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield why weights of ``model`` can't be multiplied as they rest."""
+    path = model.get("path")
+    if model["kind"] != "pretrained" or not path or is_hub_id(path) or gguf_file(Path(path)) is None:
+        yield Fault("quantized.products", f"{FUSED!r} is for GGUF files, and the model is none; take 'exact'")
+    if adapter_folder(model) is not None:
+        yield Fault(
+            "quantized.products", f"{FUSED!r} takes no adapter: its layers stand on unpacked ones; take 'exact'"
+        )
 
 
 def _check_texts(key: str, folder: object) -> Iterable[Fault]:

@@ -181,6 +181,16 @@ def require_resident(plan: Plan, *, written: Mapping[str, str], learning: Sequen
         )
 
 
+def require_host(plan: Plan) -> None:
+    """Refuse a ``plan`` by which anything computes elsewhere than on the host: it alone multiplies what is packed."""
+    other = next((device for device in plan.execution.values() if device != CPU), None)
+    if other is not None:
+        raise ConfigError(
+            f"quantized.products: 'fused' multiplies on the host alone, and by this plan {_place(other)} computes; "
+            "take 'exact', or device_map=cpu"
+        )
+
+
 def _counted(names: Sequence[str]) -> str:
     """Return the first of ``names``, and how many more there are."""
     return f"{names[0]!r} and {len(names) - 1} more" if len(names) > 1 else repr(names[0])

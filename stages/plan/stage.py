@@ -14,7 +14,7 @@ from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
 from offstage.pipeline.typed_config import read
 from offstage.stages.empty_init import skeleton as skeletons
-from offstage.stages.empty_init.stage import EmptyInitStage
+from offstage.stages.empty_init.stage import FUSED, EmptyInitConfig, EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.budgets import Allowance
@@ -23,6 +23,7 @@ from offstage.stages.plan.checks import (
     has_room,
     host_is_short,
     require_fit,
+    require_host,
     require_resident,
     require_room,
 )
@@ -84,6 +85,8 @@ class PlanStage(Stage[PlanInputs]):
                 f"{options.FASTEST!r} is chosen by what a token takes, which says nothing of a step of training; take "
                 "execution=exact",
             )
+        if read(EmptyInitConfig, config).quantized.products == FUSED and asking(config) == "finetune":
+            yield Fault("quantized.products", f"{FUSED!r} has no gradients, and the run trains; take 'exact'")
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield a fault where the map names an accelerator that isn't there."""
@@ -124,6 +127,8 @@ class PlanStage(Stage[PlanInputs]):
         """Write ``plan.json`` and ``device_map.json``."""
         with uncollected():
             plan = plan_from(inputs)
+        if read(EmptyInitConfig, context.config).quantized.products == FUSED:
+            require_host(plan)
         plan.save(folder)
 
     def report(self, artifact: Artifact) -> Report:

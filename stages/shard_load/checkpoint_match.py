@@ -25,10 +25,11 @@ from offstage.stages.checkpoints.checkpoint import Checkpoint, identity
 from offstage.stages.checkpoints.codecs import loops
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
-from offstage.stages.checkpoints.readers import SourceReader, open_reader, open_stored_reader
+from offstage.stages.checkpoints.readers import SafetensorsReader, SourceReader, open_reader, open_stored_reader
 from offstage.stages.empty_init.adapted_model import Unadapted, without_adapter
 from offstage.stages.empty_init.merges import sources_in_order
 from offstage.stages.empty_init.names import Naming, NamingStep, ignorable, name_tensors
+from offstage.stages.empty_init.packed_linear import as_they_rest, packed_linears
 from offstage.stages.empty_init.siblings import missing_sibling
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 
@@ -153,6 +154,8 @@ def prepare(
     scales = checkpoint.entries.keys() - reader.entries.keys()
     if any(spec.name in scales for spec in skeleton.tensors):
         reader = open_stored_reader(checkpoint)
+    elif packed_linears(model):
+        reader = SafetensorsReader(as_they_rest(model, reader.entries))
     naming = name_tensors(model, reader.entries)
     return _matched(Load(model, skeleton, checkpoint, reader, {}), naming, strict=strict, partial=partial)
 

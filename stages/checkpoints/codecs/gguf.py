@@ -121,7 +121,7 @@ class GgufCodec(DeviceCodec):
         if self.arrangement.swapped is None:
             made = made[self._place(tensor, index, first, count)]
         else:
-            places = _swapped(np.arange(first, first + count), self.arrangement.swapped)
+            places = swapped_places(np.arange(first, first + count), self.arrangement.swapped)
         return known.ggml(packed, made, kind=kind, dtype=tensor.dtype, places=places)
 
     def _loops(self, kind: str, dtype: str) -> Loops | None:
@@ -170,7 +170,7 @@ class GgufCodec(DeviceCodec):
         if self.arrangement.swapped is None:
             place = self._place(tensor, index, first, count)
         else:
-            place = _swapped(torch.arange(first, first + count, device=target.device), self.arrangement.swapped)
+            place = swapped_places(torch.arange(first, first + count, device=target.device), self.arrangement.swapped)
         most = min(most_at_once(target) if kind in UNPACK else _LOOKED_UP, count * columns)
         room = torch.empty(most, dtype=torch.float32, device=target.device)
         for some, part in tiles(count, columns, most=most, height=1, width=256):
@@ -194,7 +194,7 @@ class GgufCodec(DeviceCodec):
 Rows = TypeVar("Rows", torch.Tensor, npt.NDArray[np.int64])
 
 
-def _swapped(rows: Rows, sizes: tuple[int, int, int, int]) -> Rows:
+def swapped_places(rows: Rows, sizes: tuple[int, int, int, int]) -> Rows:
     """Return where ``rows`` in the order a, b, c, d are in the order a, c, b, d."""
     _, b, c, d = sizes
     within, inner, outer = rows % d, rows // d % c, rows // (c * d) % b

@@ -13,6 +13,9 @@
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -331,16 +334,24 @@ static void q5_1(const uint8_t *block, float *values) {
     scale_and_shift(values, 32, half_at(block), half_at(block + 2));
 }
 
-/* Scale eight runs of 32 and take their minima off; both are six bits, under a float16 each. */
-INLINE void scale_runs(const uint8_t *block, float *values) {
+/* What eight runs of 32 are scaled by, and what is added to them: minus their minima. Both are six bits, under a
+   float16 each. */
+INLINE void run_scales(const uint8_t *block, float *restrict scales, float *restrict mores) {
     const uint8_t *first = block + 4, *second = block + 8, *mixed = block + 12;
     float scale = half_at(block), minimum = half_at(block + 2);
     for (int run = 0; run < 8; run++) {
         int at = run & 3;
         int factor = run < 4 ? first[at] & 63 : (mixed[at] & 15) | (first[at] >> 2 & 48);
         int less = run < 4 ? second[at] & 63 : mixed[at] >> 4 | (second[at] >> 2 & 48);
-        scale_and_shift(values + 32 * run, 32, scale * (float)factor, -(minimum * (float)less));
+        scales[run] = scale * (float)factor;
+        mores[run] = -(minimum * (float)less);
     }
+}
+
+INLINE void scale_runs(const uint8_t *block, float *values) {
+    float scales[8], mores[8];
+    run_scales(block, scales, mores);
+    for (int run = 0; run < 8; run++) scale_and_shift(values + 32 * run, 32, scales[run], mores[run]);
 }
 
 static void q4_k(const uint8_t *block, float *values) {
@@ -410,6 +421,216 @@ void unpack_ggml(const Work *all) {
             if (all->dtype == FLOAT32) store_float32(values, target, form->values);
         }
     }
+}
+
+/* Products of rows of float32 with rows of blocks, which are never unpacked whole.
+
+   Each number is a sum of the unpacked float32 values times those given, in one order whatever computes it: a lane for
+   each of 32 columns adds up those that are 32 apart, first to last, and then lanes are added in halves. So its bits hang
+   neither on how many rows there are nor on how many threads. */
+
+enum { LANES = 32, PANEL = 8, AT_ONCE = 4 };
+
+#ifdef __AVX512F__
+typedef struct {
+    __m512 low, high;
+} Lanes;
+
+INLINE __m512 sixteen(const int8_t *codes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+}
+
+INLINE __m512 shifted(__m512 values, const float *more) {
+    return more ? _mm512_add_ps(values, _mm512_set1_ps(*more)) : values;
+}
+
+/* Add 32 codes, of which either half has its scale, and what is to be added to each where that isn't null, times those
+   given. */
+INLINE void add_codes(Lanes *lanes, const int8_t *codes, float low, float high, const float *more, const float *given) {
+    __m512 lower = shifted(_mm512_mul_ps(sixteen(codes), _mm512_set1_ps(low)), more);
+    __m512 upper = shifted(_mm512_mul_ps(sixteen(codes + 16), _mm512_set1_ps(high)), more);
+    lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(lower, _mm512_loadu_ps(given)));
+    lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(upper, _mm512_loadu_ps(given + 16)));
+}
+
+INLINE void add_values(Lanes *lanes, const float *values, const float *given) {
+    lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(_mm512_loadu_ps(values), _mm512_loadu_ps(given)));
+    lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(given + 16)));
+}
+#else
+typedef struct {
+    float of[LANES];
+} Lanes;
+
+INLINE void add_codes(Lanes *lanes, const int8_t *codes, float low, float high, const float *more, const float *given) {
+    float values[LANES];
+    for (int at = 0; at < 16; at++) values[at] = (float)codes[at] * low;
+    for (int at = 16; at < LANES; at++) values[at] = (float)codes[at] * high;
+    for (int at = 0; more && at < LANES; at++) values[at] += *more;
+    for (int at = 0; at < LANES; at++) lanes->of[at] += values[at] * given[at];
+}
+
+INLINE void add_values(Lanes *lanes, const float *values, const float *given) {
+    for (int at = 0; at < LANES; at++) lanes->of[at] += values[at] * given[at];
+}
+#endif
+
+INLINE float sum_of(const Lanes *lanes) {
+    float sums[LANES];
+    memcpy(sums, lanes, sizeof sums);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int at = 0; at < half; at++) sums[at] += sums[at + half];
+    return sums[0];
+}
+
+INLINE void add_q8_0(Lanes *lanes, const uint8_t *block, const float *given) {
+    float scale = half_at(block);
+    add_codes(lanes, (const int8_t *)block + 2, scale, scale, 0, given);
+}
+
+INLINE void add_q4_k(Lanes *lanes, const uint8_t *block, const float *given) {
+    float scales[8], mores[8];
+    int8_t codes[64];
+    run_scales(block, scales, mores);
+    for (int pair = 0; pair < 4; pair++) {
+        const uint8_t *packed = block + 16 + 32 * pair;
+        for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
+        for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
+        for (int half = 0; half < 2; half++) {
+            int run = 2 * pair + half;
+            add_codes(lanes, codes + 32 * half, scales[run], scales[run], mores + run, given + 32 * run);
+        }
+    }
+}
+
+INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
+    float scale = half_at(block + 208);
+    const int8_t *scales = (const int8_t *)block + 192;
+    for (int half = 0; half < 2; half++) {
+        const uint8_t *packed = block + 64 * half, *upper = block + 128 + 32 * half;
+        int8_t codes[128];
+        for (int at = 0; at < 32; at++) codes[at] = (int8_t)(((packed[at] & 15) | (upper[at] & 3) << 4) - 32);
+        for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(((packed[32 + at] & 15) | (upper[at] >> 2 & 3) << 4) - 32);
+        for (int at = 0; at < 32; at++) codes[64 + at] = (int8_t)((packed[at] >> 4 | (upper[at] >> 4 & 3) << 4) - 32);
+        for (int at = 0; at < 32; at++) codes[96 + at] = (int8_t)((packed[32 + at] >> 4 | (upper[at] >> 6) << 4) - 32);
+        for (int run = 0; run < 4; run++) {
+            const int8_t *own = scales + 8 * half + 2 * run;
+            float low = scale * (float)own[0], high = scale * (float)own[1];
+            add_codes(lanes, codes + 32 * run, low, high, 0, given + 128 * half + 32 * run);
+        }
+    }
+}
+
+/* One row of blocks times one row given: by what adds a block, or by what unpacks one. */
+
+typedef float (*RowProduct)(const uint8_t *packed, int64_t blocks, const float *given);
+
+#define ROW_PRODUCT(format, count, size)                                                                      \
+    static float row_of_##format(const uint8_t *packed, int64_t blocks, const float *given) {                 \
+        Lanes lanes = {0};                                                                                    \
+        for (int64_t at = 0; at < blocks; at++) add_##format(&lanes, packed + at * size, given + at * count); \
+        return sum_of(&lanes);                                                                                \
+    }
+
+#define ADD_UNPACKED(format, count)                                                              \
+    INLINE void add_##format(Lanes *lanes, const uint8_t *block, const float *given) {           \
+        float values[count];                                                                     \
+        format(block, values);                                                                   \
+        for (int at = 0; at < count; at += LANES) add_values(lanes, values + at, given + at);    \
+    }
+
+ADD_UNPACKED(q4_0, 32)
+ADD_UNPACKED(q4_1, 32)
+ADD_UNPACKED(q5_0, 32)
+ADD_UNPACKED(q5_1, 32)
+ADD_UNPACKED(q5_k, 256)
+ROW_PRODUCT(q4_0, 32, 18)
+ROW_PRODUCT(q4_1, 32, 20)
+ROW_PRODUCT(q5_0, 32, 22)
+ROW_PRODUCT(q5_1, 32, 24)
+ROW_PRODUCT(q8_0, 32, 34)
+ROW_PRODUCT(q4_k, 256, 144)
+ROW_PRODUCT(q5_k, 256, 176)
+ROW_PRODUCT(q6_k, 256, 210)
+
+static const RowProduct ROW_PRODUCTS[] = {
+    row_of_q4_0, row_of_q4_1, row_of_q5_0, row_of_q5_1, row_of_q8_0, row_of_q4_k, row_of_q5_k, row_of_q6_k,
+};
+
+/* rows of blocks of a format, which is their kind, times count rows given: made has a number of each for each of the
+   former, at the place that places tells; null: one after the other. Threads take rows step by step; each has PANEL rows
+   of room to unpack to, where several rows are given. */
+typedef struct {
+    const uint8_t *packed;
+    const float *given;
+    float *made, *rooms;
+    const int64_t *places;
+    int64_t kind, rows, blocks, count, step, next_row, next_room;
+} Product;
+
+/* A row of values times AT_ONCE rows given, each of columns. */
+static void multiply_some(const float *values, const float *given, int64_t columns, float *sums) {
+    Lanes a = {0}, b = {0}, c = {0}, d = {0};
+    const float *second = given + columns, *third = second + columns, *fourth = third + columns;
+    for (int64_t at = 0; at < columns; at += LANES) {
+        add_values(&a, values + at, given + at);
+        add_values(&b, values + at, second + at);
+        add_values(&c, values + at, third + at);
+        add_values(&d, values + at, fourth + at);
+    }
+    sums[0] = sum_of(&a), sums[1] = sum_of(&b), sums[2] = sum_of(&c), sums[3] = sum_of(&d);
+}
+
+static float multiply_one(const float *values, const float *given, int64_t columns) {
+    Lanes lanes = {0};
+    for (int64_t at = 0; at < columns; at += LANES) add_values(&lanes, values + at, given + at);
+    return sum_of(&lanes);
+}
+
+INLINE int64_t place_of(const Product *all, int64_t row) { return all->places ? all->places[row] : row; }
+
+/* The rows begin to end, PANEL at most, which are unpacked to room, times all rows given. */
+static void multiply_panel(const Product *all, int64_t begin, int64_t end, float *room) {
+    const Format *form = &FORMAT[all->kind];
+    int64_t columns = all->blocks * form->values, first = 0;
+    const uint8_t *packed = all->packed + begin * all->blocks * form->bytes;
+    for (int64_t at = 0; at < (end - begin) * all->blocks; at++)
+        form->unpack(packed + at * form->bytes, room + at * form->values);
+    for (; first + AT_ONCE <= all->count; first += AT_ONCE)
+        for (int64_t row = begin; row < end; row++) {
+            float sums[AT_ONCE];
+            multiply_some(room + (row - begin) * columns, all->given + first * columns, columns, sums);
+            for (int at = 0; at < AT_ONCE; at++) all->made[(first + at) * all->rows + place_of(all, row)] = sums[at];
+        }
+    for (; first < all->count; first++)
+        for (int64_t row = begin; row < end; row++)
+            all->made[first * all->rows + place_of(all, row)] =
+                multiply_one(room + (row - begin) * columns, all->given + first * columns, columns);
+}
+
+static void multiply_rows(void *given) {
+    Product *all = given;
+    const Format *form = &FORMAT[all->kind];
+    int64_t number = __atomic_fetch_add(&all->next_room, 1, __ATOMIC_RELAXED), begin, width = all->blocks * form->bytes;
+    float *room = all->rooms + number * PANEL * all->blocks * form->values;
+    while ((begin = __atomic_fetch_add(&all->next_row, all->step, __ATOMIC_RELAXED)) < all->rows) {
+        int64_t end = begin + all->step < all->rows ? begin + all->step : all->rows;
+        if (all->count == 1)
+            for (int64_t row = begin; row < end; row++)
+                all->made[place_of(all, row)] =
+                    ROW_PRODUCTS[all->kind](all->packed + row * width, all->blocks, all->given);
+        else
+            for (int64_t row = begin; row < end; row += PANEL)
+                multiply_panel(all, row, row + PANEL < end ? row + PANEL : end, room);
+    }
+}
+
+/* Multiply in so many threads of a team, which is OpenMP's; null: in this one alone. */
+void multiply_ggml(Product *all, int64_t threads, void (*team)(void (*)(void *), void *, unsigned, unsigned)) {
+    if (team && threads > 1)
+        team(multiply_rows, all, (unsigned)threads, 0);
+    else
+        multiply_rows(all);
 }
 
 /* What is read of an open file, from offset on, to a place in a buffer: so many bytes, or fewer if they are the least

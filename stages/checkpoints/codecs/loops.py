@@ -26,17 +26,25 @@ from offstage.stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _UNPACKERS = ("unpack_scaled", "unpack_mxfp4", "unpack_ggml")
-_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack")
+_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_ggml")
 _DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3, "table": 4}
 _OF_EIGHT_BITS = ("fp8", "int8")
-_FORMATS = {name: at for at, name in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"))}
+FORMATS_OF_LOOPS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+"""Those of ggml's formats that there are loops for."""
+_FORMATS = {name: at for at, name in enumerate(FORMATS_OF_LOOPS)}
+_PANEL = 8
+"""How many rows of a weight a thread unpacks at a time where several rows are multiplied."""
+_SHARES = 16
+"""In so many steps each thread takes rows: one that another process holds up has fewer."""
 
 _SCALES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e8m0fnu": 4, "uint8": 5}
 _SCALES_OF_A_TABLE = 6
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.unsignedinteger[Any]]
+Floats = npt.NDArray[np.float32]
+Places = npt.NDArray[np.int64]
 
 
 _NUMBERS = (
@@ -51,6 +59,15 @@ class _LoopArguments(Structure):
         *((name, c_void_p) for name in ("codes", "scales", "above", "made", "table", "scale_table")),
         *((name, c_int64) for name in _NUMBERS),
         ("offset", c_float),
+    ]
+
+
+class _ProductArguments(Structure):
+    """``Product`` in ``loops.c``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("packed", "given", "made", "rooms", "places")),
+        *((name, c_int64) for name in ("kind", "rows", "blocks", "count", "step", "next_row", "next_room")),
     ]
 
 
@@ -126,10 +143,11 @@ class Loops:
         library.merge_planes.argtypes = [*[c_void_p] * 3, c_int64]
         library.read_and_unpack.argtypes = [c_void_p, c_int64, *[c_void_p] * 4]
         library.read_and_unpack.restype = c_int32
+        library.multiply_ggml.argtypes = [c_void_p, c_int64, c_void_p]
         unpackers = [getattr(library, name) for name in _UNPACKERS]
         for function in unpackers:
             function.argtypes = [c_void_p]
-        for function in (*unpackers, library.merge_planes):
+        for function in (*unpackers, library.merge_planes, library.multiply_ggml):
             function.restype = None
 
     def can_scale(self, code: str, dtype: str, block_columns: int) -> bool:
@@ -209,6 +227,25 @@ class Loops:
         work = _LoopArguments(*pointers, _FORMATS[kind], _DTYPES[dtype], rows, count)
         return Loop(self._library, self._library.unpack_ggml, work, (blocks, made), (places,))
 
+    def multiply_ggml(
+        self, given: Floats, packed: Bytes, made: Floats, *, kind: str, places: Places | None, threads: int
+    ) -> None:
+        """Write to ``made`` [rows given, rows] the products of ``given`` [rows given, columns] with ``packed`` [rows,
+        bytes], blocks of ggml's format ``kind``, each at the place that ``places`` has for its row, if that isn't null.
+
+        The bits are the same for any number of ``threads``.
+        """
+        form, (count, columns), rows = FORMATS[kind], given.shape, len(packed)
+        blocks = columns // form.elements
+        assert (packed.shape[1], made.shape) == (blocks * form.bytes, (count, rows))
+        assert columns == blocks * form.elements
+        assert places is None or places.shape == (rows,)
+        rooms = np.empty(threads * _PANEL * columns if count > 1 else 0, np.float32)
+        step = max(1, rows // (threads * _SHARES * _PANEL)) * _PANEL
+        pointers = _pointers(packed, given, made, rooms, places)
+        work = _ProductArguments(*pointers, _FORMATS[kind], rows, blocks, count, step)
+        self._library.multiply_ggml(byref(work), threads, _team())
+
 
 def _pointers(*arrays: npt.NDArray[Any] | None) -> list[int | None]:
     """Return where ``arrays`` lie, each in one piece; null for one that isn't there."""
@@ -230,6 +267,15 @@ def loops() -> Loops | None:
     """Return the loops; null where they weren't compiled."""
     library = compiled_code.load(_SOURCE)
     return None if library is None else _typed(library)
+
+
+@cache
+def _team() -> c_void_p | None:
+    """Return what calls a function in several of OpenMP's threads, torch's own; null where its OpenMP has no such."""
+    try:
+        return cast(ctypes.CDLL(None).GOMP_parallel, c_void_p)
+    except AttributeError:
+        return None
 
 
 @cache

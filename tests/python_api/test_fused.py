@@ -1,0 +1,116 @@
+"""GGUF models whose linear layers multiply by the blocks of the file: the same bits wherever these lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offstage
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
+from offstage.stages.empty_init.packed_linear import packed_linears
+from offstage.stages.shard_load.stage import ShardLoadStage
+
+pytest.importorskip("gguf")
+
+from tests.stages.checkpoints.test_gguf_entries import made
+
+RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
+"""Given, so that nothing is measured."""
+TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8], [9, 2, 33, 120, 4, 4, 61]])
+PLACES: Mapping[str, dict[str, Any]] = {
+    "in memory": {"device_map": {"": "cpu"}},
+    "in part": {"device_map": "sequential", "max_memory": {"cpu": "2.7MB"}},
+    "on disk": {"device_map": {"": "disk"}, "storage": {"io": "direct"}},
+    "in a map": {"device_map": {"": "disk"}, "storage": {"io": "mmap"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def load(path: Path, products: str = "fused", **options: Any) -> Any:
+    return offstage.load(path, hardware={"rates": RATES}, max_length=32, quantized={"products": products}, **options)
+
+
+def logits_of(loaded: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = loaded.model(input_ids=TOKENS).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [("llama", "float32"), ("qwen2", "bfloat16"), ("qwen3moe", "bfloat16")]
+)
+def test_the_bits_are_the_same_wherever_weights_lie_and_in_any_threads(
+    tmp_path: Path, architecture: str, dtype: str
+) -> None:
+    path, found, streamed = made(tmp_path, architecture), {}, {}
+    for name, place in PLACES.items():
+        for threads in (1, 2) if name == "in memory" else (1,):
+            torch.set_num_threads(threads)
+            try:
+                with load(path, dtype=dtype, **place) as loaded:
+                    assert packed_linears(loaded.model)
+                    found[name, threads] = logits_of(loaded)
+                    streamed[name] = loaded.traffic.streamed_bytes
+            finally:
+                torch.set_num_threads(1)
+    first = found["in memory", 1]
+    assert {name: torch.equal(logits, first) for name, logits in found.items()} == dict.fromkeys(found, True)
+    assert streamed["in memory"] == 0 < streamed["on disk"]
+    with load(path, "exact", dtype=dtype, device_map={"": "cpu"}) as loaded:
+        exact = logits_of(loaded).float()
+    assert torch.allclose(first.float(), exact, rtol=0, atol=0.05 * float(exact.abs().max()))
+
+
+def test_a_plan_counts_packed_bytes_where_they_lie(tmp_path: Path) -> None:
+    path = made(tmp_path, "llama")
+    with load(path, device_map={"": "cpu"}) as loaded:
+        packed, lines = packed_linears(loaded.model), loaded.plan.tensors
+        held = {name: module.weight.nbytes for name, module in packed.items()}
+        assert {name: lines[f"{name}.weight"].bytes for name in packed} == held
+        assert {module.kind for module in packed.values()} <= set(FORMATS_OF_LOOPS)
+        fused = loaded.plan.devices["cpu"].weights
+    entries = open_checkpoint(path).entries.values()
+    assert set(held.values()) <= {entry.bytes for entry in entries}
+    with load(path, "exact", device_map={"": "cpu"}) as loaded:
+        in_use = {name: loaded.plan.tensors[f"{name}.weight"].bytes for name in packed}
+        assert loaded.plan.devices["cpu"].weights - fused == sum(in_use.values()) - sum(held.values())
+
+
+def test_what_needs_unpacked_weights_is_refused_by_name(tmp_path: Path) -> None:
+    with load(made(tmp_path, "llama"), device_map={"": "cpu"}) as loaded:
+        with pytest.raises(RuntimeError, match="can't be saved; load the model"):
+            loaded.model.save_pretrained(tmp_path / "saved")
+        with pytest.raises(RuntimeError, match="has no gradients"):
+            loaded.model(inputs_embeds=torch.zeros(1, 3, 256, requires_grad=True))
+
+
+def test_models_that_have_nothing_to_multiply_so_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'fused' is of no use, no linear layer of"):
+        load(made(tmp_path, "gpt2"))
+    devices = [{"name": "small", "memory": "40MB"}]
+    (tmp_path / "llama").mkdir()
+    with pytest.raises(ConfigError, match="multiplies on the host alone, and by this plan accelerator 0 computes"):
+        offstage.load(
+            made(tmp_path / "llama", "llama"),
+            hardware={"rates": RATES, "devices": devices},
+            quantized={"products": "fused"},
+        )
+
+
+def test_an_exact_load_and_a_fused_one_share_nothing_that_differs(tmp_path: Path) -> None:
+    path = made(tmp_path, "llama")
+    keys = []
+    for products in ("exact", "fused", "exact"):
+        with load(path, products, device_map={"": "cpu"}) as loaded:
+            keys.append(loaded._chain.artifact(ShardLoadStage.name).key)
+    assert keys[0] == keys[2] != keys[1]
