@@ -209,3 +209,19 @@ def test_what_a_checkpoints_identity_sees_is_counted(tmp_path: Path, capsys: pyt
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "each change is undone"
     identity.main(["--folder", str(tmp_path), "seconds", str(folder), "--looks-alone"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0.02", "first", "first", "look"]
+
+
+def test_what_products_cost_is_told_beside_the_limit() -> None:
+    products = importlib.import_module("tests.benchmarks.products")
+    side = {"streamed": 0, "load": 2.0, "peak": 2e9, "predicted_peak": 1e9}
+    exact, fused = {**side, "seconds": 0.5, "tokens": [1, 2]}, {**side, "seconds": 0.25, "tokens": [1, 3]}
+    other = {**fused, "seconds": 0.75, "streamed": 3e8, "tokens": [1, 2]}
+    rounds = [{"exact all": exact, "fused all": fused, "fused 1GB": other}] * 2
+    _, first, second, third = products.lines(rounds)
+    assert first.split()[:3] == ["exact", "all", "0.500"]
+    assert first.endswith("the same")
+    assert second.endswith("the same")
+    assert third.split()[:3] == ["fused", "1GB", "0.750"]
+    assert third.endswith("others")
+    assert products.limit(10**9, 4e9) == "1.00 GB at 4.0 GB/s from memory: 0.250 s a token at the least"
+    assert products.memory_rate() > 1e8

@@ -84,7 +84,7 @@ class DispatchStage(Stage[DispatchInputs]):
         """Return the placed model with its hooks attached."""
         from offstage.stages.dispatch.streaming.streamer import Streamer
         from offstage.stages.dispatch.transfer.trace import Trace
-        from offstage.stages.empty_init.packed_linear import refuse_saving
+        from offstage.stages.empty_init.packed_modules import refuse_saving
 
         plan = context.artifact("dispatch").read(DispatchPlan, FILE_NAME)
         placed = context.live("shard_load")

@@ -23,7 +23,7 @@ from offstage.stages.empty_init.adapted_model import without_adapter
 from offstage.stages.empty_init.declared import DeclaredCheckpoint
 from offstage.stages.empty_init.merges import sources_in_order
 from offstage.stages.empty_init.names import NamingStep, name_tensors
-from offstage.stages.empty_init.packed_linear import as_they_rest
+from offstage.stages.empty_init.packed_modules import as_they_rest
 from offstage.stages.empty_init.skeleton import DeviceUnpacking, PackedSpec, Skeleton, TensorSpec
 
 

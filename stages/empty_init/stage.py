@@ -167,7 +167,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             model = _model(inputs)
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
             if inputs.products == FUSED:
-                from offstage.stages.empty_init.packed_linear import require_rehearsed
+                from offstage.stages.empty_init.packed_modules import require_rehearsed
 
                 require_rehearsed(model, described)
             packed = inputs.opened or _declared(inputs, model)
@@ -201,7 +201,7 @@ def _model(inputs: EmptyInitInputs) -> Any:
 
     model = build_model(inputs.node, inputs.dtype)
     if inputs.products == FUSED and inputs.opened is not None:
-        from offstage.stages.empty_init.packed_linear import keep_packed
+        from offstage.stages.empty_init.packed_modules import keep_packed
 
         keep_packed(model, inputs.opened)
     return model

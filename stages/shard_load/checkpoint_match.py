@@ -29,7 +29,7 @@ from offstage.stages.checkpoints.readers import SafetensorsReader, SourceReader,
 from offstage.stages.empty_init.adapted_model import Unadapted, without_adapter
 from offstage.stages.empty_init.merges import sources_in_order
 from offstage.stages.empty_init.names import Naming, NamingStep, ignorable, name_tensors
-from offstage.stages.empty_init.packed_linear import as_they_rest, packed_linears
+from offstage.stages.empty_init.packed_modules import as_they_rest, packed_modules
 from offstage.stages.empty_init.siblings import missing_sibling
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 
@@ -154,7 +154,7 @@ def prepare(
     scales = checkpoint.entries.keys() - reader.entries.keys()
     if any(spec.name in scales for spec in skeleton.tensors):
         reader = open_stored_reader(checkpoint)
-    elif packed_linears(model):
+    elif packed_modules(model):
         reader = SafetensorsReader(as_they_rest(model, reader.entries))
     naming = name_tensors(model, reader.entries)
     return _matched(Load(model, skeleton, checkpoint, reader, {}), naming, strict=strict, partial=partial)

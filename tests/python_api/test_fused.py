@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import offstage
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
-from offstage.stages.empty_init.packed_linear import packed_linears
+from offstage.stages.empty_init.packed_modules import PackedEmbedding, packed_modules
 from offstage.stages.shard_load.stage import ShardLoadStage
 
 pytest.importorskip("gguf")
 
-from tests.stages.checkpoints.test_gguf_entries import made
+from tests.stages.checkpoints.ggufs import make_gguf
+from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
 
 RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
 """Given, so that nothing is measured."""
@@ -58,7 +60,7 @@ def test_the_bits_are_the_same_wherever_weights_lie_and_in_any_threads(
             torch.set_num_threads(threads)
             try:
                 with load(path, dtype=dtype, **place) as loaded:
-                    assert packed_linears(loaded.model)
+                    assert packed_modules(loaded.model)
                     found[name, threads] = logits_of(loaded)
                     streamed[name] = loaded.traffic.streamed_bytes
             finally:
@@ -74,7 +76,7 @@ def test_the_bits_are_the_same_wherever_weights_lie_and_in_any_threads(
 def test_a_plan_counts_packed_bytes_where_they_lie(tmp_path: Path) -> None:
     path = made(tmp_path, "llama")
     with load(path, device_map={"": "cpu"}) as loaded:
-        packed, lines = packed_linears(loaded.model), loaded.plan.tensors
+        packed, lines = packed_modules(loaded.model), loaded.plan.tensors
         held = {name: module.weight.nbytes for name, module in packed.items()}
         assert {name: lines[f"{name}.weight"].bytes for name in packed} == held
         assert {module.kind for module in packed.values()} <= set(FORMATS_OF_LOOPS)
@@ -84,6 +86,20 @@ def test_a_plan_counts_packed_bytes_where_they_lie(tmp_path: Path) -> None:
     with load(path, "exact", device_map={"": "cpu"}) as loaded:
         in_use = {name: loaded.plan.tensors[f"{name}.weight"].bytes for name in packed}
         assert loaded.plan.devices["cpu"].weights - fused == sum(in_use.values()) - sum(held.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_are_looked_up_have_the_bits_that_unpacking_the_table_gives(tmp_path: Path, dtype: str) -> None:
+    path, found = made(tmp_path, "qwen2"), {}
+    for products in ("exact", "fused"):
+        with load(path, products, dtype=dtype, device_map={"": "cpu"}) as loaded:
+            embedding = loaded.model.get_input_embeddings()
+            assert isinstance(embedding, PackedEmbedding) == (products == "fused")
+            found[products] = embedding(TOKENS)
+            if products == "fused":
+                assert loaded.model.lm_head.weight is embedding.weight
+    assert found["fused"].dtype == found["exact"].dtype
+    assert torch.equal(found["fused"], found["exact"])
 
 
 def test_what_needs_unpacked_weights_is_refused_by_name(tmp_path: Path) -> None:
@@ -96,7 +112,11 @@ def test_what_needs_unpacked_weights_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_models_that_have_nothing_to_multiply_so_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'fused' is of no use, no linear layer of"):
-        load(made(tmp_path, "gpt2"))
+        load(
+            make_gguf(
+                tmp_path / "plain.gguf", "llama", LlamaConfig(**SMALL, **HEADS), kinds=["f16", "q2_k"], tokens=320
+            )
+        )
     devices = [{"name": "small", "memory": "40MB"}]
     (tmp_path / "llama").mkdir()
     with pytest.raises(ConfigError, match="multiplies on the host alone, and by this plan accelerator 0 computes"):

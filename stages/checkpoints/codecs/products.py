@@ -48,18 +48,25 @@ def multiply_packed(given: Tensor, packed: Tensor, kind: str, swapped: Sequence[
     return made
 
 
+def unpack_rows(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return the values, in ``dtype``, of ``packed`` […, bytes], rows of blocks of ggml's format ``kind``."""
+    form = FORMATS[kind]
+    blocks = packed.reshape(-1, form.bytes)
+    values = torch.empty((len(blocks), form.elements), dtype=torch.float32, device=packed.device)
+    UNPACK[kind](blocks, values)
+    return values.to(dtype).view(*packed.shape[:-1], packed.shape[-1] // form.bytes * form.elements)
+
+
 def by_operators(given: Tensor, packed: Tensor, kind: str, swapped: Sequence[int]) -> Tensor:
     """Return the same, computed by torch's operators."""
-    form, (count, columns), rows = FORMATS[kind], given.shape, len(packed)
+    (count, columns), rows = given.shape, len(packed)
     places = torch.from_numpy(_places(rows, tuple(swapped))) if swapped else torch.arange(rows)
     runs = given.view(count, 1, -1, LANES)
     made = given.new_empty((count, rows))
     step = max(1, _SCRATCH // (columns + 2 * count * LANES))
     for begin in range(0, rows, step):
         some = packed[begin : begin + step]
-        values = given.new_empty((len(some) * columns // form.elements, form.elements))
-        UNPACK[kind](some.reshape(-1, form.bytes), values)
-        parts = values.view(1, len(some), -1, LANES)
+        parts = unpack_rows(some, kind, torch.float32).view(1, len(some), -1, LANES)
         lanes = given.new_zeros((count, len(some), LANES))
         for run in range(columns // LANES):
             lanes += parts[:, :, run] * runs[:, :, run]

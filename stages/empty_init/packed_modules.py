@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay packed: they have the blocks of the checkpoint's file and multiply by these.
+"""Linear layers and embeddings whose weights stay packed: they have the blocks of the checkpoint's file and use these.
 
 Such a weight is a plain tensor of bytes to all that plans, loads and streams: it lies in memory as it rests on disk,
 and is counted so. What else knows linear layers, peft and optimizers among it, finds none here and says so.
@@ -7,17 +7,18 @@ and is counted so. What else knows linear layers, peft and optimizers among it, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.codecs.gguf import GgufCodec
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
-from offstage.stages.checkpoints.codecs.products import can_multiply, multiply_packed
+from offstage.stages.checkpoints.codecs.products import can_multiply, multiply_packed, unpack_rows
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.names import name_tensors
@@ -28,20 +29,16 @@ KEY = "quantized.products"
 
 
 class PackedLinear(nn.Module):
-    """In the place of ``linear``: what its weight, the checkpoint's ``source``, rests in as ``tensor`` is its weight.
+    """In the place of ``linear``: its ``weight`` is what the checkpoint's tensor ``source`` rests in, by ``codec``.
 
     Products are added up in float32, the bias too, and rounded once to the dtype of what is given.
     """
 
-    def __init__(self, linear: nn.Linear, tensor: PackedTensor, source: str) -> None:
+    def __init__(self, linear: nn.Linear, weight: nn.Parameter, codec: GgufCodec, source: str) -> None:
         super().__init__()
-        codec = tensor.codec
-        assert isinstance(codec, GgufCodec)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.source, self.kind, self.swapped = source, codec.name, codec.arrangement.swapped or ()
-        packed = torch.empty(tensor.parts[0].shape, dtype=torch.uint8, device="meta")
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        self.bias = linear.bias
+        self.weight, self.bias = weight, linear.bias
         self.training = linear.training
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -59,35 +56,73 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
 
 
-def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a ``PackedLinear`` in the place of each linear layer of ``model`` whose weight can be multiplied as it rests.
+class PackedEmbedding(nn.Embedding):
+    """In the place of ``embedding``, likewise: the rows that are looked up are unpacked, to the dtype that it has."""
 
-    Others are loaded as ever: those tied to an embedding, those in formats without products, and those whose weights
-    the model's class has in a dtype of its own, which its code looks at.
+    def __init__(self, embedding: nn.Embedding, weight: nn.Parameter, codec: GgufCodec, source: str) -> None:
+        count, width = embedding.num_embeddings, embedding.embedding_dim
+        super().__init__(count, width, embedding.padding_idx, _weight=embedding.weight, _freeze=True)
+        self.source, self.kind, self.dtype = source, codec.name, embedding.weight.dtype
+        self.weight = weight
+        self.training = embedding.training
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return what the embedding returns."""
+        rows = functional.embedding(input, self.weight)
+        return unpack_rows(rows, self.kind, self.dtype)
+
+
+Modules = Sequence[tuple[str, nn.Module]]
+
+
+def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Have each linear layer and embedding of ``model`` stay packed whose weight can be multiplied as it rests.
+
+    Others are loaded as ever: those in formats without products, those tied to what isn't of the two kinds, and those
+    whose weights the model's class has in a dtype of its own, which its code looks at.
     """
     entries = open_reader(checkpoint).entries
-    owners: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
     own_dtype = _of_own_dtype(model)
     for step in name_tensors(model, entries).steps:
         if step.converter is not None or len(step.sources) != 1 or len(step.targets) != 1:
             continue
         (target,), (source,) = step.targets, step.source_names
-        place, _, attribute = target.rpartition(".")
-        entry, linear = entries[source], model.get_submodule(place)
-        fits = attribute == "weight" and type(linear) is nn.Linear and entry.shape == tuple(linear.weight.shape)
-        if not fits or not can_multiply(entry) or (own_dtype and own_dtype.search(target)):
-            continue
-        assert isinstance(linear, nn.Linear)
-        assert isinstance(entry, PackedTensor)
-        if owners[id(linear.weight)] == 1:
-            model.set_submodule(place, PackedLinear(linear, entry, source))
-    if not packed_linears(model):
+        entry, tensor = entries[source], _tensor_of(model, target)
+        names = users.get(id(tensor), [])
+        if isinstance(entry, PackedTensor) and can_multiply(entry) and entry.shape == tuple(tensor.shape):
+            modules = [(name.rpartition(".")[0], model.get_submodule(name.rpartition(".")[0])) for name in names]
+            fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
+            if fits and names and all(type(module) in (nn.Linear, nn.Embedding) for _, module in modules):
+                _replace(model, modules, entry, source)
+    if not any(isinstance(module, PackedLinear) for module in packed_modules(model).values()):
         raise ConfigError(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in "
             f"{', '.join(FORMATS_OF_LOOPS)}; take 'exact'"
         )
+
+
+def _tensor_of(model: nn.Module, name: str) -> torch.Tensor:
+    place, _, attribute = name.rpartition(".")
+    found: torch.Tensor = getattr(model.get_submodule(place), attribute)
+    return found
+
+
+def _replace(model: nn.Module, modules: Modules, entry: PackedTensor, source: str) -> None:
+    """Put modules that share one packed weight in the place of ``modules``, which share what it is unpacked to."""
+    codec = entry.codec
+    assert isinstance(codec, GgufCodec)
+    if codec.arrangement.swapped and any(isinstance(module, nn.Embedding) for _, module in modules):
+        return
+    packed = torch.empty(entry.parts[0].shape, dtype=torch.uint8, device="meta")
+    weight = nn.Parameter(packed, requires_grad=False)
+    for place, module in modules:
+        if isinstance(module, nn.Embedding):
+            model.set_submodule(place, PackedEmbedding(module, weight, codec, source))
+        elif isinstance(module, nn.Linear):
+            model.set_submodule(place, PackedLinear(module, weight, codec, source))
 
 
 def _of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
@@ -100,21 +135,23 @@ def _of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
 
 def as_they_rest(model: nn.Module, entries: Mapping[str, AtRest]) -> Mapping[str, AtRest]:
     """Return the checkpoint's ``entries``, those that ``model`` keeps packed as the bytes that they are on disk."""
-    kept = {module.source for module in packed_linears(model).values()}
+    kept = {module.source for module in packed_modules(model).values()}
     return {
         name: entry.parts[0] if name in kept and isinstance(entry, PackedTensor) else entry
         for name, entry in entries.items()
     }
 
 
-def packed_linears(model: nn.Module) -> dict[str, PackedLinear]:
+def packed_modules(model: nn.Module) -> dict[str, PackedLinear | PackedEmbedding]:
     """Return those that ``model`` has, by their names."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, PackedLinear | PackedEmbedding)
+    }
 
 
 def require_rehearsed(model: nn.Module, skeleton: Skeleton) -> None:
-    """Refuse a ``model`` whose own code uses a weight that is packed, and not its linear layer."""
-    packed = packed_linears(model)
+    """Refuse a ``model`` whose own code uses a weight that is packed, and not its module."""
+    packed = packed_modules(model)
     borrowed = next((name for name in packed if name in skeleton.borrowers), None)
     if borrowed is not None:
         raise ConfigError(f"{KEY}: the model's code reads the weight of {borrowed!r} itself; take {KEY}=exact")
@@ -131,5 +168,5 @@ def refuse_saving(model: nn.Module) -> None:
     def refuse(*_: object) -> NoReturn:
         raise RuntimeError(f"{KEY}=fused keeps weights packed, which can't be saved; load the model with {KEY}=exact")
 
-    for module in packed_linears(model).values():
+    for module in packed_modules(model).values():
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

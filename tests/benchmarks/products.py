@@ -1,0 +1,114 @@
+"""Products with packed blocks beside products with what they are unpacked to, of one GGUF file, in turn.
+
+    python -m tests.benchmarks.products 1.1b --rounds 3
+    python -m tests.benchmarks.products 1.1b --rounds 5 --budgets all 3GB 1GB
+
+Needs the extra ``bench`` and room in ``--folder`` for a checkpoint of bfloat16 and the file of Q8_0 that is made of it.
+Each round runs every side once, the first one another each time: ``quantized.products`` exact and fused, with each of
+``--budgets`` for weights; ``all`` has all of them in memory. In the end a table of medians: seconds a token, bytes
+streamed for one, the peak beside what was predicted. Beside it the least that the bytes of the file allow: what reading
+them once from memory takes, by the rate at which torch adds up a large tensor here. The rounds stay in ``--folder`` as
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offstage.stages.units import format_bytes
+from tests.benchmarks.checkpoints import SHAPES, make
+from tests.benchmarks.gguf_checkpoints import make_gguf
+from tests.benchmarks.offload import keep, say
+from tests.benchmarks.sides import in_turn, offstage_record
+
+ALL = "all"
+PRODUCTS = ("exact", "fused")
+_ELEMENTS = 2**27
+_READS = 5
+
+Round = Mapping[str, Mapping[str, Any]]
+
+
+def main() -> None:
+    """Run the rounds and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=17)
+    parser.add_argument("--budgets", nargs="*", default=[ALL], help=f"what weights may take, or {ALL}")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    path = make_gguf(make(arguments.size, folder / arguments.size), folder / f"{arguments.size}-gguf")
+    rounds: list[Round] = []
+    for number in range(arguments.rounds):
+        rounds.append(_round(path, folder / "products", arguments, number))
+        keep(folder / f"results-products-{arguments.size}.json", arguments, rounds)
+    rate = memory_rate()
+    for line in (*lines(rounds), limit(path.stat().st_size, rate)):
+        say(line)
+
+
+def _round(path: Path, work: Path, arguments: argparse.Namespace, number: int) -> Round:
+    """Run every side once and return what each has told."""
+    names = [f"{products} {budget}" for budget in arguments.budgets for products in PRODUCTS]
+    found = {}
+    for name in in_turn(names, number):
+        products, budget = name.split()
+        options = [f"quantized.products={products}"]
+        options += ["device_map=cpu"] if budget == ALL else [f"max_memory={{cpu: {budget}}}"]
+        record = offstage_record(path, work, tokens=arguments.tokens, options=options)
+        metrics = record["metrics"]
+        found[name] = {
+            "seconds": metrics["decode_seconds_per_token"],
+            "streamed": metrics["streamed_bytes_per_token"],
+            "load": metrics["load_seconds"],
+            "peak": metrics["peak_host_bytes"],
+            "predicted_peak": record["memory"]["predicted"]["cpu"],
+            "tokens": record["outputs"][0]["token_ids"],
+        }
+        say(f"round {number + 1}  {name:12} {found[name]['seconds']:.3f} s a token")
+    return {name: found[name] for name in names}
+
+
+def lines(rounds: Sequence[Round]) -> list[str]:
+    """Return the lines of the table: medians, and whether tokens are the same for products in any round and budget."""
+    told = ["products and budget  s a token  load s  streamed a token       peak  predicted  tokens"]
+    first = {name.split()[0]: side["tokens"] for name, side in reversed(rounds[0].items())}
+    for name in rounds[0]:
+        each = [one[name] for one in rounds]
+        median = {what: statistics.median(side[what] for side in each) for what in each[0] if what != "tokens"}
+        sizes = [format_bytes(int(median[what])) for what in ("streamed", "peak", "predicted_peak")]
+        same = all(side["tokens"] == first[name.split()[0]] for side in each)
+        told.append(
+            f"{name:19}  {median['seconds']:9.3f}  {median['load']:6.1f}  {sizes[0]:>16}  {sizes[1]:>9}  "
+            f"{sizes[2]:>9}  {'the same' if same else 'others'}"
+        )
+    return told
+
+
+def limit(file_bytes: int, rate: float) -> str:
+    """Return what reading the file's bytes once from memory takes, in words."""
+    told = f"{format_bytes(file_bytes)} at {rate / 1e9:.1f} GB/s from memory"
+    return f"{told}: {file_bytes / rate:.3f} s a token at the least"
+
+
+def memory_rate() -> float:
+    """Return how many bytes a second torch adds up, by all of its threads, of a tensor that no cache holds."""
+    values, seconds = torch.ones(_ELEMENTS), []
+    for _ in range(_READS):
+        begin = time.perf_counter()
+        values.sum()
+        seconds.append(time.perf_counter() - begin)
+    return values.nbytes / min(seconds)
+
+
+if __name__ == "__main__":
+    main()
