@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -144,12 +144,20 @@ INLINE float float_at(const uint8_t *place) {
     return value;
 }
 
+#ifdef __F16C__
+INLINE float half_at(const uint8_t *place) {
+    uint16_t bits;
+    memcpy(&bits, place, sizeof bits);
+    return _cvtsh_ss(bits);
+}
+#else
 static float half_at(const uint8_t *place) {
     uint32_t bits = place[0] | (uint32_t)place[1] << 8, size = bits & 0x7fff;
     uint32_t normal = (size << 13) + (112u << 23), subnormal = as_bits((float)(int32_t)size * 0x1p-24f);
     uint32_t number = size >= 0x7c00 ? size << 13 | 0x7f800000 : size < 0x400 ? subnormal : normal;
     return as_float(number | (bits & 0x8000) << 16);
 }
+#endif
 
 enum { OF_BFLOAT16, OF_FLOAT16, OF_FLOAT32, OF_FP8, OF_E8M0, OF_EXPONENTS, OF_TABLE };
 
