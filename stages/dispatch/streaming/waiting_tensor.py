@@ -17,9 +17,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
+
 _KEPT = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _TWIN = "_waiting_twin"
 _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
+_SAVE_IT = "save the model with its save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
@@ -46,7 +49,8 @@ class WaitingTensor(torch.Tensor):
 
     Operators get its data, read at that moment; those that would change it are refused, since the change would be
     lost. ``detach`` and a copy to meta leave it waiting. ``kept`` is the tensor from before, where keeping it costs no
-    memory; ``home`` is the device that it was on. ``use`` is what a kind of them is used by without being read whole.
+    memory; ``home`` is the device that it was on. ``use`` is what a kind of them is used by without being read whole;
+    ``lent`` the data while somebody has its address. A pickle has the data.
     """
 
     source: WaitingSource
@@ -54,6 +58,7 @@ class WaitingTensor(torch.Tensor):
     home: torch.device
     kept: torch.Tensor | None
     restored: weakref.ref[torch.Tensor] | None
+    lent: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, source: WaitingSource, use: object = None) -> Self:
@@ -61,7 +66,7 @@ class WaitingTensor(torch.Tensor):
         on_meta = torch.empty_like(like, device="meta", requires_grad=False)
         waiting = torch.Tensor._make_subclass(cls, on_meta, like.requires_grad)
         waiting.source, waiting.home, waiting.kept, waiting.restored = source, like.device, None, None
-        waiting.use = use
+        waiting.use, waiting.lent = use, None
         waiting._is_param = isinstance(like, nn.Parameter)
         return waiting
 
@@ -99,13 +104,30 @@ class WaitingTensor(torch.Tensor):
             f"parameter: module.{attribute} = torch.nn.Parameter(values)"
         )
 
-    def _refuse_address(self) -> None:
-        """Refuse to tell an address to code that takes the device for one with memory: it would save or read noise."""
+    def _address(self) -> int:
+        """Return an address in memory, where the caller takes the device for the host's: that of data read for it.
+
+        Only an entry of a state dict has one, for as long as it is there: whoever compares the addresses of all
+        parameters of a model would have them all in memory.
+        """
+        if self.device.type == "cpu" and not isinstance(self, nn.Parameter):
+            self.lent = self.on_host()
+            return self.lent.data_ptr()
         if self.device.type != "meta":
+            raise RuntimeError(f"{self.source.name!r} is offloaded, and has no address in memory: {_SAVE_IT}")
+        return 0
+
+    def on_host(self) -> torch.Tensor:
+        """Return the data on the host, for who keeps it there; a ``RuntimeError`` where it hasn't the room."""
+        if self.lent is not None:
+            return self.lent
+        free = host_memory().available_bytes - PROCESS_BYTES
+        if self.kept is None and self.nbytes > free:
             raise RuntimeError(
-                f"{self.source.name!r} is offloaded, and has no address in memory: save the model with its "
-                "save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
+                f"{self.source.name!r} is offloaded, and its {self.nbytes} bytes don't fit beside what is in memory, "
+                f"{free} bytes are free: {_SAVE_IT}"
             )
+        return self.now(torch.device("cpu"))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +140,7 @@ class WaitingTensor(torch.Tensor):
         if func == _SET_DATA:
             args[0]._refuse_data()
         if func is torch.Tensor.data_ptr:
-            args[0]._refuse_address()
+            return args[0]._address()
         properties = func.__name__ in ("__set__", "detach", "requires_grad_")
         with torch._C.DisableTorchFunctionSubclass():
             if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):
@@ -154,12 +176,7 @@ class WaitingTensor(torch.Tensor):
         return found
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> Any:
-        if self.source.told is None and isinstance(self.source.weights, dict):  # else files may be mapped there
-            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        raise TypeError(
-            f"{self.source.name!r} is offloaded, and a pickle of it would have no data: save the model with its "
-            "save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
-        )
+        return rebuild(self, self.on_host()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WaitingTensor(name={self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
