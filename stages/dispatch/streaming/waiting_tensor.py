@@ -8,11 +8,14 @@ when an operator gets it, for that operator alone; so what hooks do in time is s
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self, SupportsIndex
+from types import FrameType
+from typing import Any, Self, SupportsIndex
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -22,7 +25,10 @@ from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
 _KEPT = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _TWIN = "_waiting_twin"
 _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
+_ADDS_BESIDE = "peft."
+"""The modules of a library that puts what it adds, and has drawn, to where the weight beside it is."""
 _SAVE_IT = "save the model with its save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
+_LIKE_ANOTHER: tuple[Any, ...] = (torch.Tensor.to, torch.Tensor.type_as)
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
@@ -72,8 +78,11 @@ class WaitingTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """What its source tells: meta, or the device that computes with it."""
-        return self.source.told or torch.device("meta")
+        """What its source tells: meta, or the device that computes with it, which adapters are always made on."""
+        told = self.source.told
+        if told is None and _name(sys._getframe(1)).startswith(_ADDS_BESIDE):
+            told = self.source.device
+        return told or torch.device("meta")
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Have ``tensor``, of the same values, be what is read and what comes back."""
@@ -96,8 +105,10 @@ class WaitingTensor(torch.Tensor):
             values.setflags(write=False)
         return values
 
-    def _refuse_data(self) -> NoReturn:
-        """Refuse to be given other data: what comes back, or is read again, would not be that."""
+    def _refuse_data(self, data: torch.Tensor) -> None:
+        """Refuse to be given other data than its own: what comes back, or is read again, would not be that."""
+        if data is self:
+            return
         attribute = self.source.name.rpartition(".")[2]
         raise RuntimeError(
             f"{self.source.name!r} is offloaded, and data set in its place would be lost; give its module another "
@@ -138,9 +149,14 @@ class WaitingTensor(torch.Tensor):
         if func in _AS_ARRAY or func is torch.Tensor.tolist:
             return args[0]._out_of_torch(func, *args[1:], **(kwargs or {}))
         if func == _SET_DATA:
-            args[0]._refuse_data()
+            return args[0]._refuse_data(*args[1:])
         if func is torch.Tensor.data_ptr:
             return args[0]._address()
+        if func in _LIKE_ANOTHER and len(args) > 1 and isinstance(args[1], WaitingTensor):
+            where = args[1].source.device or args[1].device
+            return args[0].to(where, args[1].dtype, *args[2:], **(kwargs or {}))
+        if func is torch.Tensor.__getitem__:
+            args = (args[0], _index(args[1]))
         properties = func.__name__ in ("__set__", "detach", "requires_grad_")
         with torch._C.DisableTorchFunctionSubclass():
             if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):
@@ -156,6 +172,8 @@ class WaitingTensor(torch.Tensor):
             return args[0].again()
         if torch.device("meta") == kwargs.get("device"):
             return func(*tree_map(_meta_of, args), **kwargs)
+        if func is torch.ops.aten.copy_.default and _is_same(*args[:2]):
+            return args[0]
         _refuse_changes(func, args, kwargs)
         return func(*tree_map(_data_of, args), **tree_map(_data_of, kwargs))
 
@@ -167,12 +185,15 @@ class WaitingTensor(torch.Tensor):
         """Return another tensor that waits as this one does, and is no parameter."""
         return type(self)(self.as_meta(), self.source, self.use)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WaitingTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo and isinstance(self, nn.Parameter) and _is_copied_beside():
+            data = self.now(self.source.device).clone()
+            memo[id(self)] = nn.Parameter(data, requires_grad=self.requires_grad)
         if id(self) not in memo:
             twin = WaitingTensor(self, copy.deepcopy(self.source, memo))  # no engine knows the copy: it is read whole
             twin.home, twin.kept = self.home, copy.deepcopy(self.kept, memo)
             memo[id(self)] = twin
-        found: WaitingTensor = memo[id(self)]
+        found: torch.Tensor = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> Any:
@@ -218,6 +239,34 @@ def rebuild(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 def _data_of(value: Any) -> Any:
     return value.now(value.source.device) if isinstance(value, WaitingTensor) else value
+
+
+def _index(index: Any) -> Any:
+    """Return ``index`` with lists of numbers as tensors: torch makes one where the indexed tensor is, here meta."""
+    if isinstance(index, tuple):
+        return tuple(map(_index, index))
+    is_list = isinstance(index, list) and not any(isinstance(one, torch.Tensor | slice) for one in index)
+    return torch.as_tensor(index) if is_list or isinstance(index, bool | np.ndarray) else index
+
+
+def _is_copied_beside() -> bool:
+    """Return whether a library that adds to models makes the deep copy that is under way, to train it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _name(frame).startswith(("copy", "torch.", __name__)):
+        frame = frame.f_back
+    return _name(frame).startswith(_ADDS_BESIDE)
+
+
+def _name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_same(target: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a copy of ``values`` to ``target`` would change nothing, as of a state dict that holds both."""
+    if not isinstance(target, WaitingTensor) or target.shape != values.shape:
+        return False
+    own, given = _data_of(target), _data_of(values)
+    return not given.is_meta and torch.equal(own, given.to(own.device, own.dtype))
 
 
 def _meta_of(value: Any) -> Any:

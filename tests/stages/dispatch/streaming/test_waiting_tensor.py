@@ -56,6 +56,12 @@ def test_it_is_a_parameter_on_meta_to_whoever_asks() -> None:
     assert "WaitingTensor(name='w', shape=(3, 4)" in repr(waiting)
 
 
+@pytest.mark.parametrize("index", [[2, 0], ([1], slice(2)), np.array([2, 0]), [True, False, True], True, (0, [1])])
+def test_an_index_that_is_no_tensor_gets_the_data(index: Any) -> None:
+    weight = nn.Parameter(torch.randn(3, 3))
+    assert torch.equal(wait(weight)[index], weight[index])
+
+
 def test_a_state_dict_and_a_copy_read_nothing() -> None:
     class Unreadable(dict[str, torch.Tensor]):
         def __getitem__(self, name: str) -> torch.Tensor:
