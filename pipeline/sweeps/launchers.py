@@ -260,12 +260,12 @@ def _no_interrupts() -> Iterator[None]:
 
     The current folder stays out of their import path: it may hold a folder named conf or stages.
     """
-    said = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = said or "1"
+    was_said = "PYTHONSAFEPATH" in os.environ
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     before: Callable[..., Any] | int | None = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if said is None:
+        if not was_said:
             del os.environ["PYTHONSAFEPATH"]

@@ -41,8 +41,10 @@ HOST_TOKENS, DEVICE_TOKENS = 16, 128
 """How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
 
 Nominal: operations a second over bytes a second, of bfloat16."""
-_CALLS_A_TENSOR = 12
-"""In the time of so many calls of modules the host asks for a tensor, binds it and lets it go. Nominal."""
+_CALLS_AHEAD, _CALLS_ROUTED, _CALLS_MAPPED = 12, 4, 0.5
+"""In the time of so many calls of modules the host asks for a tensor, binds it and lets it go: one that is read ahead,
+for which the threads that compute are woken at each operator, too; one of an expert that is called, of which several
+come at once; and one that is mapped, which lies where it is used. Nominal."""
 _DISTURBANCE = 1 / 4
 """By which share of the shorter of two that go on at once they take longer: reading and what takes the cores, and of
 that, unpacking and computing. Nominal."""
@@ -61,9 +63,10 @@ class Brought:
     of it can come ahead, in the order of execution, each device's as long as no other's comes between; the rest is
     asked for one layer at a time. Among them is what the host reads of layers that it computes beside accelerators.
     What accelerators unpack themselves comes to ``unpacked_there``; each link brings what is ``saved`` less for it, and
-    they move so many bytes in their memories. The host has so many ``tensors`` brought for itself. Of what waits on
-    disk so much can't come ahead, since it is known ``when_called``; so much is ``unpacked_when_called`` by the host.
-    Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``; so much of them is ``experts_used``.
+    they move so many bytes in their memories. To have it brought for itself the host takes as long as for so many
+    ``calls``. Of what waits on disk so much can't come ahead, since it is known ``when_called``; so much is
+    ``unpacked_when_called`` by the host. Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``;
+    so much of them is ``experts_used``.
     """
 
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
@@ -74,7 +77,7 @@ class Brought:
     unpacked_there: float = 0
     saved: Counter[DeviceId] = field(default_factory=Counter)
     moved: Counter[DeviceId] = field(default_factory=Counter)
-    tensors: float = 0
+    calls: float = 0
     when_called: float = 0
     unpacked_when_called: float = 0
     expert_bytes: float = 0
@@ -91,13 +94,15 @@ class Brought:
         moved: float | None = None,
         tensors: float = 1,
         ahead: bool = True,
+        mapped: bool = False,
     ) -> None:
         """Count what waits there in ``rest_bytes``, and is used ``unpacked`` in so many; null: as it rests.
 
         The accelerator that computes unpacks it by so many bytes ``moved`` in its memory; null: the host does. It is so
-        many ``tensors``.
+        many ``tensors``, each ``mapped``, or brought.
         """
-        self.tensors += tensors if computes == CPU else 0
+        if computes == CPU:
+            self.calls += tensors * (_CALLS_MAPPED if mapped else _CALLS_AHEAD if ahead else _CALLS_ROUTED)
         self.when_called += 0 if ahead or waits != DISK else rest_bytes
         used = rest_bytes if unpacked is None else unpacked
         self.at_rest[waits] += rest_bytes  # type: ignore[assignment]
@@ -219,7 +224,7 @@ def token_seconds(
         CROSSING: on_host.crossing_seconds(rates) if on_host else 0.0,
         WAITING: waiting_seconds(brought, rates, reserves, computing * members) / members if on_host else 0.0,
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
-        BRINGING: brought.tensors * _CALLS_A_TENSOR / rates.calls / members,
+        BRINGING: brought.calls / rates.calls / members,
         ROUTED: brought.when_called / rates.storage / members,
         UNPACKING_ROUTED: brought.unpacked_when_called / rates.unpacking / members,
     }

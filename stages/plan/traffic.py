@@ -68,15 +68,16 @@ def traffic(layout: Layout, step: Step) -> Brought:
                 rate = kept[parent(line.name)]
                 found.note_experts(line.computes, line.used * share, line.bytes * share * (1 - rate), rate=rate)
                 share, count = share * (1 - rate), outline.experts[parent(line.name)].count
-            moved = layout.moved_bytes(line)
+            moved, mapped = layout.moved_bytes(line), line.serving == "map"
             found.add(
-                DISK if line.home == DISK and not (step.pages_stay and line.serving == "map") else CPU,
+                DISK if line.home == DISK and not (step.pages_stay and mapped) else CPU,
                 line.bytes * share,
                 computes=line.computes,
                 unpacked=line.used * share if line.is_unpacked else None,
                 moved=None if moved is None else moved * share,
                 tensors=share * count,
                 ahead=line.routed is None,
+                mapped=mapped,
             )
         if layer in on_host:
             found.compute_on_host(_read_bytes(layout, there, routing))
@@ -133,8 +134,10 @@ def host_share(layout: Layout, step: Step) -> HostShare | None:
 
 
 def host_calls(layout: Layout, routing: Routing) -> float:
-    """Return how many calls of modules that hold weights the host computes for a token."""
+    """Return how many calls of modules that hold weights the host computes for a token, each expert's one of them."""
     shares = {parent(name): routing.share(*experts) for name, experts in layout.outline.listed.items()}
+    stacked = layout.outline.experts
+    shares |= {name: 1 + routing.share(spec.count, spec.per_token) * spec.count for name, spec in stacked.items()}
     return sum(shares.get(name, 1) for name in layout.outline.skeleton.calls if layout.execution.get(name) == CPU)
 
 

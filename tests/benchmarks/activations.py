@@ -34,10 +34,9 @@ from offstage.stages.units import format_bytes
 from tests.benchmarks.activation_scenes import SCENES, Scene
 from tests.benchmarks.activation_sides import PLACES, SIDES, SideRun
 from tests.benchmarks.offload import say
-from tests.benchmarks.sides import in_turn
+from tests.benchmarks.sides import in_turn, need_accelerator
 from tests.benchmarks.storage import direct_bandwidths, memory_bandwidth, pinned_bandwidth
 
-NO_ACCELERATOR = 2
 WIDTH = 150
 """Columns of a printed profile."""
 TRACED = "0.5"
@@ -144,8 +143,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="a .png to draw peaks against ratios into")
     parser.add_argument("--trace", type=Path, help=f"a file for the time line of ratio {TRACED}, simulated")
     arguments = parser.parse_args(given)
-    if "cuda" in arguments.places and not torch.cuda.is_available():
-        parser.exit(NO_ACCELERATOR, "no accelerator here: leave out the place cuda\n")
+    if "cuda" in arguments.places:
+        need_accelerator(parser, ": leave out the place cuda")
     return arguments
 
 

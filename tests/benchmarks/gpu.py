@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.offload import say
+from tests.benchmarks.sides import need_accelerator
 
-NO_ACCELERATOR = 2
 LAST_LINES = 30
 LINK = "-m tests.benchmarks.link --folder {folder}"
 
@@ -52,9 +52,7 @@ SECTIONS: Mapping[str, Section] = {
     "paths": Section("-m tests.benchmarks.gpu_paths", 600),
     "parts": Section("-m tests.benchmarks.part_overhead", 60),
     "1.1b": Section(f"{LINK} 1.1b --rounds 2 --tokens 16", 420),
-    "7b from the host": Section(
-        "-m tests.benchmarks.link 7b --tiers host --rounds 2 --tokens 12 --folder {folder}", 600
-    ),
+    "7b from the host": Section(f"{LINK} 7b --tiers host --rounds 2 --tokens 12", 600),
     "7b from disk": Section(f"{LINK} 7b --tiers disk --rounds 1 --tokens 6", 600),
     "activations": Section("-m tests.benchmarks.activations --places cuda --batch 256 --rounds 3", 600),
 }
@@ -66,12 +64,13 @@ def run(section: Section, folder: Path) -> SectionResult:
     began = time.perf_counter()
     try:
         done = subprocess.run(
-            command, timeout=section.seconds, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, timeout=section.seconds, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         code, said = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
-        code, said = None, error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
-    return SectionResult(code, round(time.perf_counter() - began, 1), "\n".join(said.splitlines()[-LAST_LINES:]))
+        code, said = None, error.stdout or b""
+    lines = said.decode(errors="replace").splitlines()
+    return SectionResult(code, round(time.perf_counter() - began, 1), "\n".join(lines[-LAST_LINES:]))
 
 
 def machine() -> dict[str, str]:
@@ -98,8 +97,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-gpu"))
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(NO_ACCELERATOR, "no accelerator here\n")
+    need_accelerator(parser)
     given.folder.mkdir(parents=True, exist_ok=True)
     kept = given.folder / "gpu.json"
     before = json.loads(kept.read_text()) if kept.exists() else {}

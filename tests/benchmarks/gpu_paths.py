@@ -19,15 +19,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.benchmarks.offload import say
+from tests.benchmarks.sides import need_accelerator
 from tests.e2e.pipelines import dispatched
-from tests.e2e.test_equals_transformers import MODELS
+from tests.e2e.test_equals_transformers import MODELS, auto, save_random
 from tests.e2e.test_same_answer import ROWS, padded, random_map
 from tests.stages.dispatch.placed_models import tensors_of
 
-NO_ACCELERATOR = 2
 DEVICE = torch.device("cuda", 0)
 LAYERS = {"layers", "h", "block", "blocks"}
 """What the lists of layers are called."""
@@ -63,15 +62,10 @@ def maps(model: torch.nn.Module, count: int, seed: str) -> Iterator[tuple[str, A
 
 def faults(name: str, count: int) -> Iterator[str]:
     """Yield what is wrong with each path of the architecture ``name``."""
-    auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     with TemporaryDirectory() as folder:
         checkpoint = Path(folder, name)
-        torch.manual_seed(7)
-        model = auto.from_config(MODELS[name], dtype=torch.bfloat16)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 0.1)
-        model.save_pretrained(checkpoint, max_shard_size="40KB")
-        plain = auto.from_pretrained(checkpoint).to(DEVICE)
+        save_random(checkpoint)
+        plain = auto(checkpoint).from_pretrained(checkpoint).to(DEVICE)
         expected = answers(plain)
         for path, placed in maps(plain, count, name):
             live = dispatched(
@@ -95,8 +89,7 @@ def main() -> None:
     parser.add_argument("architectures", nargs="*", default=[*MODELS], metavar="ARCHITECTURE", help=", ".join(MODELS))
     parser.add_argument("--random", type=int, default=3, help="so many placements at random")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(NO_ACCELERATOR, "no accelerator here\n")
+    need_accelerator(parser)
     wrong = 0
     for name in given.architectures:
         began, found = time.perf_counter(), list(faults(name, given.random))

@@ -18,7 +18,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,28 +30,11 @@ from offstage.stages.machine.aligned_memory import private_bytes
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say
-from tests.benchmarks.sides import PROMPT, offstage_command, record_in
+from tests.benchmarks.sides import accelerate_command, need_accelerator, offstage_command, record_in
 from tests.benchmarks.storage import direct_read_bandwidth
 
 TIERS = {"host": "cpu", "disk": "disk"}
-NO_ACCELERATOR = 2
 COPY_BYTES, COPIES = 256 * 2**20, 16
-THEIRS = """
-import json, sys, time, torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
-folder, placed, tokens, offload = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), sys.argv[4]
-model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=placed, offload_folder=offload)
-times = []
-class Clock(StoppingCriteria):
-    def __call__(self, ids, scores, **kwargs):
-        times.append(time.perf_counter())
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-ids = torch.tensor([json.loads(sys.argv[5])], device=0)
-out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-                     do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]))
-print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}))
-"""
-"""transformers + accelerate with a map: what an accelerator computes waits on the host, or in files beside."""
 
 
 def pinned_copy_bandwidth(device: torch.device) -> float:
@@ -84,13 +66,19 @@ def run_theirs(tier: str, checkpoint: Path, work: Path, *, tokens: int) -> dict[
     """Run transformers + accelerate with the layers on ``tier``; null where accelerate isn't installed."""
     if importlib.util.find_spec("accelerate") is None:
         return None
-    given = [str(checkpoint), str(device_map(tier, work)), str(tokens), str(work / "theirs"), json.dumps(PROMPT)]
-    done = subprocess.run([sys.executable, "-c", THEIRS, *given], cwd=work, capture_output=True, text=True, check=False)
-    shutil.rmtree(work / "theirs", ignore_errors=True)
+    placed, spill = json.loads(device_map(tier, work).read_text()), work / "theirs"
+    command = accelerate_command(checkpoint, tokens, {"device_map": placed}, spill=spill, device="cuda")
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    shutil.rmtree(spill, ignore_errors=True)
     if done.returncode:
-        return {"seconds": None, "failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][-200:]}
+        return _failed(done)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def _failed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+    return {"seconds": None, "failed": said[-1][-200:]}
 
 
 def run_tier(tier: str, checkpoint: Path, work: Path, *, tokens: int, options: list[str]) -> dict[str, Any]:
@@ -100,15 +88,13 @@ def run_tier(tier: str, checkpoint: Path, work: Path, *, tokens: int, options: l
     command = offstage_command(checkpoint, tokens, placed)
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-        return {"seconds": None, "failed": said[-1][-200:]}
+        return _failed(done)
     record = record_in(work)
     metrics = record["metrics"]
     seconds, streamed = metrics["decode_seconds_per_token"], metrics["streamed_bytes_per_token"]
-    tokens_there = record["outputs"][0]["token_ids"]
     return {
         "seconds": seconds, "streamed": streamed, "rate": streamed / seconds, "stall": metrics["stall_seconds"],
-        "tokens": tokens_there, "peaks": record["memory"],
+        "tokens": record["outputs"][0]["token_ids"], "peaks": record["memory"],
     }  # fmt: skip
 
 
@@ -132,11 +118,9 @@ def run_round(arguments: argparse.Namespace, checkpoint: Path, work: Path, numbe
             f"round {number + 1}  from {tier:14} {side['seconds']:.4f} s a token, {side['streamed'] / 1e9:.2f} GB"
             f" over the link at {side['rate'] / 1e9:.2f} GB/s, stalls {side['stall']:.2f} s"
         )
-        predicted, measured = side["peaks"]["predicted"], side["peaks"]["measured"]
         for device in ("0", "cpu"):
-            say(
-                f"round {number + 1}  peak of {device:4} {measured[device] / 1e9:.2f} GB, {predicted[device] / 1e9:.2f}"
-            )
+            predicted, measured = (side["peaks"][kind][device] / 1e9 for kind in ("predicted", "measured"))
+            say(f"round {number + 1}  peak of {device:4} {measured:.2f} GB, predicted {predicted:.2f} GB")
         theirs = run_theirs(tier, checkpoint, work, tokens=arguments.tokens)
         if theirs is not None:
             sides[f"{tier}, accelerate"] = theirs
@@ -172,8 +156,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     parser.add_argument("--option", action="append", default=[], help="an override for offstage")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(NO_ACCELERATOR, "no accelerator here: there is no link to measure\n")
+    need_accelerator(parser, ": there is no link to measure")
     checkpoint = make(arguments.size, arguments.folder / arguments.size)
     work = arguments.folder / "work"
     work.mkdir(exist_ok=True)

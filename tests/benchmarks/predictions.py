@@ -1,13 +1,13 @@
-"""Predicted against measured host peaks and bytes streamed for a token, over a grid of budgets and requests.
+"""Predicted against measured host peaks, bytes streamed for a token and its seconds, over budgets and requests.
 
     python -m tests.benchmarks.predictions 1.1b --budgets 300MB 600MB 1GB
     python -m tests.benchmarks.predictions qwen3-moe --budgets 90MB 120MB 150MB --tokens 65 --capped
     python -m tests.benchmarks.predictions /ckpt/gpt2 --budgets 2GB --requests 1x256 2x1200 4x1000
 
 A request is SEQUENCESxLENGTH of its prompts, of which only the first is that long. Prints one line a run: what the plan
-predicted, what the process held (anonymous memory), the same of the bytes streamed for a token, and how far apart the
-two are in each. ``--capped`` runs each one again, in the same folder, under a hard cap at the predicted peak and
-5% more, and says whether it lives.
+predicted, what the process held (anonymous memory), the same of the bytes streamed for a token and of its seconds, and
+how far apart the two are in each. ``--capped`` runs each one again, in the same folder, under a hard cap at the
+predicted peak and 5% more, and says whether it lives.
 
 What a mixture streams is an expectation, of uniform routing: give it ``--tokens`` enough. Text is sampled from the
 whole distribution of each token: random weights that decode greedily repeat themselves, and no expectation is of one
@@ -91,8 +91,9 @@ def main() -> None:
     options = [*([] if given.greedy else SAMPLED), *given.option]
     setup = Setup(checkpoint, given.folder / f"predictions-{checkpoint.name}", given.tokens, options, given.capped)
     rows = [measure(setup, budget, request) for budget, request in itertools.product(given.budgets, given.requests)]
-    peaks, streamed = (max(map(abs, each)) for each in zip(*rows, strict=True))
-    say(f"largest error {peaks:.1%} of peaks, {streamed:.1%} of bytes streamed, over {len(rows)} runs")
+    peaks, streamed, seconds = (max(map(abs, each)) for each in zip(*rows, strict=True))
+    largest = f"{peaks:.1%} of peaks, {streamed:.1%} of bytes streamed, {seconds:.1%} of seconds"
+    say(f"largest error {largest}, over {len(rows)} runs")
 
 
 def measure(setup: Setup, budget: str, request: str) -> list[float]:
@@ -102,10 +103,12 @@ def measure(setup: Setup, budget: str, request: str) -> list[float]:
     asked = setup.command(budget, request, 0)
     pairs = figures(setup.run(asked))
     errors = [_error(*pair) for pair in pairs]
-    sizes = " ".join(f"{format_bytes(count):>10}" for pair in pairs for count in pair)
+    *counts, seconds = pairs
+    sizes = " ".join(f"{format_bytes(count):>10}" for pair in counts for count in pair)
+    sizes += "".join(f"{count:>9.4f}" for count in seconds)
     fate = f"  {setup.fate(asked, pairs[0][0])}" if setup.capped else ""
     apart = " ".join(f"{error:+.1%}" for error in errors)
-    say(f"{budget:>8} {request:>8}  predicted, measured; streamed: {sizes}  {apart}{fate}")
+    say(f"{budget:>8} {request:>8}  predicted, measured; streamed; seconds: {sizes}  {apart}{fate}")
     return errors
 
 
@@ -116,14 +119,15 @@ def _checkpoint(model: str, folder: Path) -> Path:
     return make_mixture_like(model, folder / model) if model in MIXTURES else Path(model).resolve()
 
 
-def figures(record: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return what was predicted and measured of the host's peak, and of the bytes streamed for a token."""
+def figures(record: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return what was predicted and measured of the host's peak, of the bytes streamed for a token, and its seconds."""
     memory, metrics = record["memory"], record["metrics"]
     streamed = (metrics["predicted_streamed_bytes_per_token"], metrics["streamed_bytes_per_token"])
-    return [(memory["predicted"]["cpu"], memory["measured"]["cpu"]), streamed]
+    seconds = (metrics["predicted_seconds_per_token"], metrics["decode_seconds_per_token"])
+    return [(memory["predicted"]["cpu"], memory["measured"]["cpu"]), streamed, seconds]
 
 
-def _error(predicted: int, measured: int) -> float:
+def _error(predicted: float, measured: float) -> float:
     """Return by which share of what was ``measured`` the prediction is above it."""
     return predicted / measured - 1 if measured else float(predicted != measured)
 

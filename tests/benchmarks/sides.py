@@ -5,15 +5,18 @@ A side that dies or takes too long is a result too: ``seconds`` is null then, an
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.stage import MEASURED
@@ -22,25 +25,26 @@ from tests.benchmarks import airllm
 from tests.benchmarks.caps import run_capped
 from tests.benchmarks.throttle import throttled
 
+_NO_ACCELERATOR = 2
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.app import main; main()"]
 
 ACCELERATE = """
 import json, os, sys, time, torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
-folder, budget, tokens, offload = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+folder, placed, tokens, offload = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 given = {"dtype": "auto"}
 if folder.endswith(".gguf"):
     folder, file = os.path.split(folder)
     given = {"gguf_file": file, "dtype": torch.bfloat16}
 model = AutoModelForCausalLM.from_pretrained(
-    folder, device_map="auto", max_memory={"cpu": budget}, offload_folder=offload, **given)
+    folder, **placed, offload_folder=offload, **given)
 times = []
 class Clock(StoppingCriteria):
     def __call__(self, ids, scores, **kwargs):
         times.append(time.perf_counter())
-        return torch.zeros(len(ids), dtype=torch.bool)
-ids = torch.tensor(json.loads(sys.argv[5]))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+ids = torch.tensor(json.loads(sys.argv[5]), device=sys.argv[6])
 out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
                      do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]))
 answers = out[:, ids.shape[1]:].tolist()
@@ -113,11 +117,30 @@ def accelerate_side(setting: Setting, budget: int, prompts: Sequence[Sequence[in
     Seconds are those of a step.
     """
     spill = setting.work / "accelerate-offload"
-    arguments = [str(setting.checkpoint), str(budget), str(setting.tokens), str(spill), json.dumps(prompts)]
+    placed = {"device_map": "auto", "max_memory": {"cpu": budget}}
     try:
-        return _printed(setting, [sys.executable, "-c", ACCELERATE, *arguments])
+        command = accelerate_command(setting.checkpoint, setting.tokens, placed, spill=spill, prompts=prompts)
+        return _printed(setting, command)
     finally:
         shutil.rmtree(spill, ignore_errors=True)
+
+
+def accelerate_command(
+    checkpoint: Path, tokens: int, placed: Mapping[str, Any], *, spill: Path,
+    prompts: Sequence[Sequence[int]] = (PROMPT,), device: str = "cpu",
+) -> list[str]:  # fmt: skip
+    """Return the command that has transformers + accelerate answer ``prompts``, which come on ``device``.
+
+    ``placed`` are ``from_pretrained``'s options of where weights go; those on disk go to files in ``spill``.
+    """
+    arguments = [str(checkpoint), json.dumps(placed), str(tokens), str(spill), json.dumps(prompts), device]
+    return [sys.executable, "-c", ACCELERATE, *arguments]
+
+
+def need_accelerator(parser: argparse.ArgumentParser, advice: str = "") -> None:
+    """End the command of ``parser`` with exit code 2 where there is no accelerator; it says so, and the ``advice``."""
+    if not torch.cuda.is_available():
+        parser.exit(_NO_ACCELERATOR, f"no accelerator here{advice}\n")
 
 
 def python_side(setting: Setting, door: str, budget: int = 0) -> Side:

@@ -67,17 +67,22 @@ ALONE: dict[str, dict[str, Any]] = {
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint with random weights, and a tokenizer of one letter a token."""
     folder = tmp_path_factory.mktemp("checkpoint") / request.param
-    torch.manual_seed(7)
-    model = auto(folder).from_config(MODELS[request.param], dtype=torch.bfloat16)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 0.1)
-    model.save_pretrained(folder, max_shard_size="40KB")
+    save_random(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:WORDS]
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
+
+
+def save_random(folder: Path) -> None:
+    """Write a checkpoint with random weights, biases included, of the architecture that ``folder`` is named after."""
+    torch.manual_seed(7)
+    model = auto(folder).from_config(MODELS[folder.name], dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 0.1)
+    model.save_pretrained(folder, max_shard_size="40KB")
 
 
 def auto(folder: Path) -> Any:

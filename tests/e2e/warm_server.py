@@ -36,8 +36,10 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """What the slowest of a run's imports belong to; a fork imports the others as a process does."""
-SET_BY_RUNS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR")
-"""Environment variables that a run sets in its process, which may be that of the tests."""
+SET_BY_RUNS = (
+    "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
+"""Environment variables that a run, or a compiled generate, sets in its process, which may be that of the tests."""
 _REQUEST_BYTES, _DESCRIPTORS = 1 << 20, 8
 _READY, _BEGUN = b"ready", "begun"
 Leads = Literal["session", "group"]

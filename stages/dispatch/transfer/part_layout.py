@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,20 +25,17 @@ RowSource = tuple[AtRest, ...] | torch.Tensor
 """Where an expert's row of a stack waits: in places on disk, one after the other, or on the host."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlacedTensor:
-    """One tensor of a part: where it waits, and where it begins in the part's region.
-
-    Of one that waits on the host ``data`` are the bytes, one after the other.
-    """
+    """One tensor of a part: where it waits, and where it begins in the part's region."""
 
     source: Source
     begin: int
-    data: torch.Tensor | None = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        data = self.source.detach().reshape(-1).view(torch.uint8) if isinstance(self.source, torch.Tensor) else None
-        object.__setattr__(self, "data", data)
+    @cached_property
+    def data(self) -> torch.Tensor | None:
+        """The bytes of one that waits on the host, one after the other; null for one on disk."""
+        return self.source.detach().reshape(-1).view(torch.uint8) if isinstance(self.source, torch.Tensor) else None
 
     @property
     def dtype(self) -> torch.dtype:

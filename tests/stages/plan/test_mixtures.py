@@ -14,11 +14,13 @@ from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.dispatch import dispatch_plan
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.expert_slots import Pool, Routing, roomy_slots
+from offstage.stages.plan.expert_slots import SINGLE, Pool, Routing, roomy_slots
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import render
+from offstage.stages.plan.traffic import host_calls
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture, token_bytes
 from tests.stages.plan.plans import make_plan, of
@@ -342,3 +344,12 @@ def test_without_the_switch_experts_are_streamed_as_any_weights() -> None:
     plan = plan_for(model, cpu=model.skeleton.bytes // 2)
     assert set(plan.serving.values()) == {"direct", "rows"}
     assert (of(plan, "slots"), "expert_hit_rate" in plan.forecast, "slots" in plan.predicted[CPU]) == ({}, False, False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_expert_that_the_host_computes_takes_it_a_call_beside_that_of_its_module(name: str) -> None:
+    outline = mixture(name)
+    budgets = {CPU: None}
+    layout = lay_out(outline, POLICIES["sequential"](outline, budgets), budgets)
+    used = sum(spec.per_token for spec in outline.experts.values())
+    assert host_calls(layout, SINGLE) == pytest.approx(len(outline.skeleton.calls) + used)

@@ -81,9 +81,11 @@ def test_calls_take_the_host_a_while_however_few_weights_there_are() -> None:
     assert seconds == [1, 3]
 
 
-def read(count: float, *, ahead: bool = True, unpacked: float | None = None, tensors: float = 0) -> Brought:
+def read(
+    count: float, *, ahead: bool = True, unpacked: float | None = None, tensors: float = 0, mapped: bool = False
+) -> Brought:
     found = Brought()
-    found.add(DISK, count, computes=CPU, ahead=ahead, unpacked=unpacked, tensors=tensors)
+    found.add(DISK, count, computes=CPU, ahead=ahead, unpacked=unpacked, tensors=tensors, mapped=mapped)
     return found
 
 
@@ -96,6 +98,9 @@ def read(count: float, *, ahead: bool = True, unpacked: float | None = None, ten
         (read(20, ahead=False), 1.02 + 2),
         (read(5, ahead=False, unpacked=100), 1.1 + 0.5 + 0.25 * 0.2),
         (read(5, ahead=False, unpacked=400), 1.4 + 0.8 + 0.25 * 0.5),
+        (read(0, tensors=10), 1 + 0.12),
+        (read(0, tensors=10, ahead=False), 1 + 0.04),
+        (read(0, tensors=10, mapped=True), 1 + 0.005),
         (Brought(), 1),
     ],
 )
