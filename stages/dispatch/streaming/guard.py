@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
@@ -90,22 +90,54 @@ def unguard(model: nn.Module) -> None:
 
 def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     """Stand in for ``nn.Module._apply``, through which ``to``, ``cuda``, ``half`` and the like all go."""
-    on_meta = (name for name, tensor in self.named_parameters() if tensor.is_meta)
-    _refuse_to_move(next(iter(vars(type(self))[_STREAMED]), None) or next(on_meta, None))
-    _log.warning("a dispatched model is being moved or cast: its hooks will send inputs to where the weights were")
     kind: Any = vars(type(self))[_MARK]
+    if any(tensor.is_meta for tensor in _tensors(self)) or vars(type(self))[_STREAMED]:
+        fn = _sparing_what_waits(self, fn)
+    else:
+        _log.warning("a dispatched model is being moved or cast: its hooks will send inputs to where the weights were")
     moved: nn.Module = kind._apply(self, fn, recurse)
     return moved
 
 
-def _refuse_to_move(waiting: str | None) -> None:
-    """Refuse to move or cast a model, or a part of one, of which the weight ``waiting`` does, if there is one."""
-    if waiting is not None:
-        raise RuntimeError(
-            f"this model can't be moved or cast: some of its weights wait on the host or on disk, {waiting!r} first. "
-            "After dispatch_model and its kin, remove_hook_from_submodules(model) brings them back; a model of the "
-            "pipeline is placed by its plan: change max_memory, device_map or dtype and run again"
-        )
+def _sparing_what_waits(module: nn.Module, fn: Any) -> Any:
+    """Return ``fn``, of those that move and cast, for the tensors of ``module`` that don't wait; refuse any other.
+
+    Trainers ask a model to be where it is, with adapters beside its weights: what changes no weight of the model is
+    followed. What it would do to one shows on a small tensor of its dtype on the device where it is needed.
+    """
+    asked: dict[tuple[Any, ...], bool] = {}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in sorted(named, key=lambda one: not isinstance(one[1], WaitingTensor)):
+        if not tensor.requires_grad or isinstance(tensor, WaitingTensor):
+            kind = (tensor.dtype, _needed_on(tensor), tensor.dim())
+            if kind not in asked:
+                asked[kind] = _is_changed(fn, *kind)
+            if asked[kind]:
+                _refuse_to_move(tensor.source.name if isinstance(tensor, WaitingTensor) else name)
+    return lambda tensor: tensor if isinstance(tensor, WaitingTensor) else fn(tensor)
+
+
+def _is_changed(fn: Any, dtype: torch.dtype, device: torch.device, dimensions: int) -> bool:
+    probe = torch.empty((2,) * dimensions, dtype=dtype, device=device)
+    address = probe.data_ptr()
+    return fn(probe) is not probe or probe.data_ptr() != address
+
+
+def _needed_on(tensor: torch.Tensor) -> torch.device:
+    return (tensor.source.device or tensor.device) if isinstance(tensor, WaitingTensor) else tensor.device
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
+    return chain(module.parameters(recurse), module.buffers(recurse))
+
+
+def _refuse_to_move(waiting: str) -> NoReturn:
+    """Refuse to move or cast a model, or a part of one, whose weight ``waiting`` would not follow."""
+    raise RuntimeError(
+        f"this model can't be moved or cast: some of its weights wait on the host or on disk, {waiting!r} first. "
+        "After dispatch_model and its kin, remove_hook_from_submodules(model) brings them back; a model of the "
+        "pipeline is placed by its plan: change max_memory, device_map or dtype and run again"
+    )
 
 
 class _ApplyOfPart:
@@ -121,9 +153,9 @@ class _ApplyOfPart:
     def __call__(self, fn: Any, recurse: bool = True) -> Any:
         part: Any = self._part()
         model = None if self._model is None else self._model()
-        if model is not None and is_guarded(model):
-            tensors = chain(part.parameters(recurse), part.buffers(recurse))
-            _refuse_to_move(next((each.source.name for each in tensors if isinstance(each, WaitingTensor)), None))
+        is_waited_for = any(isinstance(tensor, WaitingTensor) for tensor in _tensors(part, recurse))
+        if model is not None and is_guarded(model) and is_waited_for:
+            fn = _sparing_what_waits(part, fn)
         return type(part)._apply(part, fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ApplyOfPart:

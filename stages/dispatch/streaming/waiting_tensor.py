@@ -8,18 +8,27 @@ when an operator gets it, for that operator alone; so what hooks do in time is s
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self, SupportsIndex
+from types import FrameType
+from typing import Any, Self, SupportsIndex
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
+
 _KEPT = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _TWIN = "_waiting_twin"
 _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
+_ADDS_BESIDE = "peft."
+"""The modules of a library that puts what it adds, and has drawn, to where the weight beside it is."""
+_SAVE_IT = "save the model with its save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
+_LIKE_ANOTHER: tuple[Any, ...] = (torch.Tensor.to, torch.Tensor.type_as)
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
@@ -46,7 +55,8 @@ class WaitingTensor(torch.Tensor):
 
     Operators get its data, read at that moment; those that would change it are refused, since the change would be
     lost. ``detach`` and a copy to meta leave it waiting. ``kept`` is the tensor from before, where keeping it costs no
-    memory; ``home`` is the device that it was on. ``use`` is what a kind of them is used by without being read whole.
+    memory; ``home`` is the device that it was on. ``use`` is what a kind of them is used by without being read whole;
+    ``lent`` the data while somebody has its address. A pickle has the data.
     """
 
     source: WaitingSource
@@ -54,6 +64,7 @@ class WaitingTensor(torch.Tensor):
     home: torch.device
     kept: torch.Tensor | None
     restored: weakref.ref[torch.Tensor] | None
+    lent: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, source: WaitingSource, use: object = None) -> Self:
@@ -61,14 +72,17 @@ class WaitingTensor(torch.Tensor):
         on_meta = torch.empty_like(like, device="meta", requires_grad=False)
         waiting = torch.Tensor._make_subclass(cls, on_meta, like.requires_grad)
         waiting.source, waiting.home, waiting.kept, waiting.restored = source, like.device, None, None
-        waiting.use = use
+        waiting.use, waiting.lent = use, None
         waiting._is_param = isinstance(like, nn.Parameter)
         return waiting
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """What its source tells: meta, or the device that computes with it."""
-        return self.source.told or torch.device("meta")
+        """What its source tells: meta, or the device that computes with it, which adapters are always made on."""
+        told = self.source.told
+        if told is None and _name(sys._getframe(1)).startswith(_ADDS_BESIDE):
+            told = self.source.device
+        return told or torch.device("meta")
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Have ``tensor``, of the same values, be what is read and what comes back."""
@@ -91,21 +105,40 @@ class WaitingTensor(torch.Tensor):
             values.setflags(write=False)
         return values
 
-    def _refuse_data(self) -> NoReturn:
-        """Refuse to be given other data: what comes back, or is read again, would not be that."""
+    def _refuse_data(self, data: torch.Tensor) -> None:
+        """Refuse to be given other data than its own: what comes back, or is read again, would not be that."""
+        if data is self:
+            return
         attribute = self.source.name.rpartition(".")[2]
         raise RuntimeError(
             f"{self.source.name!r} is offloaded, and data set in its place would be lost; give its module another "
             f"parameter: module.{attribute} = torch.nn.Parameter(values)"
         )
 
-    def _refuse_address(self) -> None:
-        """Refuse to tell an address to code that takes the device for one with memory: it would save or read noise."""
+    def _address(self) -> int:
+        """Return an address in memory, where the caller takes the device for the host's: that of data read for it.
+
+        Only an entry of a state dict has one, for as long as it is there: whoever compares the addresses of all
+        parameters of a model would have them all in memory.
+        """
+        if self.device.type == "cpu" and not isinstance(self, nn.Parameter):
+            self.lent = self.on_host()
+            return self.lent.data_ptr()
         if self.device.type != "meta":
+            raise RuntimeError(f"{self.source.name!r} is offloaded, and has no address in memory: {_SAVE_IT}")
+        return 0
+
+    def on_host(self) -> torch.Tensor:
+        """Return the data on the host, for who keeps it there; a ``RuntimeError`` where it hasn't the room."""
+        if self.lent is not None:
+            return self.lent
+        free = host_memory().available_bytes - PROCESS_BYTES
+        if self.kept is None and self.nbytes > free:
             raise RuntimeError(
-                f"{self.source.name!r} is offloaded, and has no address in memory: save the model with its "
-                "save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
+                f"{self.source.name!r} is offloaded, and its {self.nbytes} bytes don't fit beside what is in memory, "
+                f"{free} bytes are free: {_SAVE_IT}"
             )
+        return self.now(torch.device("cpu"))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,9 +149,14 @@ class WaitingTensor(torch.Tensor):
         if func in _AS_ARRAY or func is torch.Tensor.tolist:
             return args[0]._out_of_torch(func, *args[1:], **(kwargs or {}))
         if func == _SET_DATA:
-            args[0]._refuse_data()
+            return args[0]._refuse_data(*args[1:])
         if func is torch.Tensor.data_ptr:
-            args[0]._refuse_address()
+            return args[0]._address()
+        if func in _LIKE_ANOTHER and len(args) > 1 and isinstance(args[1], WaitingTensor):
+            where = args[1].source.device or args[1].device
+            return args[0].to(where, args[1].dtype, *args[2:], **(kwargs or {}))
+        if func is torch.Tensor.__getitem__:
+            args = (args[0], _index(args[1]))
         properties = func.__name__ in ("__set__", "detach", "requires_grad_")
         with torch._C.DisableTorchFunctionSubclass():
             if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):
@@ -134,6 +172,8 @@ class WaitingTensor(torch.Tensor):
             return args[0].again()
         if torch.device("meta") == kwargs.get("device"):
             return func(*tree_map(_meta_of, args), **kwargs)
+        if func is torch.ops.aten.copy_.default and _is_same(*args[:2]):
+            return args[0]
         _refuse_changes(func, args, kwargs)
         return func(*tree_map(_data_of, args), **tree_map(_data_of, kwargs))
 
@@ -145,21 +185,19 @@ class WaitingTensor(torch.Tensor):
         """Return another tensor that waits as this one does, and is no parameter."""
         return type(self)(self.as_meta(), self.source, self.use)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WaitingTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo and isinstance(self, nn.Parameter) and _is_copied_beside():
+            data = self.now(self.source.device).clone()
+            memo[id(self)] = nn.Parameter(data, requires_grad=self.requires_grad)
         if id(self) not in memo:
             twin = WaitingTensor(self, copy.deepcopy(self.source, memo))  # no engine knows the copy: it is read whole
             twin.home, twin.kept = self.home, copy.deepcopy(self.kept, memo)
             memo[id(self)] = twin
-        found: WaitingTensor = memo[id(self)]
+        found: torch.Tensor = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> Any:
-        if self.source.told is None and isinstance(self.source.weights, dict):  # else files may be mapped there
-            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        raise TypeError(
-            f"{self.source.name!r} is offloaded, and a pickle of it would have no data: save the model with its "
-            "save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
-        )
+        return rebuild(self, self.on_host()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WaitingTensor(name={self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -201,6 +239,34 @@ def rebuild(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 def _data_of(value: Any) -> Any:
     return value.now(value.source.device) if isinstance(value, WaitingTensor) else value
+
+
+def _index(index: Any) -> Any:
+    """Return ``index`` with lists of numbers as tensors: torch makes one where the indexed tensor is, here meta."""
+    if isinstance(index, tuple):
+        return tuple(map(_index, index))
+    is_list = isinstance(index, list) and not any(isinstance(one, torch.Tensor | slice) for one in index)
+    return torch.as_tensor(index) if is_list or isinstance(index, bool | np.ndarray) else index
+
+
+def _is_copied_beside() -> bool:
+    """Return whether a library that adds to models makes the deep copy that is under way, to train it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _name(frame).startswith(("copy", "torch.", __name__)):
+        frame = frame.f_back
+    return _name(frame).startswith(_ADDS_BESIDE)
+
+
+def _name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_same(target: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a copy of ``values`` to ``target`` would change nothing, as of a state dict that holds both."""
+    if not isinstance(target, WaitingTensor) or target.shape != values.shape:
+        return False
+    own, given = _data_of(target), _data_of(values)
+    return not given.is_meta and torch.equal(own, given.to(own.device, own.dtype))
 
 
 def _meta_of(value: Any) -> Any:

@@ -207,7 +207,7 @@ def test_names_that_are_not_in_the_model_are_told(tmp_path: Path, caplog: pytest
     assert "device_map names nothing in the model: linear3" in caplog.text
 
 
-@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.half(), lambda m: m.double()])
+@pytest.mark.parametrize("move", [lambda m: m.to("meta"), lambda m: m.half(), lambda m: m.double()])
 def test_a_model_with_offloaded_weights_says_why_it_cannot_be_moved(move: Any, tmp_path: Path) -> None:
     model = dispatch_model(seeded(Net), ALL_ON_DISK, offload_dir=tmp_path)
     assert type(model).__name__ == "Net"
@@ -216,6 +216,16 @@ def test_a_model_with_offloaded_weights_says_why_it_cannot_be_moved(move: Any, t
         move(model)
     remove_hook_from_submodules(model)
     move(model)
+
+
+@pytest.mark.parametrize(
+    "move", [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.float(), lambda m: m.to(torch.float32)]
+)
+def test_a_model_with_offloaded_weights_is_moved_to_where_it_is(move: Any, tmp_path: Path) -> None:
+    model = dispatch_model(seeded(Net), ALL_ON_DISK, offload_dir=tmp_path)
+    assert move(model) is model
+    assert torch.equal(model(X), seeded(Net)(X))
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_model_with_all_weights_resident_is_moved_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

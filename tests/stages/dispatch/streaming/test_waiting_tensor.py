@@ -56,6 +56,12 @@ def test_it_is_a_parameter_on_meta_to_whoever_asks() -> None:
     assert "WaitingTensor(name='w', shape=(3, 4)" in repr(waiting)
 
 
+@pytest.mark.parametrize("index", [[2, 0], ([1], slice(2)), np.array([2, 0]), [True, False, True], True, (0, [1])])
+def test_an_index_that_is_no_tensor_gets_the_data(index: Any) -> None:
+    weight = nn.Parameter(torch.randn(3, 3))
+    assert torch.equal(wait(weight)[index], weight[index])
+
+
 def test_a_state_dict_and_a_copy_read_nothing() -> None:
     class Unreadable(dict[str, torch.Tensor]):
         def __getitem__(self, name: str) -> torch.Tensor:
@@ -124,16 +130,29 @@ def test_the_encoder_of_torch_works_with_every_weight_waiting(grad: bool) -> Non
         torch.testing.assert_close(model(x), expected)  # without gradients it leaves torch's fused path
 
 
-def test_it_survives_pickle_with_what_it_waits_in() -> None:
+@pytest.mark.parametrize("told", [None, CPU])
+def test_a_pickle_of_it_has_its_data_and_nothing_of_ours(told: torch.device | None) -> None:
     weight = nn.Parameter(torch.randn(2, 2))
-    twin = pickle.loads(pickle.dumps(wait(weight)))  # noqa: S301
-    assert isinstance(twin, nn.Parameter)
-    assert twin.is_meta
-    assert torch.equal(twin * 1, weight)
+    data = pickle.dumps(WaitingTensor(weight, WaitingSource({"w": weight}, "w", CPU, told=told)))
+    assert b"offstage" not in data
+    twin = pickle.loads(data)  # noqa: S301
+    assert type(twin) is nn.Parameter
+    assert torch.equal(twin, weight)
 
 
-def test_it_is_not_pickled_without_what_it_waits_in() -> None:
-    weight, files = nn.Parameter(torch.randn(2, 2)), DiskWeights({})
-    for source in (WaitingSource(files, "w", CPU), WaitingSource({"w": weight}, "w", CPU, told=CPU)):
-        with pytest.raises(TypeError, match="'w' is offloaded, and a pickle of it would have no data: save the model"):
-            pickle.dumps(WaitingTensor(weight, source))
+def test_one_that_the_host_has_no_room_for_is_neither_pickled_nor_lent_an_address() -> None:
+    huge = torch.empty(1 << 50, device="meta")
+    waiting = WaitingTensor(huge, WaitingSource(DiskWeights({}), "w", CPU, told=CPU))
+    for use in (pickle.dumps, torch.Tensor.data_ptr):
+        with pytest.raises(
+            RuntimeError, match=r"'w' is offloaded, and its \d+ bytes don't fit .* free: save the model"
+        ):
+            use(waiting)
+
+
+def test_an_entry_of_a_state_dict_has_an_address_and_a_parameter_none() -> None:
+    weight = nn.Parameter(torch.randn(2, 2))
+    waiting = WaitingTensor(weight, WaitingSource({"w": weight}, "w", CPU, told=CPU))
+    assert waiting.detach().data_ptr() == weight.data_ptr()
+    with pytest.raises(RuntimeError, match="'w' is offloaded, and has no address in memory: save the model"):
+        waiting.data_ptr()

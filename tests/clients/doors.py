@@ -1,0 +1,53 @@
+"""The functions that load a model which streams, each with all of its weights on disk or on the host."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+import offstage
+
+ALL_ON_DISK = {"model": "disk", "lm_head": "disk"}
+Door = Callable[[Path], Any]
+
+
+def make_llama(folder: Path, **options: Any) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64, **sizes, **options)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def plain(checkpoint: Path) -> Any:
+    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+
+
+def load(checkpoint: Path) -> Any:
+    cache = checkpoint.with_name("cache")  # what one test finds out of the model the next one knows
+    return offstage.load(checkpoint, device_map={"": "disk"}, cache=cache, max_length=64).model
+
+
+def load_checkpoint_and_dispatch(checkpoint: Path) -> Any:
+    with offstage.init_empty_weights():
+        model = LlamaForCausalLM(AutoConfig.from_pretrained(checkpoint))
+    return offstage.load_checkpoint_and_dispatch(model.eval(), checkpoint, device_map=ALL_ON_DISK)
+
+
+def dispatch_model(checkpoint: Path) -> Any:
+    folder = tempfile.mkdtemp(dir=checkpoint.parent)
+    return offstage.dispatch_model(plain(checkpoint), ALL_ON_DISK, main_device="cpu", offload_dir=folder)
+
+
+def cpu_offload(checkpoint: Path) -> Any:
+    return offstage.cpu_offload(plain(checkpoint), "cpu")
+
+
+def disk_offload(checkpoint: Path) -> Any:
+    return offstage.disk_offload(plain(checkpoint), tempfile.mkdtemp(dir=checkpoint.parent), "cpu")
+
+
+DOORS: list[Door] = [load, load_checkpoint_and_dispatch, dispatch_model, cpu_offload, disk_offload]
