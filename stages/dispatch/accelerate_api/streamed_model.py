@@ -22,7 +22,7 @@ from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
 from offstage.stages.dispatch.dispatch_plan import ModulePlan, make_dispatch_plan
 from offstage.stages.dispatch.streaming.places import places_in
 from offstage.stages.dispatch.streaming.streamer import Streamer
-from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, rebuild, send_waiting
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor, rebuild, send_waiting
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
@@ -187,6 +187,11 @@ class _Placer:
 
     def _value(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         value = self.data.weights.get(name, tensor)
+        if isinstance(value, WaitingTensor):
+            raise ValueError(
+                f"{name!r} is offloaded already, and was never in memory: load the model again with the device_map or "
+                "max_memory that it is to have"
+            )
         if value.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no data; load it, or give it in state_dict")
         return value

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.streaming.state_on_host import state_on_host
-from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 from offstage.stages.empty_init.skeleton import parent, upward
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ def shut(model: nn.Module, refusal: str) -> None:
 
     unguard(model)
     refused = ("_apply", "state_dict", "__reduce_ex__", *_METHODS)
-    _have_subclass(model, {name: refuse for name in refused if hasattr(type(model), name)})
+    body = {name: refuse for name in refused if hasattr(type(model), name)}
+    _have_subclass(model, {**body, "__deepcopy__": refuse})
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if module is model or any(tensor.is_meta for tensor in own):
@@ -70,7 +71,7 @@ def _have_subclass(model: nn.Module, body: Mapping[str, Any]) -> None:
     """Have ``model`` be of a subclass of its class that passes for that, with ``body`` and what copies it."""
     kind = type(model)
     named = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__}
-    model.__class__ = type(kind.__name__, (kind,), {**body, **_copies(kind), **named, _MARK: kind})
+    model.__class__ = type(kind.__name__, (kind,), {**_copies(kind), **body, **named, _MARK: kind})
 
 
 def is_guarded(model: nn.Module) -> bool:
@@ -203,15 +204,18 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any
 
 
 def _resize_token_embeddings(self: Any, *args: Any, **options: Any) -> Any:
-    """Stand in for transformers' method, which would copy from a weight that it believes has no data."""
+    """Stand in for transformers' method, which sets other data in place of a weight's.
+
+    Embeddings that wait are read before, to where they compute, and stay there.
+    """
     kind: Any = vars(type(self))[_MARK]
-    for embeddings in (self.get_input_embeddings(), self.get_output_embeddings()):
-        weight = getattr(embeddings, "weight", None)
-        if isinstance(weight, WaitingTensor) and weight.device.type == "meta":
-            raise RuntimeError(
-                f"the embeddings can't be resized: {weight.source.name!r} is offloaded; resize them before the model "
-                "is dispatched, or load it with offstage.load"
-            )
+    read: dict[int, torch.Tensor] = {}
+    for embeddings in filter(None, (self.get_input_embeddings(), self.get_output_embeddings())):
+        own = embeddings.named_parameters(recurse=False)
+        for name, waiting in [(name, tensor) for name, tensor in own if isinstance(tensor, WaitingTensor)]:
+            if id(waiting) not in read:  # one of two that are tied
+                read[id(waiting)] = rebuild(waiting, waiting.now(waiting.source.device).clone())
+            setattr(embeddings, name, read[id(waiting)])
     return kind.resize_token_embeddings(self, *args, **options)
 
 

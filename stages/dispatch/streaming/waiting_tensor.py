@@ -279,7 +279,8 @@ def _refuse_changes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         value = {**given, **kwargs}.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         if written and isinstance(value, WaitingTensor):
+            weight = f"module.{value.source.name.rpartition('.')[2]}"
             raise RuntimeError(
-                f"{value.source.name!r} is offloaded, and a change by {func} would be lost; "
-                "remove_hook_from_submodules(model) brings it back first"
+                f"{value.source.name!r} is offloaded, and a change by {func} would be lost; give its module a "
+                f"parameter in memory first: {weight} = torch.nn.Parameter({weight}.detach().clone())"
             )

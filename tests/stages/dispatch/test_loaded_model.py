@@ -119,8 +119,9 @@ def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_clos
         loaded.close()
     assert open_files() == files
     assert threading.active_count() <= threads + 4, "the readers are the process's, and it has four"
-    with pytest.raises(RuntimeError, match="this model was closed"):
-        loaded.model(TOKENS)
+    for use in (lambda: loaded.model(TOKENS), lambda: copy.deepcopy(loaded.model)):
+        with pytest.raises(RuntimeError, match="this model was closed"):
+            use()
     assert loaded.model.lm_head.half().weight.is_meta, "a part of it is a plain one again"
 
 

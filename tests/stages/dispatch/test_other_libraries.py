@@ -24,10 +24,13 @@ Way = Callable[[Path, Path], Any]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def save_llama(folder: Path, **asked: Any) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64, **sizes)
-    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64, **sizes, **asked)
     LlamaForCausalLM(config).eval().save_pretrained(folder)
     return folder
 
@@ -67,20 +70,44 @@ def test_a_model_can_be_saved(way: Way, checkpoint: Path, tmp_path: Path) -> Non
     assert torch.equal(model(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
 
 
-@pytest.mark.parametrize("way", FIELDS)
-def test_streamed_embeddings_of_a_dispatched_model_are_not_resized(way: Way, checkpoint: Path, tmp_path: Path) -> None:
-    model = way(checkpoint, tmp_path)
-    with pytest.raises(RuntimeError, match=r"can't be resized: 'lm_head.weight' is offloaded; resize them before"):
+@pytest.mark.parametrize("tied", [False, True], ids=["two", "tied"])
+@pytest.mark.parametrize("way", [*WAYS, on_host])
+def test_streamed_embeddings_are_read_and_resized(
+    way: Way, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ON_DISK, "model.embed_tokens", "disk")
+    checkpoint = save_llama(tmp_path / "checkpoint", tie_word_embeddings=tied)
+    model, expected = way(checkpoint, tmp_path / "cache"), plain(checkpoint)
+    torch.manual_seed(2)
+    expected.resize_token_embeddings(80)
+    for _ in range(2):
+        torch.manual_seed(2)
         model.resize_token_embeddings(80)
+        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, WaitingTensor)
+
+
+@pytest.mark.parametrize("way", [loaded, loaded_and_dispatched])
+def test_what_was_never_in_memory_is_not_offloaded_once_more(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model = way(checkpoint, tmp_path)
+    with pytest.raises(ValueError, match=r"is offloaded already, and was never in memory: load the model again"):
+        offstage.cpu_offload(model)
     assert torch.equal(model(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
 
 
-def test_streamed_embeddings_of_a_loaded_model_are_read_and_resized(checkpoint: Path, tmp_path: Path) -> None:
-    model = loaded(checkpoint, tmp_path)
-    model.resize_token_embeddings(80)
-    logits = model(TOKENS).logits
-    assert logits.shape[-1] == 80
-    assert torch.equal(logits[..., :64], plain(checkpoint)(TOKENS).logits)
+@pytest.mark.parametrize("way", [*WAYS, on_host])
+def test_a_change_in_place_names_the_way_that_lasts(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model, expected = way(checkpoint, tmp_path / "cache"), plain(checkpoint)
+    module = model.model.layers[0].mlp.up_proj
+    refusal = r"give its module a parameter in memory first: module\.weight = "
+    with torch.no_grad(), pytest.raises(RuntimeError, match=refusal):
+        module.weight.mul_(2)
+    module.weight = torch.nn.Parameter(module.weight.detach().clone())
+    with torch.no_grad():
+        for changed in (module, expected.model.layers[0].mlp.up_proj):
+            changed.weight.mul_(2)
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
 
 
 @pytest.mark.parametrize("way", FIELDS)
