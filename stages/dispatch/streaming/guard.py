@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
@@ -51,20 +51,31 @@ def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, .
         vars(part)[_APPLY] = _ApplyOfPart(part, model)
 
 
+def refuse_calls(module: nn.Module, refusal: str) -> None:
+    """Have each call of ``module`` be refused before anything else is done."""
+    module.register_forward_pre_hook(_refusing(refusal), prepend=True)
+
+
 def shut(model: nn.Module, refusal: str) -> None:
-    """Have ``model``, whose streamed weights are gone, and each part that has some of them, refuse all use."""
+    """Have ``model``, whose streamed weights are gone, refuse all other use than calls, and each part calls, too.
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError(refusal)
-
+    That is each part that has some of these weights. Calls of the model are refused already: see ``refuse_calls``.
+    """
     unguard(model)
     refused = ("_apply", "state_dict", "__reduce_ex__", *_METHODS)
-    body = {name: refuse for name in refused if hasattr(type(model), name)}
-    _have_subclass(model, {**body, "__deepcopy__": refuse})
+    body = {name: _refusing(refusal) for name in refused if hasattr(type(model), name)}
+    _have_subclass(model, {**body, "__deepcopy__": _refusing(refusal)})
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if module is model or any(tensor.is_meta for tensor in own):
-            module.register_forward_pre_hook(refuse, prepend=True)
+        if module is not model and any(tensor.is_meta for tensor in own):
+            refuse_calls(module, refusal)
+
+
+def _refusing(refusal: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(refusal)
+
+    return refuse
 
 
 def _have_subclass(model: nn.Module, body: Mapping[str, Any]) -> None:

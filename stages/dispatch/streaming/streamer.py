@@ -21,7 +21,7 @@ from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_places
 from offstage.stages.dispatch.streaming.backward import BackwardOrder
 from offstage.stages.dispatch.streaming.caches import open_caches
-from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
+from offstage.stages.dispatch.streaming.guard import guard, refuse_calls, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared, Task
 from offstage.stages.dispatch.streaming.passes import ModelPasses
@@ -136,6 +136,8 @@ class Streamer:
         """
         with self._passes.lock.held():
             self.is_attached, self._refusal = False, refusal or self._refusal
+            if refusal is not None:  # before the hooks go, since a call of another thread may begin meanwhile
+                refuse_calls(self._model, refusal)
             self._stack.close()
             self._caches.clear()
             if refusal is not None:

@@ -246,6 +246,20 @@ def test_closing_waits_for_the_pass_of_another_thread_and_every_use_after_it_say
             use()
 
 
+def test_a_call_that_begins_while_the_model_is_closed_says_so(tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint", "llama", torch.float32)
+    for _ in range(6):
+        with opened(tmp_path) as loaded, ThreadPoolExecutor(1) as pool:
+            model: Any = loaded.model
+            under_way = threading.Event()
+            model.model.layers[1].register_forward_hook(lambda *_, under_way=under_way: under_way.set())
+            generating = pool.submit(model.generate, torch.tensor([[5]]), max_new_tokens=5000)
+            under_way.wait()
+            loaded.close()
+            with pytest.raises(RuntimeError, match="this model was closed"):
+                generating.result()
+
+
 @pytest.mark.parametrize("storage", [DIRECT, MAPPED, ON_HOST], ids=["direct", "mapped", "host"])
 def test_a_model_goes_on_in_a_process_that_was_forked_while_another_thread_called_it(
     storage: dict[str, Any], tmp_path: Path
