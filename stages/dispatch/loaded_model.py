@@ -28,6 +28,7 @@ from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.stage import PlanStage
+from offstage.stages.plan.table import render, summary
 from offstage.stages.shard_load.stage import ShardLoadStage
 from offstage.stages.units import DeviceId
 
@@ -48,8 +49,9 @@ class LoadedModel:
     """A checkpoint that was loaded: its ``model``, ready to call wherever its weights lie, and its ``tokenizer``.
 
     ``plan`` says what lies where and why, and what is predicted of it: ``plan.predicted`` has the bytes of each device
-    at its peak by what they are for, ``plan.forecast`` the bytes streamed and the seconds of a token. It is a context
-    manager, and unpacks as ``model, tokenizer``.
+    at its peak by what they are for, ``plan.forecast`` the bytes streamed and the seconds of a token. Printed, it says
+    the same in a few lines; ``report()`` is what a run shows. It is a context manager, and unpacks as ``model,
+    tokenizer``.
     """
 
     def __init__(self, chain: StageChain) -> None:
@@ -86,6 +88,15 @@ class LoadedModel:
     def load_seconds(self) -> float:
         """How long loading the resident weights took."""
         return self._dispatched.load_seconds
+
+    def report(self) -> str:
+        """Return the plan as a run shows it: which modules lie where, what each device has at its peak, and why."""
+        return render(self.plan)
+
+    def __repr__(self) -> str:
+        path, computes = self._chain.config["model"]["path"], self.device
+        name = f"{type(self).__name__}({type(self.model).__name__} from {str(path)!r}, computes on {computes})"
+        return f"{name}\n{summary(self.plan)}"
 
     def __enter__(self) -> LoadedModel:
         return self

@@ -104,6 +104,14 @@ def render(plan: Plan) -> str:
     return "\n\n".join([_align(_bounded(lines), numbers=1), _align(_bounded(held), numbers=len(held[0]) - 1), *told])
 
 
+def summary(plan: Plan) -> str:
+    """Return in a few lines what each device has at its peak, by what it is for, and what is expected of a token."""
+    held, streamed = ledger_rows(plan), float(plan.forecast.get("streamed_bytes_per_token", 0))
+    seconds, bound = plan.forecast.get("seconds_per_token"), plan.forecast.get("bound")
+    expected = f", {float(seconds):.3g} s expected, bound by {bound}" if seconds else ""
+    return f"{_align(_bounded(held), numbers=len(held[0]) - 1)}\n{format_bytes(streamed)} streamed a token{expected}"
+
+
 def ledger_rows(plan: Plan) -> list[list[str]]:
     """Return a row of cells for each device: what it has at its peak, by what it is for, and the sum.
 

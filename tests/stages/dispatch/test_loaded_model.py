@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import offstage
 from offstage.pipeline.errors import BudgetError, CheckpointError, ConfigError
 from offstage.stages.dispatch.transfer.reading_threads import reader_pool
+from offstage.stages.units import format_bytes
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 OFFLOADED = {
@@ -106,6 +107,20 @@ def test_what_one_load_worked_out_the_next_one_finds(checkpoint: Path, tmp_path:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
     load(checkpoint, tmp_path, device_map=ON_DISK).close()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == before
+
+
+def test_what_was_loaded_says_in_a_few_lines_what_lies_where_after_it_was_closed_too(
+    checkpoint: Path, cache: Path
+) -> None:
+    with load(checkpoint, cache, device_map=ON_DISK) as loaded:
+        first, titles, *devices, told = repr(loaded).splitlines()
+        assert first == f"LoadedModel({type(loaded.model).__name__} from {str(checkpoint)!r}, computes on cpu)"
+        assert titles.split()[1:3] == ["on", "weights"]
+        assert [line.split()[0] for line in devices] == ["cpu", "disk"]
+        streamed = format_bytes(loaded.plan.forecast["streamed_bytes_per_token"])
+        assert told.startswith(f"{streamed} streamed a token, ")
+        assert all(name in loaded.report() for name in ("lm_head", *devices))
+    assert repr(loaded).splitlines()[1:-1] == [titles, *devices]
 
 
 def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_closed(checkpoint, plain, cache) -> None:
