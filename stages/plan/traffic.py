@@ -31,6 +31,10 @@ from offstage.stages.plan.token_time import (
 )
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
+_CALLS_A_MIXTURE, _CALLS_AN_EXPERT = 5, 2
+"""In the time of so many calls of modules the host sorts tokens by the stacked experts of a layer, and calls one of
+these. Nominal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -134,10 +138,10 @@ def host_share(layout: Layout, step: Step) -> HostShare | None:
 
 
 def host_calls(layout: Layout, routing: Routing) -> float:
-    """Return how many calls of modules that hold weights the host computes for a token, each expert's one of them."""
+    """Return how many calls of modules that hold weights the host computes for a token, or what takes it as long."""
     shares = {parent(name): routing.share(*experts) for name, experts in layout.outline.listed.items()}
-    stacked = layout.outline.experts
-    shares |= {name: 1 + routing.share(spec.count, spec.per_token) * spec.count for name, spec in stacked.items()}
+    for name, spec in layout.outline.experts.items():
+        shares[name] = _CALLS_A_MIXTURE + _CALLS_AN_EXPERT * spec.count * routing.share(spec.count, spec.per_token)
     return sum(shares.get(name, 1) for name in layout.outline.skeleton.calls if layout.execution.get(name) == CPU)
 
 
