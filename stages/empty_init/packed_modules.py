@@ -22,7 +22,7 @@ from offstage.stages.checkpoints.codecs.products import can_multiply, multiply_p
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.names import name_tensors
-from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.empty_init.skeleton import Skeleton, parent
 
 KEY = "quantized.products"
 """The key of the config that has weights stay packed."""
@@ -81,33 +81,28 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
     Others are loaded as ever: those in formats without products, those tied to what isn't of the two kinds, and those
     whose weights the model's class has in a dtype of its own, which its code looks at.
     """
-    entries = open_reader(checkpoint).entries
+    entries, named = open_reader(checkpoint).entries, dict(model.named_parameters(remove_duplicate=False))
     users: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named.items():
         users.setdefault(id(parameter), []).append(name)
     own_dtype = _of_own_dtype(model)
     for step in name_tensors(model, entries).steps:
         if step.converter is not None or len(step.sources) != 1 or len(step.targets) != 1:
             continue
         (target,), (source,) = step.targets, step.source_names
-        entry, tensor = entries[source], _tensor_of(model, target)
-        names = users.get(id(tensor), [])
-        if isinstance(entry, PackedTensor) and can_multiply(entry) and entry.shape == tuple(tensor.shape):
-            modules = [(name.rpartition(".")[0], model.get_submodule(name.rpartition(".")[0])) for name in names]
-            fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
-            if fits and names and all(type(module) in (nn.Linear, nn.Embedding) for _, module in modules):
-                _replace(model, modules, entry, source)
+        entry, tensor = entries[source], named.get(target)
+        if tensor is None or not can_multiply(entry) or entry.shape != tuple(tensor.shape):
+            continue
+        names = users[id(tensor)]
+        modules = [(parent(name), model.get_submodule(parent(name))) for name in names]
+        fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
+        if fits and all(type(module) in (nn.Linear, nn.Embedding) for _, module in modules):
+            _replace(model, modules, entry, source)
     if not any(isinstance(module, PackedLinear) for module in packed_modules(model).values()):
         raise ConfigError(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in "
             f"{', '.join(FORMATS_OF_LOOPS)}; take 'exact'"
         )
-
-
-def _tensor_of(model: nn.Module, name: str) -> torch.Tensor:
-    place, _, attribute = name.rpartition(".")
-    found: torch.Tensor = getattr(model.get_submodule(place), attribute)
-    return found
 
 
 def _replace(model: nn.Module, modules: Modules, entry: PackedTensor, source: str) -> None:

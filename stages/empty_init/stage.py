@@ -73,6 +73,11 @@ class EmptyInitConfig:
     quantized: QuantizedConfig = QuantizedConfig()
 
 
+def multiplies_packed(config: Config) -> bool:
+    """Return whether weights that rest packed are multiplied as they rest."""
+    return read(EmptyInitConfig, config).quantized.products == FUSED
+
+
 @dataclass(frozen=True, slots=True)
 class EmptyInitInputs:
     """The skeleton depends on the model's identity and the dtype; ``node`` is the config's ``model``.
@@ -130,7 +135,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         yield from _check_adapter(model)
         if kind == "pretrained":
             yield from _check_quantization(model)
-        if read(EmptyInitConfig, config).quantized.products == FUSED:
+        if multiplies_packed(config):
             yield from _check_products(model)
 
     def gather(self, context: Context) -> EmptyInitInputs:

@@ -14,7 +14,7 @@ from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
 from offstage.pipeline.typed_config import read
 from offstage.stages.empty_init import skeleton as skeletons
-from offstage.stages.empty_init.stage import FUSED, EmptyInitConfig, EmptyInitStage
+from offstage.stages.empty_init.stage import FUSED, EmptyInitStage, multiplies_packed
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.budgets import Allowance
@@ -85,7 +85,7 @@ class PlanStage(Stage[PlanInputs]):
                 f"{options.FASTEST!r} is chosen by what a token takes, which says nothing of a step of training; take "
                 "execution=exact",
             )
-        if read(EmptyInitConfig, config).quantized.products == FUSED and asking(config) == "finetune":
+        if multiplies_packed(config) and asking(config) == "finetune":
             yield Fault("quantized.products", f"{FUSED!r} has no gradients, and the run trains; take 'exact'")
 
     def examine(self, config: Config) -> Iterable[Fault]:
@@ -127,7 +127,7 @@ class PlanStage(Stage[PlanInputs]):
         """Write ``plan.json`` and ``device_map.json``."""
         with uncollected():
             plan = plan_from(inputs)
-        if read(EmptyInitConfig, context.config).quantized.products == FUSED:
+        if multiplies_packed(context.config):
             require_host(plan)
         plan.save(folder)
 

@@ -50,4 +50,16 @@ def disk_offload(checkpoint: Path) -> Any:
     return offstage.disk_offload(plain(checkpoint), tempfile.mkdtemp(dir=checkpoint.parent), "cpu")
 
 
+def losses_of(model: Any, optimiser: torch.optim.Optimizer, tokens: torch.Tensor) -> list[float]:
+    """Train ``model`` for three steps, and return their losses."""
+    losses = []
+    for _ in range(3):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
 DOORS: list[Door] = [load, load_checkpoint_and_dispatch, dispatch_model, cpu_offload, disk_offload]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.clients.doors import DOORS, Door, make_llama, plain
+from tests.clients.doors import DOORS, Door, losses_of, make_llama, plain
 
 peft = pytest.importorskip("peft")
 
@@ -37,14 +37,7 @@ def adapted(model: Any, options: dict[str, Any]) -> Any:
 def trained(model: Any) -> tuple[list[float], torch.Tensor]:
     """Return the losses of three steps, and what the model answers after them."""
     optimiser = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05)
-    losses = []
-    for _ in range(3):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(float(loss))
-    return losses, model(TOKENS).logits.detach()
+    return losses_of(model, optimiser, TOKENS), model(TOKENS).logits.detach()
 
 
 @pytest.mark.filterwarnings("ignore")

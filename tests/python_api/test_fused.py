@@ -19,6 +19,7 @@ from offstage.stages.shard_load.stage import ShardLoadStage
 
 pytest.importorskip("gguf")
 
+from tests.operator_threads import in_threads
 from tests.stages.checkpoints.ggufs import make_gguf
 from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
 
@@ -57,14 +58,10 @@ def test_the_bits_are_the_same_wherever_weights_lie_and_in_any_threads(
     path, found, streamed = made(tmp_path, architecture), {}, {}
     for name, place in PLACES.items():
         for threads in (1, 2) if name == "in memory" else (1,):
-            torch.set_num_threads(threads)
-            try:
-                with load(path, dtype=dtype, **place) as loaded:
-                    assert packed_modules(loaded.model)
-                    found[name, threads] = logits_of(loaded)
-                    streamed[name] = loaded.traffic.streamed_bytes
-            finally:
-                torch.set_num_threads(1)
+            with in_threads(threads), load(path, dtype=dtype, **place) as loaded:
+                assert packed_modules(loaded.model)
+                found[name, threads] = logits_of(loaded)
+                streamed[name] = loaded.traffic.streamed_bytes
     first = found["in memory", 1]
     assert {name: torch.equal(logits, first) for name, logits in found.items()} == dict.fromkeys(found, True)
     assert streamed["in memory"] == 0 < streamed["on disk"]

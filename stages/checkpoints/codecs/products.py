@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ _library = torch.library.Library("offstage", "FRAGMENT")  # type: ignore[no-unty
 _library.define(f"{_NAME}(Tensor given, Tensor packed, str kind, int[] swapped) -> Tensor")  # type: ignore[no-untyped-call]
 
 
-def can_multiply(source: AtRest) -> bool:
+def can_multiply(source: AtRest) -> TypeGuard[PackedTensor]:
     """Return whether products with ``source``, a matrix, can be had as it rests: in one piece, its rows whole."""
     if not isinstance(source, PackedTensor) or not isinstance(source.codec, GgufCodec):
         return False

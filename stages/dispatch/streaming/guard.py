@@ -121,7 +121,8 @@ def _sparing_what_waits(module: nn.Module, fn: Any) -> Any:
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in sorted(named, key=lambda one: not isinstance(one[1], WaitingTensor)):
         if not tensor.requires_grad or isinstance(tensor, WaitingTensor):
-            kind = (tensor.dtype, _needed_on(tensor), tensor.dim())
+            used_on = tensor.needed_on if isinstance(tensor, WaitingTensor) else tensor.device
+            kind = (tensor.dtype, used_on, tensor.dim())
             if kind not in asked:
                 asked[kind] = _is_changed(fn, *kind)
             if asked[kind]:
@@ -133,10 +134,6 @@ def _is_changed(fn: Any, dtype: torch.dtype, device: torch.device, dimensions: i
     probe = torch.empty((2,) * dimensions, dtype=dtype, device=device)
     address = probe.data_ptr()
     return fn(probe) is not probe or probe.data_ptr() != address
-
-
-def _needed_on(tensor: torch.Tensor) -> torch.device:
-    return (tensor.source.device or tensor.device) if isinstance(tensor, WaitingTensor) else tensor.device
 
 
 def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:

@@ -84,6 +84,11 @@ class WaitingTensor(torch.Tensor):
             told = self.source.device
         return told or torch.device("meta")
 
+    @property
+    def needed_on(self) -> torch.device:
+        """The device where it is used, whatever it tells; what it tells, where none is known."""
+        return self.source.device or self.device
+
     def keep(self, tensor: torch.Tensor) -> None:
         """Have ``tensor``, of the same values, be what is read and what comes back."""
         self.kept = tensor
@@ -153,8 +158,7 @@ class WaitingTensor(torch.Tensor):
         if func is torch.Tensor.data_ptr:
             return args[0]._address()
         if func in _LIKE_ANOTHER and len(args) > 1 and isinstance(args[1], WaitingTensor):
-            where = args[1].source.device or args[1].device
-            return args[0].to(where, args[1].dtype, *args[2:], **(kwargs or {}))
+            return args[0].to(args[1].needed_on, args[1].dtype, *args[2:], **(kwargs or {}))
         if func is torch.Tensor.__getitem__:
             args = (args[0], _index(args[1]))
         properties = func.__name__ in ("__set__", "detach", "requires_grad_")

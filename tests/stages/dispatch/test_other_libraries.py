@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import prune
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 import offstage
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from tests.clients.doors import losses_of, make_llama, plain
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 ON_DISK = {"": "cpu", "model.layers": "disk", "lm_head": "disk"}
@@ -24,19 +25,7 @@ Way = Callable[[Path, Path], Any]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"))
-
-
-def save_llama(folder: Path, **asked: Any) -> Path:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64, **sizes, **asked)
-    LlamaForCausalLM(config).eval().save_pretrained(folder)
-    return folder
-
-
-def plain(checkpoint: Path) -> nn.Module:
-    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    return make_llama(tmp_path_factory.mktemp("llama"))
 
 
 def loaded(checkpoint: Path, folder: Path) -> nn.Module:
@@ -76,7 +65,7 @@ def test_streamed_embeddings_are_read_and_resized(
     way: Way, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ON_DISK, "model.embed_tokens", "disk")
-    checkpoint = save_llama(tmp_path / "checkpoint", tie_word_embeddings=tied)
+    checkpoint = make_llama(tmp_path / "checkpoint", tie_word_embeddings=tied)
     model, expected = way(checkpoint, tmp_path / "cache"), plain(checkpoint)
     torch.manual_seed(2)
     expected.resize_token_embeddings(80)
@@ -158,13 +147,7 @@ def test_adapters_made_on_a_model_are_trained_while_its_weights_stream(way: Way,
     torch.manual_seed(1)
     model = peft.get_peft_model(way(checkpoint, tmp_path), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    losses = []
-    for _ in range(3):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(float(loss))
+    losses = losses_of(model, optimiser, TOKENS)
     assert losses[2] < losses[1] < losses[0]
 
 

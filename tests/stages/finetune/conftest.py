@@ -5,20 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offstage.stages.finetune import CPUOffload
 from offstage.stages.machine.devices import Devices
+from tests.operator_threads import in_threads
 
 GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with in_threads(1):
+        yield
 
 
 @pytest.fixture(params=["ledger", "disk"])

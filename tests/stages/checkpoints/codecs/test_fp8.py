@@ -22,6 +22,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, SCRATCH_BYTES, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.quantised import logical_entries
+from tests.operator_threads import in_threads
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 DEQUANTIZE = Fp8Dequantize(None)
@@ -202,16 +203,12 @@ def test_a_thread_that_unpacks_starts_no_others() -> None:
         tensor.codec.unpack(tensor, block, data, np.zeros(tensor.bytes, np.uint8))
         after.update(path.name for path in Path("/proc/self/task").iterdir())
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
+    with in_threads(4):
         thread = threading.Thread(target=unpack)
         thread.start()
         thread.join()
         unpack()
         assert torch.get_num_threads() == 4
-    finally:
-        torch.set_num_threads(threads)
     assert after <= before
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from offstage.stages.checkpoints.codecs.products import by_operators, can_multip
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile
+from tests.operator_threads import in_threads
 from tests.stages.checkpoints.ggufs import dequantized, random_blocks
 
 pytest.importorskip("gguf")
@@ -30,16 +29,6 @@ ROWS, COLUMNS = 75, 768
 def compiled(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_cache))
     assert loops.loops() is not None
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def given_rows(count: int) -> Tensor:
@@ -56,7 +45,7 @@ def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(kind: str
     packed, given = torch.from_numpy(random_blocks(kind, ROWS, COLUMNS)), given_rows(7)
     wanted = by_operators(given, packed, kind, ())
     for count in (1, 2, 3):
-        with threads(count):
+        with in_threads(count):
             assert same_bits(multiply_packed(given, packed, kind, ()), wanted)
             alone = [multiply_packed(row[None], packed, kind, ()) for row in given]
             assert same_bits(torch.cat(alone), wanted)
@@ -67,7 +56,7 @@ def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(kind: str
 @pytest.mark.usefixtures("compiled")
 def test_many_rows_of_weights_are_shared_among_threads() -> None:
     packed, given = torch.from_numpy(random_blocks("q8_0", 3000, 256)), given_rows(1)[:, :256].contiguous()
-    with threads(2):
+    with in_threads(2):
         assert same_bits(multiply_packed(given, packed, "q8_0", ()), by_operators(given, packed, "q8_0", ()))
 
 
