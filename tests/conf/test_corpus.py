@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.conf.checkpoints import corpus
+from tests import make_tiny
 
 MODULE = '''
 """Tools for reading a file of numbers.
@@ -40,7 +40,7 @@ Close the :class:`~files.Reader` and give the memory back to the system.
 
 
 def gather(path: Path) -> list[str]:
-    return [document.text for document in corpus.gather([corpus.Source("numbers", "1.0", "MIT", (path,))])]
+    return [document.text for document in make_tiny.documents([make_tiny.Source("numbers", "1.0", "MIT", (path,))])]
 
 
 def test_sentences_are_kept_and_code_lists_and_repetitions_are_not(tmp_path: Path) -> None:
@@ -49,7 +49,6 @@ def test_sentences_are_kept_and_code_lists_and_repetitions_are_not(tmp_path: Pat
     assert sorted(gather(path)) == [
         "Close the files.Reader and give the memory back to the system.",
         "Returns a list of the numbers, in the order of the file.",
-        "The path of the file that is to be read.",
         "Tools for reading a file of numbers. "
         "The file is read as a whole, so it should fit in the memory of the machine.",
     ]
@@ -68,7 +67,7 @@ def test_sentences_are_kept_and_code_lists_and_repetitions_are_not(tmp_path: Pat
     ],
 )
 def test_prose_is_told_from_what_is_none(line: str, expected: bool) -> None:
-    assert corpus.is_prose(line) == expected
+    assert make_tiny.is_prose(line) == expected
 
 
 def test_a_file_that_is_no_python_gives_nothing(tmp_path: Path) -> None:
@@ -90,32 +89,19 @@ def test_a_licence_is_what_the_metadata_names(fields: dict[str, str], licence: s
     metadata = Message()
     for name, value in fields.items():
         metadata[name] = value
-    assert corpus.licence_of(metadata) == licence  # type: ignore[arg-type]
+    assert make_tiny.licence_of(metadata) == licence  # type: ignore[arg-type]
 
 
 def test_only_packages_of_permissive_licences_are_read_and_python_is_the_first() -> None:
-    sources = {source.name: source for source in corpus.installed_sources()}
+    sources = {source.name: source for source in make_tiny.installed_sources()}
     assert next(iter(sources)) == "Python"
     assert {"numpy", "torch", "transformers"} <= sources.keys()
-    assert not {"certifi", "tqdm", corpus.OWN} & sources.keys(), "these ask for more than a notice, or are ours"
+    assert not {"certifi", "tqdm", make_tiny.OWN} & sources.keys(), "these ask for more than a notice, or are ours"
     assert all(file.suffix == ".py" for file in sources["numpy"].files)
     assert not [file for file in sources["Python"].files if "site-packages" in file.parts]
 
 
-def test_it_is_gathered_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "numbers.py"
-    path.write_text(MODULE)
-    source = corpus.Source("numbers", "1.0", "MIT", (path,))
-    monkeypatch.setattr(corpus, "installed_sources", lambda: [source])
-    first = corpus.read_or_gather(tmp_path / "corpus.json")
-    path.unlink()
-    assert corpus.read_or_gather(tmp_path / "corpus.json") == first
-    assert [share.name for share in first.shares()] == ["numbers"]
-    assert first.shares()[0].bytes == sum(len(document.text) for document in first.documents)
-    assert len(first.texts(held_out=True)) + len(first.texts(held_out=False)) == len(first.documents) == 4
-
-
 def test_about_one_file_in_fifty_is_held_out() -> None:
-    held_out = [name for name in sys.stdlib_module_names if corpus.is_held_out(f"Python/{name}.py")]
+    held_out = [name for name in sys.stdlib_module_names if make_tiny.is_held_out(f"Python/{name}.py")]
     assert 1 <= len(held_out) <= 15
-    assert held_out == [name for name in sys.stdlib_module_names if corpus.is_held_out(f"Python/{name}.py")]
+    assert held_out == [name for name in sys.stdlib_module_names if make_tiny.is_held_out(f"Python/{name}.py")]

@@ -1,4 +1,4 @@
-"""The embedded model is what its script makes, loads as transformers' own do, and speaks."""
+"""The embedded model loads as transformers' own do, and speaks."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from offstage.conf.checkpoints import corpus, make_tiny, training
-
-COMMITTED = Path(make_tiny.__file__).parent / "tiny"
+COMMITTED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
 PROMPT = "Return the number of"
-STANDARD_LIBRARY = Path(json.__file__).parents[1]
-NARROW = {
-    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -27,32 +20,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _refuse(*_: object) -> None:
     raise OSError("the embedded model must load offline")
-
-
-def make(work: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Make a checkpoint of one narrow layer from a few modules in twenty short steps; return its files."""
-    names = ("argparse.py", "logging/__init__.py", "tkinter/__init__.py", "typing.py", "subprocess.py")
-    files = tuple(STANDARD_LIBRARY / name for name in names)
-    monkeypatch.setattr(corpus, "HELD_OUT_SHARE", 3)
-    for name, value in NARROW.items():
-        monkeypatch.setitem(make_tiny.MODEL_CONFIG, name, value)
-    monkeypatch.setattr(corpus, "installed_sources", lambda: [corpus.Source("Python", "3", "PSF-2.0", files)])
-    make_tiny.make(work, folder, training.Recipe(steps=20, rows=2, context=16))
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_twenty_steps_make_a_checkpoint_and_the_same_bytes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = make(tmp_path / "work", tmp_path / "made", monkeypatch)
-    assert made.keys() >= {path.name for path in COMMITTED.iterdir() if path.suffix != ".safetensors"}
-    assert b"| Python | 3 | PSF-2.0 |" in made["README.md"]
-    again = make(tmp_path / "work again", tmp_path / "again", monkeypatch)
-    made.pop("README.md")  # it says how long it took
-    assert [name for name in made if made[name] != again[name]] == []
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
-    assert model.dtype == torch.bfloat16
-    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_it_is_small_and_sharded() -> None:

@@ -1,1 +1,0 @@
-"""The checkpoints that ship with offstage, and the scripts that make them."""
