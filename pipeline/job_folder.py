@@ -15,12 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from offstage.pipeline.atomic_files import mendable
+from offstage.pipeline.cache.locks import lock
 from offstage.pipeline.record import RECORD, RunRecord
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - no such locks on this system: then nobody is waited for
-    fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".job.lock"
 
@@ -39,10 +35,8 @@ class JobFolder:
     def __enter__(self) -> JobFolder:
         with mendable(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            if fcntl is not None:
-                self.lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                with suppress(OSError):  # a file system without locks: go on, as if nobody were there
-                    fcntl.flock(self.lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # a file system without locks: go on, as if nobody were there
+                self.lock = lock(self._folder / _LOCK)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

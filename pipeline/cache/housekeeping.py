@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offstage.pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, find_store_damage
-from offstage.pipeline.cache.leases import SHARED, lease_path, sole_use
 from offstage.pipeline.cache.leftovers import BUILDING, DAMAGED
+from offstage.pipeline.cache.locks import SHARED, lease_path, sole_use
 from offstage.pipeline.cache.manifest import MANIFEST, DamagedError, verify
 from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.pipeline.regular_files import read_object

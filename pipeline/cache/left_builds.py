@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offstage.pipeline.atomic_files import write_whole
 from offstage.pipeline.cache.leftovers import BUILDING, move_aside
-from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.cache.locks import Grant, locked
 from offstage.pipeline.cache.manifest import DamagedError, verify_listed
 from offstage.pipeline.cache.sealed_files import read_sealed, read_sealed_line
 from offstage.pipeline.regular_files import NotRegularError, read_regular
@@ -24,8 +24,8 @@ def remove_damage(root: Path) -> dict[Path, str]:
     found: dict[Path, str] = {}
     for building in sorted(root.glob(f"*/{BUILDING}*")):
         folder = building.with_name(building.name.removeprefix(BUILDING))
-        with locked(folder, work=f"verifies {building.parent.name}", wait=False) as ours:
-            if ours:
+        with locked(folder, work=f"verifies {building.parent.name}", wait=False) as grant:
+            if grant is not Grant.BUSY:
                 found |= dict(_remove(building))
     return found
 

@@ -9,15 +9,13 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from offstage.pipeline.atomic_files import TEMPORARY
+from offstage.pipeline.cache.locks import LOCK, sole_use
 
 BUILDING = TEMPORARY
 """An artifact that is being built or removed, or was when its process was killed."""
 DAMAGED = ".damaged-"
 """An artifact that was set aside."""
-LOCK = ".lock"
 
 _log = logging.getLogger("offstage")
 
@@ -42,7 +40,7 @@ def remove_leftovers(root: Path, *, unused_since: float) -> None:
     with suppress(OSError):
         found = sorted(root.glob("*/.*"))
     for path in found:
-        with suppress(OSError, RuntimeError):  # the second is what a lock raises that can't be had
+        with suppress(OSError):
             if _is_leftover(path) and _newest(path) <= unused_since:
                 _remove(path)
 
@@ -59,7 +57,7 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif path.name.endswith(LOCK):
-        with FileLock(path, timeout=0):  # one that is held stays
-            path.unlink()
+        with sole_use(path):  # it is gone then; one that is held stays
+            pass
     else:
         path.unlink()

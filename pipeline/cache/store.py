@@ -26,9 +26,8 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from offstage.pipeline.atomic_files import mendable, storage_error, sync_folder
-from offstage.pipeline.cache.leases import SHARED, Leases, lease_path
 from offstage.pipeline.cache.leftovers import BUILDING, move_aside, remove_leftovers
-from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.cache.locks import SHARED, Grant, Leases, lease_path, locked
 from offstage.pipeline.cache.manifest import MANIFEST, DamagedError, seal, verify
 from offstage.pipeline.errors import OffstageError, StorageError
 from offstage.pipeline.stage import Artifact, FileEntry
@@ -69,8 +68,8 @@ class Store:
             except DamagedError:
                 # Judged again under the lock, so that what another process has mended meanwhile is left
                 # alone; and if another holds the lock, it is mending now.
-                with locked(folder, work=f"builds {stage}", wait=False) as ours:
-                    return _settle(folder) if ours else None
+                with locked(folder, work=f"builds {stage}", wait=False) as grant:
+                    return _settle(folder) if grant is not Grant.BUSY else None
 
     def obtain(
         self, stage: str, key: str, write: Callable[[Path], T], *, resumes: Collection[str] = ()
@@ -80,7 +79,8 @@ class Store:
         ``write`` is called with an empty folder to fill, and only if no artifact is found; else its part is
         None. The folder is renamed afterwards, so what ``write`` returns must not depend on where it lies.
         Whatever ``write`` raises leaves nothing behind; but where it ``resumes``, the folder has what the last one that
-        was killed, or raised, left of the same key under these names, until ``sweep`` takes it. They are of files;
+        was killed, or raised, left of the same key under these names, until ``sweep`` takes it, if there are locks to
+        tell that nobody is at it. They are of files;
         those that begin with a dot, of folders, are the build's own: there until it is on the disk, never published.
         """
         folder = self._folder(stage, key)
@@ -91,12 +91,13 @@ class Store:
             folder.parent.mkdir(parents=True, exist_ok=True)
         self._leases.hold(lease_path(folder))
         self._leases.hold(self._root / SHARED)
-        with locked(folder, work=f"builds {stage}"):
+        with locked(folder, work=f"builds {stage}") as grant:
             with mendable(folder.parent):
                 found = _settle(folder)
             if found is not None:
                 return found, None, True
-            return _build(folder, write, resumes=resumes, model=self._model)
+            alone = grant is Grant.HELD
+            return _build(folder, write, resumes=resumes, alone=alone, model=self._model)
 
     def sweep(self, *, older_than_seconds: float = 86400.0) -> None:
         """Remove what killed processes left, what was set aside, and idle locks, all by their newest file.
@@ -150,13 +151,15 @@ def _inode(folder: Path) -> int | None:
 
 
 def _build(
-    folder: Path, write: Callable[[Path], T], *, resumes: Collection[str], model: str
+    folder: Path, write: Callable[[Path], T], *, resumes: Collection[str], alone: bool, model: str
 ) -> tuple[Artifact, T | None, bool]:
-    building = folder.with_name(f"{BUILDING}{folder.name if resumes else uuid.uuid4().hex}")
+    """Build the artifact. One that ``resumes`` goes on only where nobody else can be at it: it is ``alone``."""
+    goes_on = alone and bool(resumes)
+    building = folder.with_name(f"{BUILDING}{folder.name if goes_on else uuid.uuid4().hex}")
     published, made = False, None
     try:
         with mendable(folder.parent):
-            building.mkdir(exist_ok=bool(resumes))
+            building.mkdir(exist_ok=goes_on)
             files = _sealed(building, folder)
             whole = files is not None
             if files is None:
@@ -169,7 +172,7 @@ def _build(
             artifact, published = _publish(building, folder, files), True
             return artifact, made, whole
     finally:
-        if published or not resumes:
+        if published or not goes_on:
             shutil.rmtree(building, ignore_errors=True)
         else:
             with suppress(OSError):

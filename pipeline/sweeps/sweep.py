@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from offstage.pipeline.atomic_files import mendable
-from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.cache.locks import Grant, locked
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.record import RECORD
 from offstage.pipeline.sweeps.record import SWEEP, SweepJob, SweepRecord, find_record
@@ -30,7 +30,8 @@ class Sweep:
         with mendable(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as holding:
-            if not holding.enter_context(locked(folder / SWEEP, work="runs this sweep", wait=False)):
+            grant = holding.enter_context(locked(folder / SWEEP, work="runs this sweep", wait=False))
+            if grant is Grant.BUSY:
                 raise StorageError(
                     f"{folder}: another process is at this sweep; wait for it to end, or interrupt it, and resume then"
                 )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
-
-from offstage.pipeline.cache import locks
 
 
 @pytest.fixture
@@ -20,8 +19,7 @@ def root(tmp_path: Path) -> Path:
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that has no locks."""
 
-    class Refusing(FileLock):
-        def acquire(self, *arguments: object, **options: object) -> object:
-            raise OSError(errno.ENOLCK, "No locks available")
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(locks, "FileLock", Refusing)
+    monkeypatch.setattr(fcntl, "flock", refuse)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offstage.pipeline.cache.housekeeping import CacheEntry, choose, entries, find_damage, prune, set_aside
-from offstage.pipeline.cache.leases import SHARED, Leases, lease_path, sole_use
+from offstage.pipeline.cache.locks import SHARED, Leases, lease_path, sole_use
 from offstage.pipeline.cache.store import Store
 
 REPOSITORY = Path(__file__).parents[3]
@@ -80,7 +80,7 @@ def test_an_offload_store_stays_while_any_run_works(tmp_path: Path) -> None:
 
 def test_a_lease_ends_with_its_process_however_it_ends(tmp_path: Path) -> None:
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom offstage.pipeline.cache.leases import Leases\n"
+        "import os, sys\nfrom pathlib import Path\nfrom offstage.pipeline.cache.locks import Leases\n"
         "leases = Leases()\nleases.hold(Path(sys.argv[1]))\nos.kill(os.getpid(), 9)\n"
     )
     path = lease_path(tmp_path / KEY)
@@ -93,7 +93,7 @@ def test_a_lease_ends_with_its_process_however_it_ends(tmp_path: Path) -> None:
 def test_where_no_lock_is_granted_runs_go_on_and_nothing_is_pruned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offstage.pipeline.cache.leases.fcntl", None)
+    monkeypatch.setattr("offstage.pipeline.cache.locks.fcntl", None)
     store = Store(tmp_path)
     assert store.obtain("plan", KEY, write)[0].json("answer.json") == {"answer": 42}
     store.release()

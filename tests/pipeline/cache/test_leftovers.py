@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
+from offstage.pipeline.cache.locks import locked
 from offstage.pipeline.cache.store import Store
 from tests.pipeline.cache.stores import KEY, names, write
 
@@ -69,7 +69,7 @@ def test_an_old_artifact_that_was_set_aside_today_is_kept_for_a_day(root: Path) 
 def test_a_lock_that_is_held_is_not_swept(root: Path) -> None:
     path = root / "plan" / f".{KEY}.lock"
     path.parent.mkdir(parents=True)
-    with FileLock(path):
+    with locked(root / "plan" / KEY, work="builds plan"):
         aged(path, days=2)
         Store(root).sweep()
         assert path.exists()

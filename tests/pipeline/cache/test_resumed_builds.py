@@ -70,3 +70,16 @@ def test_what_stands_in_the_place_of_a_file_that_is_gone_on_with_is_removed(root
     folder.joinpath("done").mkdir(parents=True)
     artifact, _, _ = Store(root).obtain("plan", KEY, write, resumes=("done",))
     assert artifact.files.keys() == CONTENT.keys()
+
+
+def test_two_builds_that_no_lock_keeps_apart_do_not_share_what_they_go_on_with(root: Path, no_locks: None) -> None:
+    def overtaken(folder: Path) -> str:
+        (folder / "done").write_text("mine")
+        write(folder)
+        Store(root).obtain("plan", KEY, write, resumes=("done",))
+        return (folder / "done").read_text()
+
+    artifact, made, cached = Store(root).obtain("plan", KEY, overtaken, resumes=("done",))
+    assert (made, cached) == ("mine", False)
+    assert artifact.files.keys() == set(CONTENT)
+    assert names(root / "plan") == [KEY]

@@ -7,14 +7,13 @@ import fcntl
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filelock import FileLock, SoftFileLock
 
-from offstage.pipeline.cache import locks, manifest, store
+from offstage.pipeline.cache import manifest, store
+from offstage.pipeline.cache.locks import locked
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import CheckpointError, StorageError
 from tests.pipeline.cache.stores import CONTENT, KEY, assert_right, names, never, write
@@ -263,7 +262,7 @@ def test_of_a_large_file_the_size_is_compared_and_not_the_hash(root: Path, monke
 def test_a_damaged_artifact_that_another_process_is_mending_is_left_to_it(root: Path) -> None:
     artifact, _, _ = Store(root).obtain("plan", KEY, write)
     flip(artifact.folder)
-    with FileLock(root / "plan" / f".{KEY}.lock"):
+    with locked(root / "plan" / KEY, work="builds plan"):
         assert Store(root).find("plan", KEY) is None
     assert names(root / "plan") == [KEY]
 
@@ -316,27 +315,6 @@ def test_an_artifact_that_was_mended_since_it_was_judged_is_left_alone(
     Store(root).find("plan", KEY)
     assert_right(root)
     assert len(names(root / "plan")) == 2
-
-
-def test_a_stand_in_lock_that_a_killed_process_left_is_not_waited_for(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "FileLock", SoftFileLock)
-    (root / "plan").mkdir(parents=True)
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with SoftFileLock(root / "plan" / f".{KEY}.lock"):
-            held.set()
-            go_on.wait(120)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait(120)
-    assert Store(root).obtain("plan", KEY, write)[2] is False
-    assert holder.is_alive()
-    go_on.set()
-    holder.join()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO, errno.EOPNOTSUPP])

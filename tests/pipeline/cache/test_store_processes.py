@@ -23,20 +23,21 @@ REPOSITORY = Path(__file__).parents[3]
 # Many processes
 
 PROGRAM = """
-import errno, json, os, random, sys, time, traceback
+import errno, fcntl, json, os, random, sys, time, traceback
 from pathlib import Path
-from offstage.pipeline.cache import locks as locking, store
+from offstage.pipeline.cache import store
 
 root, locks, keys, count = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 
-class Lock(locking.FileLock):
-    def acquire(self, *arguments, **options):
-        if locks == "refused":
-            raise OSError(errno.ENOLCK, "No locks available")
-        if locks == "works":
-            return super().acquire(*arguments, **options)
+flock = fcntl.flock
 
-locking.FileLock = Lock
+def lock(descriptor, kind):
+    if locks == "refused":
+        raise OSError(errno.ENOLCK, "No locks available")
+    if locks == "works":
+        flock(descriptor, kind)
+
+fcntl.flock = lock
 
 def write(folder):
     (folder / "who.json").write_text(str(os.getpid()))
