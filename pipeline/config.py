@@ -41,7 +41,7 @@ from offstage.pipeline.typed_config import (
 )
 
 _RELATIVE = "relative"
-_STAGE_LIST = re.compile(r"stages=\[([\w\s,]*)\]")
+_STAGE_LIST = re.compile(r"stages=\[([\w\s,-]*)\]")
 
 
 @dataclass(frozen=True, slots=True)

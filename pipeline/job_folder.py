@@ -21,6 +21,15 @@ from offstage.pipeline.record import RECORD, RunRecord
 _LOCK = ".job.lock"
 
 
+def may_be_at_work(folder: Path) -> bool:
+    """Return whether a process may have the job's ``folder`` in its hands: one does, or there are no locks to tell."""
+    try:
+        os.close(lock(folder / _LOCK, wait=False))
+    except OSError:
+        return True
+    return False
+
+
 class JobFolder:
     """A job's ``folder``, held as a context manager until nobody works in it any more.
 

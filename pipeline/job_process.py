@@ -118,7 +118,11 @@ def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | N
             record.finish("failed", error=KilledError(f"the job's process exited {code} without a word; see run.log"))
         return code
     error = KilledError(_reason(record, -code, group))
-    record.finish("failed", error=error, stage=_stage_at_work(record))
+    if record.data["status"] == "completed":
+        _log.warning("the run completed, and its process was %s as it ended", error)
+        return 0
+    if unfinished:
+        record.finish("failed", error=error, stage=_stage_at_work(record))
     raise error
 
 

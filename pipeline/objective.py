@@ -14,6 +14,11 @@ from typing import Any
 from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.typed_config import read
 
+
+class UnmeasuredError(ConfigError):
+    """A metric that runs have, and that one came to no value of: a run of one token has no seconds of decoding."""
+
+
 MEMORY = ("budget", "predicted", "measured")
 """The parts of a record's memory that a number can be named of."""
 
@@ -94,6 +99,7 @@ def objective_of(record: Mapping[str, Any]) -> Objective | None:
     """Return what the run of ``record`` came to; null where its config names no number.
 
     Raises:
+        UnmeasuredError: the record has the metric that the config names, and no value of it.
         ConfigError: the record has no number of a name that the config gives.
     """
     given = read_objective(record["config"])
@@ -109,11 +115,14 @@ def objective_of(record: Mapping[str, Any]) -> Objective | None:
 
 
 def number_of(record: Mapping[str, Any]) -> float | None:
-    """Return the number that a sweeper gets for the run of ``record``: nan where it isn't within its limits.
+    """Return the number that a sweeper gets for the run of ``record``: nan where it has none, or isn't within limits.
 
-    Null where the config names none. Raises as ``objective_of`` does.
+    Null where the config names none. Raises ``ConfigError`` where it names none that a record has.
     """
-    found = objective_of(record)
+    try:
+        found = objective_of(record)
+    except UnmeasuredError:
+        return math.nan
     return None if found is None else found.value if found.is_within else math.nan
 
 
@@ -121,7 +130,7 @@ def _number(record: Mapping[str, Any], key: str, name: str) -> float:
     """Return the number of that name; a ``ConfigError`` about ``key`` where there is none."""
     known = _numbers(record)
     if name not in known:
-        raise ConfigError(
+        raise (UnmeasuredError if name in record["metrics"] else ConfigError)(
             f"{key}: this run's record has no number {name!r}{closest(name, known)}; "
             "the metrics and the memory in its run.json are what can be named"
         )

@@ -15,7 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from offstage.pipeline.errors import KilledError, StorageError
+from offstage.pipeline.job_folder import may_be_at_work
 from offstage.pipeline.provenance import provenance
+from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
 from offstage.pipeline.sweeps.trust import resume_command
 from offstage.pipeline.terminal import shorten
@@ -32,16 +34,21 @@ def settled(folder: Path, job: SweepJob) -> Mapping[str, Any]:
     """Return the record of a job of the sweep in ``folder`` that has ended, empty if it has none.
 
     A job whose waiting process was killed is itself still ending, and says how in a moment; one that was lost on the
-    way is marked so.
+    way is marked so, and one that somebody may still be at is left alone.
     """
     until = time.monotonic() + _PATIENCE
     while (record := find_record(folder, job)) is not None and record.data["status"] == "running":
         if time.monotonic() > until:
-            with suppress(StorageError):  # a disk that is full: the table has it all the same
-                record.finish("failed", error=KilledError(LOST))
+            _give_up(record)
             break
         time.sleep(_MOMENT)
     return record.data if record is not None else {}
+
+
+def _give_up(record: RunRecord) -> None:
+    with suppress(StorageError):  # a disk that is full: the table has it all the same
+        if not may_be_at_work(record.path.parent):
+            record.finish("failed", error=KilledError(LOST))
 
 
 def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collection[int]) -> None:

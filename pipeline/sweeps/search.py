@@ -119,15 +119,27 @@ class OptunaSearch(Sweeper):
         check_config(config)
 
     def _came_to(self, folder: Path, number: int) -> Objective | None:
+        """Return what a job that has ended came to. Null: it failed, or it measured, and came to no such number.
+
+        Raises ``UnmeasuredError`` where nothing was measured: the others, which are like it, would be run in vain.
+        """
         from offstage.pipeline.hydra_task import Task
-        from offstage.pipeline.objective import objective_of
+        from offstage.pipeline.installed_stages import stage_class
+        from offstage.pipeline.objective import UnmeasuredError, objective_of
         from offstage.pipeline.sweeps.results import settled
 
         assert isinstance(self.task_function, Task)
         assert self.task_function.sweep is not None
         job = self.task_function.sweep.job(number)
         record = settled(folder, job) if job is not None else {}
-        return objective_of(record) if record.get("status") == "completed" else None
+        if record.get("status") != "completed":
+            return None
+        try:
+            return objective_of(record)
+        except UnmeasuredError:
+            if not any(getattr(stage_class(stage["name"]), "measures", False) for stage in record["stages"]):
+                raise
+            return None
 
     def _conclude(self, study: SearchStudy, folder: Path, searched: Sequence[str]) -> None:
         """Keep which job is best, and have it said when all is over."""

@@ -89,6 +89,18 @@ def test_a_number_that_no_job_comes_to_ends_the_search_at_the_first(offstage_her
     assert "objective.at_most: this run's record has no number 'decode_seconds_per_token'" in done.err
 
 
+@pytest.mark.usefixtures("jobs_fork")
+def test_a_job_without_the_number_that_others_have_ends_no_search(offstage_here: Run, tmp_path: Path) -> None:
+    """A run of one token has no seconds of decoding: its search goes on with the others."""
+    search = ("-m", "hydra/sweeper=optuna", "hydra/launcher=basic", "objective.figure=decode_seconds_per_token")
+    lengths = "generate.max_new_tokens=choice(3,1,2)"
+    done = offstage_here(*search, "hydra.sweeper.n_trials=3", lengths)
+    counts = [record["config"]["generate"]["max_new_tokens"] for record in done.records]
+    assert (done.code, counts[0]) == (0, 1)
+    assert {record["status"] for record in done.records} == {"completed"}
+    assert results(tmp_path)["best_params"]["generate.max_new_tokens"] in ("2", "3")
+
+
 @pytest.mark.usefixtures("fresh_folder", "jobs_fork")
 def test_any_sweeper_gets_the_number_that_a_job_came_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of three budgets the first holds no plan, and with the second too much is streamed."""

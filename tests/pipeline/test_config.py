@@ -5,7 +5,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from offstage.pipeline.config import check, register, resolve
+from offstage.pipeline.config import check, choose_stages, register, resolve
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.typed_config import Device
 
@@ -196,3 +196,8 @@ def test_a_record_may_have_a_key_that_is_gone() -> None:
     faults = {fault.key for fault in check(given, STAGES)}
     assert "expert_eviction" not in faults
     assert "expert_evictoin" in faults
+
+
+def test_a_list_of_stages_takes_any_name_that_an_entry_point_may_have() -> None:
+    assert choose_stages("stages=[plan, my-stage]") == "stages=plan-my-stage"
+    assert choose_stages("stages=plan_only") == "stages=plan_only"

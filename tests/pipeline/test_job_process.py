@@ -6,8 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-from offstage.pipeline.job_process import PassedSignals
+import pytest
+
+from offstage.pipeline import job_process
+from offstage.pipeline.errors import KilledError
+from offstage.pipeline.job_process import PassedSignals, supervise
+from offstage.pipeline.record import RunRecord
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -41,3 +47,36 @@ def test_signals_are_heeded_as_before_afterwards() -> None:
     with PassedSignals():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from offstage.pipeline.record import RunRecord
+record = RunRecord.load(Path(sys.argv[1]))
+if sys.argv[2:]:
+    record.finish("completed")
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
+    """A run whose process dies of a signal, after it has completed if it has an option."""
+    monkeypatch.setattr(job_process, "_ENTRY", DYING)
+    return RunRecord.start(tmp_path, overrides=[], config={}, environment={})
+
+
+def test_a_run_that_completed_stays_so_when_its_process_dies_as_it_ends(
+    started: RunRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert supervise(started, options=["--completes"]) == 0
+    kept = RunRecord.load(started.path).data
+    assert (kept["status"], kept["error"]) == ("completed", None)
+    assert "the run completed, and its process was killed by SIGSEGV" in caplog.text
+
+
+def test_a_run_whose_process_dies_before_its_end_failed(started: RunRecord) -> None:
+    with pytest.raises(KilledError, match="killed by SIGSEGV"):
+        supervise(started)
+    assert RunRecord.load(started.path).data["status"] == "failed"

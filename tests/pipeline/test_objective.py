@@ -1,11 +1,12 @@
 """The number that a run comes to: which of its record's, and within which limits."""
 
+import math
 from typing import Any
 
 import pytest
 
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.objective import Objective, check_objective, objective_of
+from offstage.pipeline.objective import Objective, UnmeasuredError, check_objective, number_of, objective_of
 
 
 def record(**objective: Any) -> dict[str, Any]:
@@ -71,3 +72,13 @@ def test_a_number_that_the_record_lacks_is_said_with_the_closest_that_it_has(
 )
 def test_what_no_record_can_have_is_refused_before_there_is_one(objective: dict[str, Any], key: str) -> None:
     assert [fault.key for fault in check_objective({"objective": objective})] == [key]
+
+
+def test_a_metric_that_a_run_came_to_no_value_of_is_told_from_a_name_that_is_none() -> None:
+    with pytest.raises(UnmeasuredError, match="has no number 'perplexity'"):
+        objective_of(record(figure="perplexity"))
+    number = number_of(record(figure="perplexity"))
+    assert number is not None
+    assert math.isnan(number)
+    with pytest.raises(ConfigError, match="did you mean"):
+        number_of(record(figure="decode_seconds_per_tokn"))

@@ -6,10 +6,13 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from offstage.pipeline.job_folder import JobFolder
 from offstage.pipeline.record import RunRecord
-from offstage.pipeline.sweeps.results import show_sweep
+from offstage.pipeline.sweeps import results
+from offstage.pipeline.sweeps.results import settled, show_sweep
 from tests.pipeline.report.sample_runs import sample, write_failure, write_run
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
@@ -44,3 +47,13 @@ def test_every_job_is_there_with_its_folder_and_the_command_that_resumes(tmp_pat
     assert all(line.rstrip().endswith(f"{tmp_path}/{number}") for number, line in enumerate(lines[1:13]))
     assert lines[-2] == f"1 of 12 completed, 1 interrupted, 9 not begun, 1 lost, {tmp_path}"
     assert lines[-1] == f"to run what isn't completed: offstage-sweep resume {tmp_path} --trust=greedy.Greedy"
+
+
+def test_a_job_that_somebody_is_still_at_is_not_marked_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_PATIENCE", 0.1)
+    job = sweep_of(1).jobs[0]
+    record = RunRecord.start(tmp_path / "0", overrides=["seed=0"], config={}, environment={})
+    with JobFolder(tmp_path / "0"):
+        assert settled(tmp_path, job)["status"] == "running"
+        assert RunRecord.load(record.path).data["status"] == "running"
+    assert settled(tmp_path, job)["status"] == RunRecord.load(record.path).data["status"] == "failed"
