@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -33,6 +34,11 @@ def stage_class(name: str) -> Any:
         raise ConfigError(
             f"stages: {name!r} of {_package(entry)} can't be loaded: {error}; mend or uninstall it"
         ) from error
+
+
+def any_measures(names: Iterable[str]) -> bool:
+    """Return whether one of the stages is measured as the keys ``measure`` of the config say."""
+    return any(getattr(stage_class(name), "measures", False) for name in names)
 
 
 def stage_configs() -> dict[str, type[Any]]:

@@ -14,13 +14,12 @@ from typing import Any
 from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.typed_config import read
 
+MEMORY = ("budget", "predicted", "measured")
+"""The parts of a record's memory that a number can be named of."""
+
 
 class UnmeasuredError(ConfigError):
     """A metric that runs have, and that one came to no value of: a run of one token has no seconds of decoding."""
-
-
-MEMORY = ("budget", "predicted", "measured")
-"""The parts of a record's memory that a number can be named of."""
 
 
 @dataclass(frozen=True, slots=True)

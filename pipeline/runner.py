@@ -14,7 +14,7 @@ from typing import Any
 
 from offstage.pipeline.config import check, made_sound
 from offstage.pipeline.errors import Fault, raise_faults
-from offstage.pipeline.installed_stages import installed_stages, stage_class
+from offstage.pipeline.installed_stages import any_measures, installed_stages, stage_class
 from offstage.pipeline.measure import refuse_unmeasured
 from offstage.pipeline.memory_monitor import MemoryMonitor
 from offstage.pipeline.record import RunRecord, StageRecord
@@ -62,7 +62,7 @@ def check_config(config: Config) -> list[Stage[Any]]:
     if any(fault.key in ("stages", "stop_after") for fault in faults):
         raise_faults(faults)
     stages, sound = load_stages(config), made_sound(config, faults)
-    if not any(getattr(stage_class(name), "measures", False) for name in config["stages"]):
+    if not any_measures(config["stages"]):
         faults += refuse_unmeasured(sound, config["stages"])
     faults += [fault for stage in stages for fault in stage.check(sound)]
     if faults:

@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -87,7 +88,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The prose of one documentation string."""
+    """What may be read in one go of a documentation string: all at its margin, or a paragraph that is set in."""
 
     source: Source
     text: str
@@ -168,10 +169,11 @@ def documents(sources: Iterable[Source]) -> Iterator[Document]:
         for path in source.files:
             held_out = is_held_out(f"{source.name}/{path.name}")
             for text in docstrings(path):
-                fresh = [part for part in prose(text) if part not in seen]
-                seen.update(fresh)
-                if fresh:
-                    yield Document(source, " ".join(fresh), held_out)
+                fresh = [(indent, part) for indent, part in prose(text) if part not in seen]
+                seen.update(part for _, part in fresh)
+                together = " ".join(part for indent, part in fresh if not indent)
+                apart = (part for indent, part in fresh if indent)
+                yield from (Document(source, passage, held_out) for passage in (*apart, together) if passage)
 
 
 def is_held_out(name: str) -> bool:
@@ -199,13 +201,14 @@ def docstrings(path: Path) -> Iterator[str]:
             yield from (inspect.cleandoc(text) for text in texts if isinstance(text, str) and "\n" in text)
 
 
-def prose(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a documentation string that are English sentences."""
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the paragraphs of a documentation string that are English sentences, and how far each is set in."""
     plain = ROLE.sub(r"\1", FENCE.sub("\n", text)).replace("`", "").replace("*", "")
-    for paragraph in re.split(r"\n\s*\n", plain):
+    for indent, lines in groupby(plain.splitlines(), key=lambda line: len(line) - len(line.lstrip()) if line else -1):
+        paragraph = "\n".join(lines)
         sentence = " ".join(paragraph.split())
         if not NO_PROSE.search(paragraph) and is_prose(sentence):
-            yield sentence
+            yield indent, sentence
 
 
 def is_prose(sentence: str) -> bool:

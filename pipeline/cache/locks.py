@@ -48,14 +48,15 @@ def lock(path: Path, *, wait: bool = True, exclusive: bool = True) -> int:
     kind = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        is_there = False
         try:
             fcntl.flock(descriptor, kind)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+            is_there = os.fstat(descriptor).st_nlink > 0
+        finally:
+            if not is_there:
+                os.close(descriptor)
+        if is_there:
+            return descriptor
 
 
 @contextmanager

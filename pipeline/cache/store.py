@@ -80,8 +80,8 @@ class Store:
         None. The folder is renamed afterwards, so what ``write`` returns must not depend on where it lies.
         Whatever ``write`` raises leaves nothing behind; but where it ``resumes``, the folder has what the last one that
         was killed, or raised, left of the same key under these names, until ``sweep`` takes it, if there are locks to
-        tell that nobody is at it. They are of files;
-        those that begin with a dot, of folders, are the build's own: there until it is on the disk, never published.
+        tell that nobody is at it. They are of files; those that begin with a dot, of folders, are the build's own:
+        there until it is on the disk, never published.
         """
         folder = self._folder(stage, key)
         found = self.find(stage, key)

@@ -124,7 +124,7 @@ class OptunaSearch(Sweeper):
         Raises ``UnmeasuredError`` where nothing was measured: the others, which are like it, would be run in vain.
         """
         from offstage.pipeline.hydra_task import Task
-        from offstage.pipeline.installed_stages import stage_class
+        from offstage.pipeline.installed_stages import any_measures
         from offstage.pipeline.objective import UnmeasuredError, objective_of
         from offstage.pipeline.sweeps.results import settled
 
@@ -137,7 +137,7 @@ class OptunaSearch(Sweeper):
         try:
             return objective_of(record)
         except UnmeasuredError:
-            if not any(getattr(stage_class(stage["name"]), "measures", False) for stage in record["stages"]):
+            if not any_measures(stage["name"] for stage in record["stages"]):
                 raise
             return None
 

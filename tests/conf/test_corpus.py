@@ -49,6 +49,7 @@ def test_sentences_are_kept_and_code_lists_and_repetitions_are_not(tmp_path: Pat
     assert sorted(gather(path)) == [
         "Close the files.Reader and give the memory back to the system.",
         "Returns a list of the numbers, in the order of the file.",
+        "The path of the file that is to be read.",
         "Tools for reading a file of numbers. "
         "The file is read as a whole, so it should fit in the memory of the machine.",
     ]
