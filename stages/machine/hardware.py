@@ -25,6 +25,8 @@ class Accelerator:
     """One accelerator: ``total_bytes`` of memory, of which ``free_bytes`` are free; simulated ones aren't there.
 
     ``ledger_bytes``, where a simulated one has them, are the weights that it really takes, whatever the plan goes by.
+    ``has_context`` says whether a context of this process is taken from what is free already, and ``process_bytes``
+    are what libraries take of it where it computes.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Accelerator:
     free_bytes: int
     simulated: bool = False
     ledger_bytes: int | None = None
+    has_context: bool = True
+    process_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,12 @@ class Hardware:
             return self.host.available_bytes if self.host.limit else coarse(self.host.available_bytes)
         accelerator = self.accelerators[int(device)]
         return accelerator.free_bytes if accelerator.simulated else coarse(accelerator.free_bytes)
+
+    @property
+    def process_bytes(self) -> dict[DeviceId, int]:
+        """What the process of a run takes of each device beside weights and request, where it computes there."""
+        devices: dict[DeviceId, int] = {CPU: self.host.process_bytes}
+        return devices | {index: device.process_bytes for index, device in enumerate(self.accelerators)}
 
 
 def hardware(config: Mapping[str, Any]) -> Hardware:
@@ -91,16 +101,45 @@ def ledgers(machine: Hardware, budgets: Mapping[DeviceId, int | None], *, beside
 
 
 def local_accelerators(root: Path = Path("/")) -> tuple[Accelerator, ...]:
-    """Return this machine's accelerators. Torch is asked, and imported, only where a driver's device file is there."""
+    """Return this machine's accelerators. Torch is asked, and imported, only where a driver's device file is there.
+
+    What is free is asked of the driver's own library where it can be: torch makes a context on each device that it
+    asks, which takes hundreds of megabytes of one that nothing may ever be placed on.
+    """
     if not has_accelerator_driver(root):
         return ()
     import torch
 
     accelerators = []
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        accelerators.append(Accelerator(torch.cuda.get_device_name(index), total, free))
+        about = torch.cuda.get_device_properties(index)
+        holds = torch.cuda.memory_reserved(index) > 0
+        free = None if holds else driver_free_bytes(index)
+        known = torch.cuda.mem_get_info(index)[0] if free is None else free
+        accelerators.append(Accelerator(about.name, about.total_memory, known, has_context=free is None))
     return tuple(accelerators)
+
+
+def driver_free_bytes(index: int) -> int | None:
+    """Return the free bytes of the accelerator ``index`` without making a context there; null where nobody knows.
+
+    NVML counts all devices of a machine, torch those that a process may see, so the device is found by its UUID.
+    """
+    import torch
+
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+            return int(pynvml.nvmlDeviceGetMemoryInfo(device).free)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:  # no driver of NVIDIA's, a part of a device, or a system that doesn't tell
+        return None
 
 
 def coarse(count: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from offstage.stages.machine import probes
 from offstage.stages.machine.decoding_probe import decoding_speed
 from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
+from offstage.stages.machine.own_process import measure_apart
 from offstage.stages.units import DeviceId, parse_size, tier
 
 FILE_NAME = "rates.json"
@@ -129,14 +131,19 @@ def local_rates(
     if sample is not None:
         wanted["storage"] = f"storage {sample.stat().st_dev} again", lambda: probes.read_speed(sample)
     if accelerators:
-        wanted["link"] = f"link {accelerators[0]}", probes.link_speed
-        wanted["device"] = f"device {accelerators[0]}", probes.device_speed
+        measured_apart = lru_cache(partial(measure_apart, "probes"))
+        for name in DEVICE_RATES:
+            wanted[name] = f"{name} {accelerators[0]}", partial(_of, measured_apart, name)
     given = _read(pinned or {})
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
     found = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
     found |= {} if {"host", "calls"} <= given.keys() else host_rates(folder, decoding_speed)
     measured = {name: coarse_rate(speed) for name, speed in found.items() if speed}
     return known_rates({**measured, **given}, {})
+
+
+def _of(measured_apart: Callable[[], dict[str, int] | None], name: str) -> int | None:
+    return (measured_apart() or {}).get(name)
 
 
 def host_rates(folder: Path, probe: Callable[[], dict[str, int] | None]) -> dict[str, int]:

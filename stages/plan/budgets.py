@@ -152,7 +152,9 @@ def _automatic(machine: Hardware, needed: int, host_needed: int, unpacking: int)
     terms: dict[str, dict[str, int]] = {}
     for index in range(len(machine.accelerators)):
         free = machine.free(index)
-        terms[str(index)] = {"free": free, "request": -needed, "margin": -_margin(index, machine)}
+        process = machine.accelerators[index].process_bytes
+        taken = {"process": -process} if process else {}
+        terms[str(index)] = {"free": free, **taken, "request": -needed, "margin": -_margin(index, machine)}
     free = machine.free(CPU)
     terms["cpu"] = {
         "available": free,

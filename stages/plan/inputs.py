@@ -21,7 +21,7 @@ from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.hardware import Accelerator, Hardware, hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, identity, local_kernels
-from offstage.stages.machine.process_memory import process_bytes
+from offstage.stages.machine.process_memory import process_memory
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan import options
@@ -79,7 +79,7 @@ class PlanInputs:
     free elsewhere changes nothing, and so is no part of the key. ``learns`` says which weights are changed by the run,
     and ``offload_ratio`` which share of a training's activations waits elsewhere. ``simulated`` has the accelerators
     that the config lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
-    ``process_bytes`` are what the process holds on the host of all that is neither weights nor the request's.
+    ``process_bytes`` are what the process holds on each device of all that is neither weights nor the request's.
     ``packing`` is how floats are packed, null if they stay; where that is the plan's to choose, ``plain`` is the same
     without it. Whether weights may be brought by blocks of rows hangs on ``kernel_identity``; ``kernels`` are what
     those of the host take. ``notes`` is what there is to say of the plan beside what it says itself.
@@ -96,7 +96,7 @@ class PlanInputs:
     learns: Learns
     offload_ratio: float | None
     simulated: tuple[Accelerator | None, ...]
-    process_bytes: int
+    process_bytes: Mapping[DeviceId, int]
     rates: Rates
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
@@ -173,7 +173,7 @@ def gather_inputs(
         learns=what_learns(config),
         offload_ratio=ratio,
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
-        process_bytes=machine.host.process_bytes,
+        process_bytes=machine.process_bytes,
         rates=rates,
         outline=outline,
         machine=machine,
@@ -240,14 +240,32 @@ def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, need
 
 
 def known_machine(config: Config, cache: Path) -> Hardware:
-    """Return the machine that ``config`` describes; this host with what the process of a run was measured to hold.
+    """Return the machine that ``config`` describes; this one with what the process of a run was measured to hold.
 
-    Of another host nothing is measured here: what its process holds is the nominal figure.
+    Of another host nothing is measured here: what its process holds is the nominal figure. An accelerator that is
+    there has less for weights by the context, and by the workspaces of the threads that compute: a backward pass has
+    one of its own. Each accelerator beyond the first is taken to cost the host as much as that one.
     """
     machine = hardware(config)
+    there = [device for device in machine.accelerators if not device.simulated]
+    if _host_is_described(config) and not there:
+        return machine
+    rates = (config.get("hardware") or {}).get("devices") is None
+    held = process_memory(cache / MEASURED, accelerator=there[0].name if there else "", rates=rates)
+    threads = 2 if asking(config) == "finetune" else 1
+    accelerators = (
+        replace(
+            device,
+            free_bytes=max(0, device.free_bytes - (0 if device.has_context else held.context)),
+            process_bytes=held.device * threads,
+        )
+        for device in there
+    )
+    if there:
+        machine = replace(machine, accelerators=tuple(accelerators))
     if _host_is_described(config):
         return machine
-    process = process_bytes(cache / MEASURED, rates=(config.get("hardware") or {}).get("devices") is None)
+    process = held.host + max(0, len(there) - 1) * max(0, held.host - PROCESS_BYTES)
     return replace(machine, host=replace(machine.host, process_bytes=process))
 
 
@@ -333,5 +351,5 @@ def _most_held(outline: Outline, demand: Demand, machine: Hardware, device: Devi
     """Return bytes that no plan of such a request comes to on ``device``, whatever it places there."""
     most = demand.allowance.budgets.get(device)
     weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
-    process = machine.host.process_bytes + outline.unpacking_bytes if device == CPU else 0
+    process = machine.process_bytes[device] + (outline.unpacking_bytes if device == CPU else 0)
     return weights + max(outline.sizes.values(), default=0) + demand.needs.bytes + process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from offstage.stages.empty_init.skeleton import parent
@@ -19,6 +19,9 @@ from offstage.stages.units import CPU, DISK, DeviceId
 ByPart = dict[DeviceId, dict[str, int]]
 """The bytes of each device at its peak, by what they are for: those of its budget come first."""
 
+NOMINAL_PROCESS: Mapping[DeviceId, int] = {CPU: PROCESS_BYTES}
+"""What a process holds beside weights and request that nothing is known of."""
+
 
 def predict(
     layout: Layout,
@@ -27,11 +30,11 @@ def predict(
     rates: Rates,
     *,
     step: Step = PLAIN_STEP,
-    process_bytes: int = PROCESS_BYTES,
+    process_bytes: Mapping[DeviceId, int] = NOMINAL_PROCESS,
 ) -> Plan:
     """Return ``plan``, of ``layout``, with what is predicted: each device's peak by its parts, and a token's seconds.
 
-    A token stands for a ``step`` of decoding. The host's process holds ``process_bytes`` of its own.
+    A token stands for a ``step`` of decoding. Of each device the process takes ``process_bytes`` for itself.
     """
     expected, held = forecast(layout, step, rates), ledger(layout, needs, process_bytes=process_bytes)
     simulated = [device for device in held if plan.devices[device].simulated is not None]
@@ -51,10 +54,11 @@ def predict(
     )
 
 
-def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: int = PROCESS_BYTES) -> ByPart:
+def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceId, int] = NOMINAL_PROCESS) -> ByPart:
     """Return what each device holds at its peak beside a request that ``needs`` so much, by what it is for.
 
-    What lies on disk is there without a part of a request. The host's process has ``process_bytes`` of its own.
+    What lies on disk is there without a part of a request. The process takes ``process_bytes`` of the host, and of an
+    accelerator that computes.
     """
     main = layout.placement.main
     caches = cache_bytes(needs.caches, lambda block: _computes(layout, block))
@@ -73,6 +77,7 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: int = PROCESS_B
             held["learning"] = round(needs.learning_bytes * _computed_share(layout, device))
         if device == main and needs.assistant_bytes:
             held["assistant"] = needs.assistant_bytes
+        held |= {"process": process_bytes[device]} if device in computed and process_bytes.get(device) else {}
     host, staged, bounced = found[CPU], _staged_bytes(layout), _bounced(layout)
     host["reserve"] = staged.pop(CPU, 0)
     host |= {"staging": min(sum(staged.values()), PINNED_BYTES)} if main != CPU else {}
@@ -81,7 +86,7 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: int = PROCESS_B
     host |= {"unpacking": unpacking} if (unpacking := _unpacking_bytes(layout)) else {}
     host |= {"results": needs.result_bytes} if needs.result_bytes else {}
     host |= {"offloaded": needs.offloaded_bytes} if needs.offloaded_bytes else {}
-    host["process"] = process_bytes + needs.library_bytes
+    host["process"] = process_bytes[CPU] + needs.library_bytes
     return found
 
 

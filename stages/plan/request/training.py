@@ -119,7 +119,7 @@ def training_needs(
             given = read(PlanConfig, config).max_memory or {}
             largest = max((layer.bytes for layer in outline.layers), default=0)
             held = min(held, parse_size(given.get(str(main), largest), of=held))
-        process = machine.host.process_bytes + TRAINING_BYTES if main == CPU else 0
+        process = machine.process_bytes[main] + (TRAINING_BYTES if main == CPU else 0)
         room = rooms(machine, leaves=True)[main] - held - demand.kept_bytes - process - scratch - library
         ratio = demand.peaks.least_ratio(room)
     needs = MemoryNeeds(

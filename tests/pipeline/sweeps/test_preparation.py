@@ -57,5 +57,5 @@ def test_another_machine_isn_t_measured_and_a_faulty_job_says_so_itself(
 ) -> None:
     prepared([override])
     measured = {path.name for path in tmp_path.glob("outputs/cache/hardware/*.json")}
-    assert measured <= {"process.json"}, "what a process holds, wherever the run that it stands for is planned"
+    assert measured <= {"process_memory.json"}, "what a process holds, wherever the run that it stands for is planned"
     assert capfd.readouterr().err == ""

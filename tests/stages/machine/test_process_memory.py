@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import pytest
 from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
 from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.stage import MEASURED
-from offstage.stages.machine import kernels, own_process, process_memory
+from offstage.stages.machine import kernels, own_process, process_memory as module
 from offstage.stages.machine.host_memory import PROCESS_BYTES
-from offstage.stages.machine.process_memory import FILE_NAME, identity, process_bytes
+from offstage.stages.machine.process_memory import FILE_NAME, NOMINAL, ProcessMemory, identity, process_memory
 from offstage.stages.machine.rates import DECODING_NAME
 
-OTHER = 404_000_000
+OTHER = ProcessMemory(404_000_000, 8_000_000, 12_000_000)
+KEPT = asdict(OTHER)
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +35,15 @@ def keep(folder: Path, figure: object) -> None:
 
 def test_what_a_cache_keeps_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_run(monkeypatch)
-    keep(tmp_path / MEASURED, OTHER)
-    assert process_bytes(tmp_path / MEASURED) == OTHER
+    keep(tmp_path / MEASURED, KEPT)
+    assert process_memory(tmp_path / MEASURED) == OTHER
 
 
 def test_what_a_users_other_cache_keeps_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_run(monkeypatch)
-    keep(user_cache() / MEASURED, OTHER)
-    assert process_bytes(tmp_path / MEASURED) == OTHER
-    assert read_sealed(tmp_path / MEASURED / FILE_NAME) == {identity(): OTHER}
+    keep(user_cache() / MEASURED, KEPT)
+    assert process_memory(tmp_path / MEASURED) == OTHER
+    assert read_sealed(tmp_path / MEASURED / FILE_NAME) == {identity(): KEPT}
 
 
 def test_where_it_cannot_be_measured_it_is_nominal_and_the_next_run_asks_again(
@@ -49,17 +51,18 @@ def test_where_it_cannot_be_measured_it_is_nominal_and_the_next_run_asks_again(
 ) -> None:
     with monkeypatch.context() as patch:
         refuse_to_run(patch)
-        assert process_bytes(user_cache() / MEASURED) == process_bytes(tmp_path / MEASURED) == PROCESS_BYTES
+        assert process_memory(user_cache() / MEASURED) == process_memory(tmp_path / MEASURED) == NOMINAL
     assert not list(tmp_path.rglob(FILE_NAME))
     monkeypatch.setattr(own_process, "PROCESS_BYTES", 1 << 60)
-    assert process_bytes(tmp_path / MEASURED) == PROCESS_BYTES, "there is no memory for a second process"
+    assert process_memory(tmp_path / MEASURED) == NOMINAL, "there is no memory for a second process"
 
 
 def test_a_process_that_is_measured_measures_the_rates_of_the_host_too(tmp_path: Path) -> None:
-    held = process_bytes(tmp_path / MEASURED, rates=True)
-    assert 5 * 10**7 < held < 10**11
+    held = process_memory(tmp_path / MEASURED, rates=True)
+    assert 5 * 10**7 < held.host < 10**11
+    assert held.device == held.context == 0
     for folder in (tmp_path / MEASURED, user_cache() / MEASURED):
-        assert read_sealed(folder / FILE_NAME) == {identity(): held}
+        assert read_sealed(folder / FILE_NAME) == {identity(): asdict(held)}
         assert read_sealed(folder / DECODING_NAME)[kernels.identity()].keys() == {"host", "calls"}
 
 
@@ -68,8 +71,8 @@ def test_no_rates_are_measured_where_nobody_asks_for_them(tmp_path: Path, monkey
     python.write_text(f'#!/bin/sh\necho "rates to [$5]" >> {said}\nexit 1\n')
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    process_bytes(tmp_path / "one")
-    process_bytes(tmp_path / "another", rates=True)
+    process_memory(tmp_path / "one")
+    process_memory(tmp_path / "another", rates=True)
     assert said.read_text().splitlines() == ["rates to []", f"rates to [{tmp_path / 'another'}]"]
 
 
@@ -82,19 +85,36 @@ def test_other_packages_are_another_environment(tmp_path: Path) -> None:
     assert identity() == identity()
 
 
+def test_a_machine_with_an_accelerator_has_a_figure_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_run(monkeypatch)
+    folder = tmp_path / MEASURED
+    folder.mkdir(parents=True)
+    write_sealed(folder / FILE_NAME, {identity(): asdict(NOMINAL), f"{identity()} on an H100": KEPT})
+    assert process_memory(folder) == NOMINAL
+    assert process_memory(folder, accelerator="an H100") == OTHER
+    assert process_memory(folder, accelerator="another").host > NOMINAL.host, "its context and kernels are the host's"
+
+
 @pytest.mark.parametrize(
-    ("record", "expected"),
+    ("measured", "predicted", "expected"),
     [
-        ({"memory": {"measured": {"cpu": OTHER + 999}, "predicted": {"cpu": PROCESS_BYTES + 1000}}}, OTHER),
-        ({"memory": {"measured": {"cpu": OTHER}, "predicted": {"cpu": PROCESS_BYTES - 1}}}, OTHER + 4_000_000),
-        ({"memory": {"measured": {}, "predicted": {"cpu": 1}}}, None),
-        ({"memory": None}, None),
-        ([], None),
+        ({"cpu": 404_000_999}, {"cpu": PROCESS_BYTES + 1000}, ProcessMemory(404_000_000)),
+        ({"cpu": 404_000_000}, {"cpu": PROCESS_BYTES - 1}, ProcessMemory(408_000_000)),
+        ({"cpu": 404_000_000, "0": 50}, {"cpu": PROCESS_BYTES, "0": 49}, ProcessMemory(404_000_000, 4_000_000)),
+        ({"cpu": 404_000_000, "0": 1}, {"cpu": PROCESS_BYTES, "0": 2}, ProcessMemory(404_000_000)),
+        ({}, {"cpu": 1}, None),
     ],
-)
+)  # fmt: skip
 def test_it_is_what_a_run_held_less_weights_and_request_in_coarse_steps(
-    record: object, expected: int | None, tmp_path: Path
+    measured: dict[str, int], predicted: dict[str, int], expected: ProcessMemory | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.json"
+    path.write_text(json.dumps({"memory": {"measured": measured, "predicted": predicted}}))
+    assert module._read(path) == expected
+
+
+@pytest.mark.parametrize("record", [{"memory": None}, []])
+def test_a_record_without_memory_says_nothing(record: object, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
     path.write_text(json.dumps(record))
-    assert process_memory._read(path) == expected
+    assert module._read(path) is None
