@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,14 @@ _SMALL_BYTES = 2**18
 """Smaller tensors come from torch's own allocator: a map each would cost more than it saves."""
 
 _HUGE_PAGE_BYTES = 2 * 2**20
+
+
+_HERE = nullcontext()
+
+
+def outside_inference() -> AbstractContextManager[None]:
+    """Return a context outside of inference mode: what is made in it is written to by other threads too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _HERE
 
 
 def align_down(offset: int) -> int:

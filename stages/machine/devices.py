@@ -16,7 +16,13 @@ from collections.abc import Mapping
 import torch
 
 from offstage.pipeline.errors import BudgetError, ConfigError
-from offstage.stages.machine.aligned_memory import Bytes, TensorRoom, private_bytes, room_for
+from offstage.stages.machine.aligned_memory import (
+    Bytes,
+    TensorRoom,
+    outside_inference,
+    private_bytes,
+    room_for,
+)
 from offstage.stages.units import DeviceId, format_bytes, parse_device
 
 AnyDevice = int | str | torch.device
@@ -137,7 +143,7 @@ class Devices:
         if target.type == "cpu":
             return room_for(shape, dtype, offset=offset)
         try:
-            with torch.inference_mode(False):  # or no other thread could read into it
+            with outside_inference():  # or no other thread could read into it
                 return TensorRoom(torch.empty(shape, dtype=dtype, device=target))
         except torch.OutOfMemoryError as error:
             raise full(device, math.prod(shape) * dtype.itemsize) from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from offstage.pipeline.kernel_caches import WITHOUT_CUDNN_ATTENTION
 from offstage.stages.dispatch.transfer.cuda_link import CudaLink
 from offstage.stages.dispatch.transfer.link import pin
 from offstage.stages.machine.aligned_memory import private_bytes
@@ -68,7 +70,8 @@ def run_theirs(tier: str, checkpoint: Path, work: Path, *, tokens: int) -> dict[
         return None
     placed, spill = json.loads(device_map(tier, work).read_text()), work / "theirs"
     command = accelerate_command(checkpoint, tokens, {"device_map": placed}, spill=spill, device="cuda")
-    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    same = {**os.environ, WITHOUT_CUDNN_ATTENTION: "1"}  # the kernels of attention that offstage's side has
+    done = subprocess.run(command, cwd=work, env=same, capture_output=True, text=True, check=False)
     shutil.rmtree(spill, ignore_errors=True)
     if done.returncode:
         return _failed(done)

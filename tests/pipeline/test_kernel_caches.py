@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from offstage.pipeline.kernel_caches import CAPACITY, bound_kernel_caches
+from offstage.pipeline.kernel_caches import CAPACITY, WITHOUT_CUDNN_ATTENTION, bound_kernel_caches
 
 CODE = """
 import re
@@ -37,7 +37,12 @@ def test_products_of_ever_other_shapes_dont_make_the_process_grow() -> None:
 def test_what_the_environment_says_counts() -> None:
     nothing: dict[str, str] = {}
     bound_kernel_caches(nothing)
+    assert nothing.pop(WITHOUT_CUDNN_ATTENTION) == "1"
     assert list(nothing.values()) == [str(CAPACITY)] * 2
+    mine = {WITHOUT_CUDNN_ATTENTION: "0", "LRU_CACHE_CAPACITY": "7", "DNNL_PRIMITIVE_CACHE_CAPACITY": "9"}
+    asked = dict(mine)
+    bound_kernel_caches(asked)
+    assert asked == mine
     chosen = {"LRU_CACHE_CAPACITY": "7", "DNNL_PRIMITIVE_CACHE_CAPACITY": "9"}
     before = dict(chosen)
     bound_kernel_caches(chosen)

@@ -19,8 +19,7 @@ it will be.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 _ROUTES = 4
 """So many orders are known beside that of a pass: of an encoder, of the first pass of a prompt with images, …"""
@@ -41,6 +40,7 @@ class Schedule:
         self._saved: list[int] = []  # what the pass had saved that this followed
         self._left_out: set[int] = set()  # what no pass is expected to use
         self._routes: list[list[int]] = []  # what was used where some of that was used, the latest first
+        self._order = self._forward  # and what comes between
         self._beside: list[int] = []  # the rest of one of them that is expected now
         self._beside_asked = 0
         self._again: set[int] = set()  # what was left out, and used by the last pass all the same
@@ -49,39 +49,37 @@ class Schedule:
         self._turns = 0
         self._step = 0
         self._asked = 0
-        self._wanted: Counter[int] = Counter()
+        self._wanted: dict[int, int] = {}
         self._seen: list[int] = []
 
     @property
     def order(self) -> list[int]:
         """The parts of one pass, in the order in which they are expected, and those of the backward after it."""
-        return self._forward + self._backward
+        return self._order
 
-    def upcoming(self) -> Iterator[int]:
-        """Yield the parts to ask for next, at most one pass ahead.
+    def next_to_ask(self) -> int | None:
+        """Return the part to ask for next, at most one pass ahead; null where all that is known was asked for."""
+        if self._beside_asked < len(self._beside):
+            return self._beside[self._beside_asked]
+        order = self._order
+        return order[self._asked % len(order)] if self._asked < self._step + len(order) else None
 
-        A part counts as asked for when the one after it is drawn, so that a caller who breaks off is offered the
-        same part again.
-        """
-        while self._beside_asked < len(self._beside):
-            part = self._beside[self._beside_asked]
-            yield part
-            self._wanted[part] += 1
+    def note_asked(self, part: int) -> None:
+        """Note that ``part``, which was next, was asked for."""
+        self._wanted[part] = self._wanted.get(part, 0) + 1
+        if self._beside_asked < len(self._beside):
             self._beside_asked += 1
-        end = self._step + self._length
-        while self._asked < end:
-            part = self._at(self._asked)
-            yield part
-            self._wanted[part] += 1
+        else:
             self._asked += 1
 
     def expected(self) -> list[int]:
         """Return the parts from the next one on, at most one pass ahead."""
-        return [*self._beside, *(self._at(self._step + ahead) for ahead in range(self._length))]
+        begun = self._step % len(self._order) if self._order else 0
+        return [*self._beside, *self._order[begun:], *self._order[:begun]]
 
     def wanted(self, part: int) -> bool:
         """Return whether ``part`` is among the steps that were asked for and not yet used."""
-        return self._wanted[part] > 0
+        return self._wanted.get(part, 0) > 0
 
     def use(self, part: int) -> bool:
         """Note that ``part`` is used now; return whether others are expected now than before.
@@ -94,12 +92,14 @@ class Schedule:
         if part in self._beside:
             self._keep_beside(self._beside[self._beside.index(part) + 1 :])
             return False
-        self._keep_beside([])
+        if self._beside:
+            self._keep_beside([])
         if part in self._left_out:
             return self._follow_route(part)
-        for ahead in range(self._length):
-            if self._at(self._step + ahead) == part:
-                self._skip_to(self._step + ahead + 1)
+        order, step = self._order, self._step
+        for ahead in range(len(order)):
+            if order[(step + ahead) % len(order)] == part:
+                self._skip_to(step + ahead + 1)
                 break
         return False
 
@@ -111,7 +111,7 @@ class Schedule:
         rest = route[route.index(part) + 1 :]
         if not rest:
             return False
-        begun = self._step % self._length if self._length else 0
+        begun = self._step % len(self._order) if self._order else 0
         is_over = not begun and not self._left_out.issuperset(self._seen)
         if self._in_pass and begun < len(self._forward) and not is_over:
             self._skip_to(self._step - begun + len(self._forward))
@@ -153,8 +153,8 @@ class Schedule:
             self._note_route(used)
             self._turn_to([], step=0)
             return True
-        if self._length:
-            self._skip_to(-(-self._step // self._length) * self._length)
+        if self._order:
+            self._skip_to(-(-self._step // len(self._order)) * len(self._order))
         return False
 
     def end_pass(self) -> bool:
@@ -198,6 +198,7 @@ class Schedule:
     def _turn_to(self, backward: list[int], *, step: int) -> None:
         """Expect ``backward`` after each pass, and next what is at ``step``."""
         self._backward, self._step = backward, step
+        self._order = self._forward + self._backward
         self.ask_again()
 
     def ask_again(self) -> None:
@@ -205,16 +206,8 @@ class Schedule:
         self._asked, self._beside_asked = self._step, 0
         self._wanted.clear()
 
-    @property
-    def _length(self) -> int:
-        return len(self._forward) + len(self._backward)
-
-    def _at(self, step: int) -> int:
-        place = step % self._length
-        return self._forward[place] if place < len(self._forward) else self._backward[place - len(self._forward)]
-
     def _skip_to(self, step: int) -> None:
         for used in range(self._step, min(step, self._asked)):
-            self._wanted[self._at(used)] -= 1
+            self._wanted[self._order[used % len(self._order)]] -= 1
         self._step = step
         self._asked = max(self._asked, step)

@@ -188,12 +188,14 @@ class WeightCache:
 
     def _ask_ahead(self) -> None:
         """Ask for what comes next, as far as the ring has room."""
-        for part in self._schedule.upcoming():
+        schedule = self._schedule
+        while (part := schedule.next_to_ask()) is not None:
             if part not in self._held:
                 region = self._ring.take(part, ahead=True)
                 if region is None:
                     return
                 self._ask(part, _RingEntry(Transfer(region)))
+            schedule.note_asked(part)
 
     def _expect_anew(self) -> None:
         """Ask for what comes next; of what was brought for another order, what comes last or never makes room first."""

@@ -7,15 +7,22 @@ view of its weight, and a traceback may hold one. What is still seen is never wr
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_memory, with_huge_pages
+from offstage.stages.machine.aligned_memory import (
+    ALIGNMENT,
+    Bytes,
+    align_up,
+    outside_inference,
+    private_memory,
+    with_huge_pages,
+)
 
 Region = TypeVar("Region")
 Lent = TypeVar("Lent", covariant=True)
@@ -51,12 +58,11 @@ class HostMemory:
     def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
         """Return the region at ``begin``: a tensor with a storage of its own, which keeps the array alive."""
         region = self._bytes[begin : begin + length]
-        with torch.inference_mode(False):  # or no other thread could copy into it
+        with outside_inference():  # or no other thread could copy into it
             return torch.frombuffer(region, dtype=torch.uint8), region
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     begin: int
     end: int
 
@@ -91,8 +97,8 @@ class Arena(Generic[Region]):
         size = max(size, 1)
         if size >= self._no_room_for:
             return None
-        gaps = self._gaps(self.size if before is None else before)
-        begin = self._find_last(size, gaps) if at_end else self._find(size, gaps)
+        end = self.size if before is None else before
+        begin = self._find_last(size, end) if at_end else self._find(size, end)
         if begin is None:
             self._no_room_for = size if before is None else self._no_room_for
             return None
@@ -110,17 +116,14 @@ class Arena(Generic[Region]):
         self._collect()
         alignment = self._memory.alignment
         places = ((self.size - distance) // alignment * alignment for distance in distances)
-        gaps = self._gaps(self.size)
-        free = (place for place in places if any(low <= place and place + size <= high for low, high in gaps))
-        begin = next(free, None)
+        begin = next((place for place in places if self._is_free(_Span(place, place + size))), None)
         return None if begin is None else self._lend(begin, max(size, 1))
 
     def _lend(self, begin: int, size: int) -> Region:
         length = align_up(size, self._memory.alignment)
         span = _Span(begin, min(begin + length, self.size))
         region, watched = self._memory.lend(span.begin, span.end - span.begin)
-        self._busy.append(span)
-        self._busy.sort(key=lambda busy: busy.begin)
+        insort(self._busy, span)
         gone = self._gone
         self._watches[span] = weakref.ref(watched, lambda _ref: gone.append(span))
         return region
@@ -131,27 +134,43 @@ class Arena(Generic[Region]):
         self._collect()
         return sum(span.end - span.begin for span in self._busy)
 
-    def _find(self, size: int, gaps: list[tuple[int, int]]) -> int | None:
+    def _is_free(self, span: _Span) -> bool:
+        """Return whether nothing is lent of ``span``, and all of it is there."""
+        place = bisect_left(self._busy, span)
+        before = self._busy[place - 1].end if place else 0
+        after = self._busy[place].begin if place < len(self._busy) else self.size
+        return before <= span.begin and span.end <= after
+
+    def _find(self, size: int, end: int) -> int | None:
         """Return where a gap of ``size`` bytes begins: the first at or after the last region taken, else any."""
-        starts = [(max(begin, self._next), end) for begin, end in gaps] + gaps
-        return next((start for start, end in starts if end - start >= size), None)
+        place = bisect_left(self._busy, (self._next,))
+        begin = max(self._busy[place - 1].end, self._next) if place else self._next
+        found = self._first_gap(size, end, place, begin)
+        return found if found is not None else self._first_gap(size, end, 0, 0)
 
-    def _find_last(self, size: int, gaps: list[tuple[int, int]]) -> int | None:
-        """Return the last aligned place in the last gap that has ``size`` bytes."""
-        starts = ((begin, (end - size) // self._memory.alignment * self._memory.alignment) for begin, end in gaps)
-        return max((start for begin, start in starts if start >= begin), default=None)
+    def _first_gap(self, size: int, end: int, place: int, begin: int) -> int | None:
+        """Return where the first gap of ``size`` bytes before ``end`` begins, from ``begin`` on, which is before the
+        busy span at ``place``.
+        """
+        for busy in self._busy[place:] if place else self._busy:
+            if min(busy.begin, end) - begin >= size:
+                return begin
+            begin = busy.end
+        return begin if end - begin >= size else None
 
-    def _gaps(self, end: int) -> list[tuple[int, int]]:
-        """Return the gaps as they are before ``end``."""
-        gaps, begin = [], 0
-        for span in [*self._busy, _Span(self.size, self.size)]:
-            gaps.append((begin, min(span.begin, end)))
-            begin = span.end
-        return gaps
+    def _find_last(self, size: int, end: int) -> int | None:
+        """Return the last aligned place in the last gap that has ``size`` bytes, before ``end``."""
+        after = self.size
+        for busy in [*reversed(self._busy), _Span(0, 0)]:
+            start = (min(after, end) - size) // self._memory.alignment * self._memory.alignment
+            if start >= busy.end:
+                return start
+            after = busy.begin
+        return None
 
     def _collect(self) -> None:
         while self._gone:
             self._no_room_for = self.size + 1
             span = self._gone.popleft()
-            self._busy.remove(span)
+            del self._busy[bisect_left(self._busy, span)]
             del self._watches[span]

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from offstage.stages.dispatch.transfer.link import Event, Operators
-from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.machine.aligned_memory import Bytes, outside_inference
 from offstage.stages.machine.devices import full
 from offstage.stages.units import DEVICE_ALIGNMENT
 
@@ -47,7 +47,7 @@ class CudaMemory:
     def __init__(self, device: torch.device, size: int) -> None:
         self.size = size
         try:
-            with torch.inference_mode(False):
+            with outside_inference():
                 self._base = torch.empty(size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise full(device.index, size) from error
@@ -55,12 +55,15 @@ class CudaMemory:
     def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
         """Return the region at ``begin``: a tensor that keeps alive what is watched."""
         span = _DeviceSpan(self._base, begin, length)
-        with torch.inference_mode(False):  # or no other thread could copy into it
+        with outside_inference():  # or no other thread could copy into it
             return torch.as_tensor(span, device=self._base.device), span
 
 
 class _OnStream:
-    """A context in which ``stream`` is the current one in place of ``before``, which is of the same device."""
+    """A context in which ``stream`` is the current one in place of ``before``, which is of the same device.
+
+    As ``torch.cuda.stream``, in less time: each copy enters it.
+    """
 
     def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
         self._stream, self._before = stream, before
@@ -72,17 +75,6 @@ class _OnStream:
         torch.cuda.set_stream(self._before)
 
 
-def _on(stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-    """Return a context in which ``stream`` is the current one.
-
-    As ``torch.cuda.stream``, in less time where its device is the current one: each copy enters it.
-    """
-    before = torch.cuda.current_stream()
-    if before.device != stream.device:
-        return torch.cuda.stream(stream)
-    return _OnStream(stream, before)
-
-
 class CudaLink:
     """The link to the CUDA device ``device`` (with an index)."""
 
@@ -92,7 +84,8 @@ class CudaLink:
         self._device = device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._unpacking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._last = torch.cuda.current_stream(device)
+        self._known: dict[int, torch.cuda.Stream] = {}
+        self._last = self._current()
         self._followed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # when it came to wait, and for what
         self._stalled = 0.0
 
@@ -107,8 +100,11 @@ class CudaLink:
         return event
 
     def follow(self, event: Event) -> None:
-        """Have the current stream wait for ``event``; the host doesn't."""
-        stream, came, done = self._computing(), _event(timed=True), cast("torch.cuda.Event", event)
+        """Have the current stream wait for ``event``, unless it has happened; the host doesn't."""
+        stream, done = self._computing(), cast("torch.cuda.Event", event)
+        if done.query():  # type: ignore[no-untyped-call]
+            return
+        came = _event(timed=True)
         came.record(stream)
         stream.wait_event(done)
         self._followed.append((came, done))
@@ -127,16 +123,30 @@ class CudaLink:
 
     def _computing(self) -> torch.cuda.Stream:
         """Return the current stream; where it is another than before, it first waits for what that one was given."""
-        stream = torch.cuda.current_stream(self._device.index)
-        if stream != self._last:
+        stream = self._current()
+        if stream is not self._last:
             stream.wait_stream(self._last)
             self._last = stream
         return stream
 
+    def _current(self) -> torch.cuda.Stream:
+        """Return the current stream of the device, one object each: torch would make one anew each time."""
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        found = self._known.get(handle)
+        if found is None:
+            found = self._known[handle] = torch.cuda.current_stream(self._device.index)
+        return found
+
+    def _on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """Return a context in which ``stream``, which is of the device, is the current one."""
+        if torch.cuda.current_device() != self._device.index:
+            return torch.cuda.stream(stream)
+        return _OnStream(stream, self._current())
+
     def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
         """Have the copy stream copy ``source`` when ``after`` has happened."""
         done = _event(blocking=True, timed=True)  # whoever waits for it sleeps
-        with _on(self._copies):
+        with self._on(self._copies):
             self._copies.wait_event(cast("torch.cuda.Event", after))
             target.copy_(source, non_blocking=True)
             done.record(self._copies)
@@ -156,7 +166,7 @@ class CudaLink:
         What they allocate is of that stream, which gives it to its next operators in its own order.
         """
         done = _event(blocking=True, timed=True)
-        with _on(self._unpacking):
+        with self._on(self._unpacking):
             for event in after:
                 self._unpacking.wait_event(cast("torch.cuda.Event", event))
             try:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,8 +27,7 @@ Event = object | None
 """A moment in the order of an accelerator's work; each link knows its own kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(NamedTuple):
     """What a job has brought, or asked a link for: when it is ``done``, and what it took.
 
     ``number`` is its place in the order of a link's copies, or of what is unpacked behind it where it ``is_unpacking``:

@@ -10,7 +10,7 @@ import torch
 
 from offstage.stages.dispatch.transfer.arena import HostMemory, Memory
 from offstage.stages.dispatch.transfer.link import Event, Link, Operators
-from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.machine.aligned_memory import Bytes, outside_inference
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.operator_threads import alone
 from offstage.stages.units import DEVICE_ALIGNMENT, DeviceId
@@ -26,7 +26,7 @@ class FreshMemory:
 
     def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
         """Return ``length`` bytes, wherever the allocator has them."""
-        with torch.inference_mode(False):
+        with outside_inference():
             region = torch.empty(length, dtype=torch.uint8, device=self._device)
         return region, region.untyped_storage()
 

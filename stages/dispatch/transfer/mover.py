@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
 from offstage.stages.dispatch.transfer.file_reader import FileReader
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved
-from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
+from offstage.stages.dispatch.transfer.part_layout import PartLayout, PlacedTensor, Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
 from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
@@ -54,9 +53,8 @@ class Transfer:
 
     def arrive(self) -> list[Moved]:
         """Return what has brought it, once all is asked for: it is there. Raises what bringing it raised."""
-        found = [*self.asked, *(job.result() for job in self.work)]
-        self.asked.clear()
-        self.work.clear()
+        found = [*self.asked, *(job.result() for job in self.work)] if self.work else self.asked
+        self.asked, self.work = [], []
         return found
 
 
@@ -92,18 +90,24 @@ class Mover:
 
     def fetch(self, layout: PartLayout, transfer: Transfer, *, urgency: Urgency = Urgency.CERTAIN) -> None:
         """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is."""
-        after, submit = self.link.computed(), partial(reader_pool().submit, urgency=urgency)
-        read = self._read if layout.reads_in_place else self._read_and_pass_on
+        after = self.link.computed()
         for placed in layout.pieces:
-            source, begin = placed.source, placed.begin
-            if isinstance(source, Extent):
-                shift = begin - source.begin
-                chunks = cut(source, CHUNK_BYTES)
-                transfer.work += [submit(read, chunk, transfer, shift + chunk.begin, after) for chunk in chunks]
-            if isinstance(source, PackedTensor) and placed.bytes:
-                self._fetch_packed(source, transfer, begin, after, submit)
-            if placed.data is not None and placed.bytes:
-                transfer.asked.append(self._copy(placed.data, transfer, begin, after))
+            if placed.data is None:
+                self._fetch_stored(placed, layout, transfer, after, urgency)
+            elif placed.bytes:
+                transfer.asked.append(self._copy(placed.data, transfer, placed.begin, after))
+
+    def _fetch_stored(
+        self, placed: PlacedTensor, layout: PartLayout, transfer: Transfer, after: Event, urgency: Urgency
+    ) -> None:
+        """Start what brings a tensor of ``layout`` that waits on disk."""
+        submit, source, begin = partial(reader_pool().submit, urgency=urgency), placed.source, placed.begin
+        if isinstance(source, Extent):
+            read = self._read if layout.reads_in_place else self._read_and_pass_on
+            shift, chunks = begin - source.begin, cut(source, CHUNK_BYTES)
+            transfer.work += [submit(read, chunk, transfer, shift + chunk.begin, after) for chunk in chunks]
+        if isinstance(source, PackedTensor) and placed.bytes:
+            self._fetch_packed(source, transfer, begin, after, submit)
 
     def _fetch_packed(
         self, source: PackedTensor, transfer: Transfer, begin: int, after: Event, submit: Callable[..., Future[Moved]]
@@ -143,7 +147,7 @@ class Mover:
             self._reader.read(chunk, buffer.memory.data[: chunk.length])
             moved = self._copy(buffer.tensor[chunk.skipped : chunk.wanted], transfer, begin, after)
             buffer.note_copy(self.link, moved.done)
-        return replace(moved, stored_bytes=chunk.wanted, waited_seconds=waited)
+        return moved._replace(stored_bytes=chunk.wanted, waited_seconds=waited)
 
     def _pass_on_packed(
         self, source: PackedTensor, block: PackedBlock, transfer: Transfer, begin: int, after: Event
@@ -181,19 +185,21 @@ class Mover:
         if shared.fill():
             moved = self._copy(buffer.tensor[: tensor.bytes], transfer, begin, after)
             buffer.note_copy(self.link, moved.done)
-        return replace(moved, stored_bytes=stored, waited_seconds=waited)
+        return moved._replace(stored_bytes=stored, waited_seconds=waited)
 
     def _copy(self, data: torch.Tensor, transfer: Transfer, begin: int, after: Event) -> Moved:
         """Ask for one copy. The lock makes the order of the numbers that of the copies, where they are done later."""
-        target = _bytes(transfer, begin, data.nbytes)
-        began = time.perf_counter()
+        size = data.nbytes
+        target = _bytes(transfer, begin, size)
+        began = time.perf_counter() if self._watcher is not None else 0.0
         if after is None:
             self.link.copy(data, target, after=None)
-            moved = Moved(copied_bytes=data.nbytes)
+            moved = Moved(copied_bytes=size)
         else:
             with self._ordering:
-                moved = Moved(next(self._order), self.link.copy(data, target, after=after), data.nbytes)
-        self._watch("copy", began, moved)
+                moved = Moved(next(self._order), self.link.copy(data, target, after=after), size)
+        if self._watcher is not None:
+            self._watch("copy", began, moved)
         return moved
 
     def _watch(self, what: str, began: float, moved: Moved) -> None:
@@ -275,6 +281,6 @@ class Mover:
 
 def _bytes(transfer: Transfer, begin: int, length: int) -> torch.Tensor:
     """Return a stretch of the region: only what still has it asks for that."""
-    assert transfer.region is not None
-    found: Any = transfer.region[begin : begin + length]
-    return found  # type: ignore[no-any-return]
+    region = transfer.region
+    assert region is not None
+    return region if length == region.numel() else region[begin : begin + length]

@@ -37,15 +37,20 @@ class PlacedTensor:
         """The bytes of one that waits on the host, one after the other; null for one on disk."""
         return self.source.detach().reshape(-1).view(torch.uint8) if isinstance(self.source, torch.Tensor) else None
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
         return self.source.dtype if isinstance(self.source, torch.Tensor) else torch_dtype(self.source.dtype)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """The tensor's size in use."""
         return _bytes(self.source)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self.source.shape)
 
     @property
     def rest_bytes(self) -> int:
@@ -54,7 +59,8 @@ class PlacedTensor:
 
     def view(self, region: torch.Tensor) -> torch.Tensor:
         """Return the tensor, where it lies in ``region``."""
-        return region[self.begin : self.begin + self.bytes].view(self.dtype).view(self.source.shape)
+        own = region if self.bytes == region.numel() else region[self.begin : self.begin + self.bytes]
+        return own.view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
