@@ -1,4 +1,4 @@
-"""Attention is computed by a kernel that serves any length, also where torch would prefer one that is planned for each."""
+"""Attention is computed by a kernel that serves any length, also where torch would prefer one planned for each."""
 
 from __future__ import annotations
 
