@@ -16,10 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from offstage.pipeline.errors import ConfigError, closest
 from offstage.stages.dispatch.streaming.referenced_tensor import ReferencedTensor
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.finetune.offload_choice import ShareChoice
-from offstage.stages.finetune.offload_history import Destination, find_span, history_of, remember_span
+from offstage.stages.finetune.offload_choice import Destination, ShareChoice, history_of
 from offstage.stages.finetune.offload_pass import ActivationTraffic, OffloadPass
-from offstage.stages.finetune.saved_span import SavedTensor, is_plain, is_weight
+from offstage.stages.finetune.saved_span import SavedTensor, find_span, is_plain, is_weight, key_of, remember_span
 from offstage.stages.machine.devices import Devices
 from offstage.stages.units import DeviceId
 
@@ -109,7 +108,8 @@ class CPUOffload:
         if is_weight(tensor):
             self._history.live_with(self.tag, tensor if tensor._base is None else tensor._base)
             return ReferencedTensor(tensor)
-        key, span = find_span(tensor)
+        key = key_of(tensor)
+        span = find_span(key, tensor)
         if span is None:
             if self._history.is_constant(tensor):
                 return ReferencedTensor(tensor)

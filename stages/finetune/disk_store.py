@@ -11,10 +11,11 @@ import errno
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -25,9 +26,10 @@ from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.finetune.stores import ActivationStore, Rooms, span
-from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, buffer_bytes, private_bytes
-from offstage.stages.units import format_bytes
+from offstage.stages.finetune.stores import ActivationStore, Follow, span
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, TensorRoom, align_up, buffer_bytes, private_bytes
+from offstage.stages.machine.devices import Devices
+from offstage.stages.units import DeviceId, format_bytes
 
 BLOCK_BYTES = 4 * 2**20
 IN_FLIGHT = 4
@@ -125,95 +127,64 @@ def _open_direct(path: Path, descriptor: int) -> int | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockWrite:
-    """What is written at once: ``length`` bytes at ``begin`` of a region."""
-
-    region: FileRegion
-    begin: int
-    length: int
-    trace: Trace | None
-
-
 class DiskStore(ActivationStore[FileRegion]):
-    """Puts bytes away in ``folder``."""
+    """Puts bytes away in ``folder``. They are copied when they are put, and written a little later."""
 
-    def __init__(self, folder: Path, rooms: Rooms) -> None:
-        super().__init__(rooms)
+    needs_source = False
+
+    def __init__(self, devices: Devices, device: DeviceId, folder: Path) -> None:
+        super().__init__(devices, device)
         self._folder = folder
         self._buffers: SimpleQueue[Bytes | None] = SimpleQueue()
         for _ in range(IN_FLIGHT):
             self._buffers.put(None)  # made when it is first wanted
 
-    def put(self, source: torch.Tensor, trace: Trace | None) -> DiskParcel:
-        """Write ``source``. It is copied when this returns, and written a little later."""
-        region = self.take(align_up(source.nbytes))
+    def send(self, source: torch.Tensor, region: FileRegion, trace: Trace | None) -> Follow:
+        """Copy ``source`` and start the writes; who comes after them waits for them here."""
         writes: list[Future[None]] = []
         for begin in range(0, source.nbytes, BLOCK_BYTES):
             part = source[begin : begin + BLOCK_BYTES]
             kept = self._buffers.get()
             buffer = buffer_bytes(BLOCK_BYTES) if kept is None else kept
             torch.frombuffer(buffer, dtype=torch.uint8, count=part.nbytes).copy_(part)
-            block = _BlockWrite(region, begin, align_up(part.nbytes), trace)
-            writes.append(reader_pool().submit(self._write, buffer, block))
-        return DiskParcel(region, writes, source.nbytes, trace)
+            write = partial(self._write, region, begin, buffer, length=align_up(part.nbytes), trace=trace)
+            writes.append(reader_pool().submit(write))
+        return partial(_wait_for, writes)
+
+    def _write(self, region: FileRegion, begin: int, buffer: Bytes, *, length: int, trace: Trace | None) -> None:
+        try:
+            with span(trace, "out", "write", length):
+                region.file.write(buffer[:length].data, region.begin + begin)
+        finally:
+            self._buffers.put(buffer)
+
+    def fetch(self, region: FileRegion, room: TensorRoom, size: int, *, trace: Trace | None) -> Follow:
+        """Start the reads, straight into ``room`` where whole pages of the host are behind it."""
+        length = align_up(size)
+        memory = private_bytes(length).data if room.memory is None else room.memory
+        reads = [
+            reader_pool().submit(_read, region, begin, memory[begin : min(begin + BLOCK_BYTES, length)], trace)
+            for begin in range(0, length, BLOCK_BYTES)
+        ]
+
+        def follow() -> None:
+            _wait_for(reads)
+            if room.memory is None:
+                room.tensor[:size].copy_(torch.frombuffer(memory, dtype=torch.uint8, count=size))
+
+        return follow
 
     def _memory(self, size: int, *, least: int) -> ScratchFile:
         with suppress(StorageError):
             return ScratchFile(self._folder, size)
         return ScratchFile(self._folder, least)
 
-    def _write(self, buffer: Bytes, block: _BlockWrite) -> None:
-        try:
-            with span(block.trace, "out", "write", block.length):
-                block.region.file.write(buffer[: block.length].data, block.region.begin + block.begin)
-        finally:
-            self._buffers.put(buffer)
+
+def _read(region: FileRegion, begin: int, target: memoryview, trace: Trace | None) -> None:
+    with span(trace, "back", "read", len(target)):
+        region.file.read(target, region.begin + begin)
 
 
-class DiskParcel:
-    """Bytes in a region of a scratch file, there when the ``writes`` are done."""
-
-    leaving = False
-
-    def __init__(self, region: FileRegion, writes: list[Future[None]], size: int, trace: Trace | None) -> None:
-        self._region, self._writes, self._size, self._trace = region, writes, size, trace
-        self._reads: list[Future[None]] = []
-        self._copy: tuple[memoryview, torch.Tensor] | None = None  # on to another device, after the reads
-
-    def settle(self) -> None:
-        """Do nothing: the source was copied."""
-
-    def fetch(self, target: torch.Tensor) -> None:
-        """Start the reads into ``target``, if it is on the host, else into memory there."""
-        for write in self._writes:
-            write.result()
-        self._writes = []
-        memory = _whole_pages(target) if target.is_cpu else private_bytes(align_up(self._size)).data
-        length = align_up(self._size)
-        self._reads = [
-            reader_pool().submit(self._read, memory[begin : min(begin + BLOCK_BYTES, length)], begin)
-            for begin in range(0, length, BLOCK_BYTES)
-        ]
-        self._copy = None if target.is_cpu else (memory, target)
-
-    def _read(self, target: memoryview, begin: int) -> None:
-        with span(self._trace, "back", "read", len(target)):
-            self._region.file.read(target, self._region.begin + begin)
-
-    def finish(self) -> None:
-        """Wait for the reads."""
-        for read in self._reads:
-            read.result()
-        self._reads = []
-        if self._copy is not None:
-            memory, target = self._copy
-            target.copy_(torch.frombuffer(memory, dtype=torch.uint8, count=target.nbytes))
-            self._copy = None
-
-
-def _whole_pages(room: torch.Tensor) -> memoryview:
-    """Return the memory from where ``room`` begins to the end of its storage, which is of whole pages."""
-    storage, begin = room.untyped_storage(), room.storage_offset()
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (storage.nbytes() - begin,), (1,))
-    return whole.numpy().data
+def _wait_for(jobs: Iterable[Future[None]]) -> None:
+    for job in jobs:
+        job.result()

@@ -17,8 +17,14 @@ import torch
 
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from offstage.stages.finetune.offload_choice import TOLERANCE, SavedSizes, ShareChoice, piece_of
-from offstage.stages.finetune.offload_history import AnyStore, Destination
+from offstage.stages.finetune.offload_choice import (
+    TOLERANCE,
+    AnyStore,
+    Destination,
+    SavedSizes,
+    ShareChoice,
+    piece_of,
+)
 from offstage.stages.finetune.saved_span import SavedSpan, SpanKey
 
 _LEAVING = 2
@@ -65,7 +71,7 @@ class OffloadPass:
         span = SavedSpan(tensor, key, self, stays=stays)
         with self._lock:
             store = self._destination.store(tensor.device)
-            self._hold(span, span.size)
+            self._hold(span)
             going = self.choice.choose(span.size, stays=stays or store is None)
             if store is not None and going:
                 self._send(span, store, going)
@@ -82,32 +88,29 @@ class OffloadPass:
             return len(self._order) - 1
 
     def _send(self, span: SavedSpan, store: AnyStore, going: int) -> None:
-        """Put the first ``going`` bytes of ``span`` away; the rest moves, so that the memory can be freed."""
-        data = span.data()
-        if going < span.size:
-            span.rest = store.room(span.size - going).copy_(data[going:])
-        span.store, span.away = store, store.put(data[:going], self._trace)
-        if span.away.leaving:
+        """Put the first ``going`` bytes of ``span`` away."""
+        span.parcel = store.put(span.data(), going, self._trace)
+        if span.parcel.is_leaving:
             self._leaving.append(weakref.ref(span))
         else:
             self._let_go(span)
 
     def _let_go(self, span: SavedSpan) -> None:
         span.let_go()
-        self._hold(span, span.size - span.gone)
+        self._hold(span)
 
     def _wait_for_leaving(self, spared: int) -> None:
         """Let go of what has left, the first first, all but ``spared``, until no more is held than stays in the end."""
         while len(self._leaving) > spared and self._held_now() > self.choice.staying:
             span = self._leaving.popleft()()
-            if span is not None and span.is_leaving and span.away is not None:
-                span.away.settle()
+            if span is not None and span.is_leaving and span.parcel is not None:
+                span.parcel.ready()
                 self._let_go(span)
 
-    def _hold(self, span: SavedSpan, size: int) -> None:
-        """Count ``size`` bytes on the device for ``span``."""
-        self._held += size - span.held
-        span.held = size
+    def _hold(self, span: SavedSpan) -> None:
+        """Count what ``span`` holds of the device now."""
+        self._held += span.on_device - span.held
+        span.held = span.on_device
         self._peak = max(self._peak, self._held_now())
 
     def _held_now(self) -> int:
@@ -136,7 +139,7 @@ class OffloadPass:
         for span in reversed(spans):
             if self.choice.missing >= 0:
                 return
-            if span.away is not None:
+            if span.parcel is not None:
                 self.choice.gone -= span.gone
                 self._keep(span)
 
@@ -145,8 +148,8 @@ class OffloadPass:
         if span.source is None:
             span.source = self._arrived(span)
             span.version, span.source_begin = span.source._version, span.begin
-        span.away = span.rest = span.room = None
-        self._hold(span, span.size)
+        span.parcel = None
+        self._hold(span)
 
     def _send_more(self, spans: list[SavedSpan]) -> None:
         """Have more go, the first first."""
@@ -155,7 +158,7 @@ class OffloadPass:
             missing = self.choice.missing
             store = self._destination.store(span.source.device) if span.source is not None else None
             going = span.size if span.size <= missing else piece_of(missing)
-            if store is None or span.stays or span.away is not None or span.size <= small or going <= 0:
+            if store is None or span.stays or span.parcel is not None or span.size <= small or going <= 0:
                 continue
             self._send(span, store, going)
             self.choice.gone += going
@@ -179,33 +182,30 @@ class OffloadPass:
             self._bring_ahead(place, least=1)
             span.served += 1
             if span.served >= span.handles:
-                span.room, span.served, span.is_spent = None, 0, True
-                self._hold(span, span.size - span.gone)
+                span.served, span.is_spent = 0, True
+                assert span.parcel is not None
+                span.parcel.room = None
+                self._hold(span)
             return room.untyped_storage(), span.begin
 
     def _arrived(self, span: SavedSpan) -> torch.Tensor:
         """Return the room that holds the bytes of ``span``, when whoever asks may use it."""
-        if span.room is None:
+        parcel = span.parcel
+        assert parcel is not None
+        if parcel.room is None:
             self._fetch(span)
-        assert span.room is not None
         began = time.perf_counter()
-        if span.is_coming and span.away is not None:
-            span.away.finish()
-            span.is_coming = False
-            if span.rest is not None:
-                span.room[-span.rest.nbytes :].copy_(span.rest)
+        parcel.ready()
         if self._trace is not None and time.perf_counter() - began > STALL_SECONDS:
             self._trace.add("activations: stall", "stall", began)
-        return span.room
+        assert parcel.room is not None
+        return parcel.room
 
     def _fetch(self, span: SavedSpan) -> None:
         """Start bringing ``span`` back."""
-        assert span.store is not None
-        assert span.away is not None
-        room = span.store.room(span.size)
-        span.away.fetch(room[: span.gone])
-        span.room, span.is_coming = room, True
-        self._hold(span, span.size)
+        assert span.parcel is not None
+        span.parcel.fetch()
+        self._hold(span)
 
     def _bring_ahead(self, place: int, *, least: int) -> None:
         """Start bringing back what was saved before ``place``, the last first: ``least`` of them, and what has room."""
@@ -235,7 +235,7 @@ class OffloadPass:
         """
         while self._ahead > 0:
             span = self._order[self._ahead - 1]()
-            if span is not None and span.source is None and span.room is None and not span.is_spent:
+            if span is not None and span.is_away and not span.is_spent:
                 return span
             self._ahead -= 1
         return None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.streaming.referenced_tensor import changed
-from offstage.stages.finetune.stores import ActivationStore, Parcel
+from offstage.stages.finetune.stores import Parcel
 
 SPAN_ALIGNMENT = 512
 """Where a part of a storage may begin, in bytes: kernels are chosen by alignment, and torch aligns no better."""
@@ -52,6 +52,17 @@ def key_of(tensor: torch.Tensor) -> SpanKey:
     return storage._cdata, int(begin) // SPAN_ALIGNMENT * SPAN_ALIGNMENT, end
 
 
+def find_span(key: SpanKey, tensor: torch.Tensor) -> SavedSpan | None:
+    """Return the span of the memory ``key`` where it is saved already, as ``tensor`` has it now."""
+    span = _SPANS.get(key)
+    return span if span is not None and span.is_of(tensor) else None
+
+
+def remember_span(key: SpanKey, span: SavedSpan) -> None:
+    """Have ``span`` found for as long as it lives."""
+    _SPANS[key] = span
+
+
 class SpanOwner(Protocol):
     """What saved a span, and brings it back."""
 
@@ -66,11 +77,10 @@ class SpanOwner(Protocol):
 
 
 class SavedSpan:
-    """One stretch of saved memory, and where its bytes are: on the device (``source``), ``away``, or both on the way.
+    """One stretch of saved memory, and where its bytes are: on the device (``source``), in a ``parcel``, or, on the way
+    there, in both.
 
-    Of one that was split, ``rest`` are the bytes that stayed, behind those that are away. What comes back does so into
-    a ``room``. In the original storage the span begins at ``begin`` (bytes), and the storage of its source at
-    ``source_begin``.
+    In the original storage the span begins at ``begin`` (bytes), and the storage of its source at ``source_begin``.
     """
 
     def __init__(self, tensor: torch.Tensor, key: SpanKey, owner: SpanOwner, *, stays: bool) -> None:
@@ -78,11 +88,7 @@ class SavedSpan:
         self.size, self.version, self.stays = key[2] - key[1], tensor._version, stays
         self.source: torch.Tensor | None = tensor.detach()  # shares the version; the tensor itself holds its graph
         self.begin, self.source_begin = key[1], 0
-        self.store: ActivationStore[Any] | None = None
-        self.away: Parcel | None = None
-        self.rest: torch.Tensor | None = None
-        self.room: torch.Tensor | None = None
-        self.is_coming = False  # into its room, and not waited for
+        self.parcel: Parcel[Any] | None = None
         self.handles = self.served = 0
         self.is_spent = False  # this backward pass has been given it as often as it was saved
         self._storage = weakref.ref(tensor.untyped_storage())
@@ -95,12 +101,22 @@ class SavedSpan:
     @property
     def gone(self) -> int:
         """How many of its bytes are away."""
-        return 0 if self.away is None else self.size - (0 if self.rest is None else self.rest.nbytes)
+        return 0 if self.parcel is None else self.parcel.gone
+
+    @property
+    def is_away(self) -> bool:
+        """Whether bytes have gone, and weren't fetched."""
+        return self.source is None and self.parcel is not None and self.parcel.room is None
 
     @property
     def is_leaving(self) -> bool:
         """Whether the bytes are on their way out."""
-        return self.source is not None and self.away is not None
+        return self.source is not None and self.parcel is not None
+
+    @property
+    def on_device(self) -> int:
+        """How many bytes of the device it holds."""
+        return self.size - self.gone if self.is_away else self.size
 
     def data(self) -> torch.Tensor:
         """Return the bytes, flat, of a span that is on the device."""
@@ -125,6 +141,10 @@ class SavedSpan:
 
     def __del__(self) -> None:
         self.owner.freed.append(self.held)  # in any thread, and in the middle of any statement
+
+
+_SPANS: weakref.WeakValueDictionary[SpanKey, SavedSpan] = weakref.WeakValueDictionary()
+"""All that is saved now, in whichever pass."""
 
 
 class SavedTensor:

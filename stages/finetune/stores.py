@@ -16,7 +16,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
@@ -24,13 +25,13 @@ from offstage.stages.dispatch.transfer.arena import Arena, HostMemory, Memory
 from offstage.stages.dispatch.transfer.link import Event, Link, pin
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.machine.aligned_memory import Bytes, align_up, private_bytes
-from offstage.stages.machine.devices import Devices, full
+from offstage.stages.machine.aligned_memory import Bytes, TensorRoom, align_up, private_bytes
+from offstage.stages.machine.devices import Devices
 from offstage.stages.units import DeviceId
 
 Lent = TypeVar("Lent")
-Rooms = Callable[[int], torch.Tensor]
-"""Gives so many bytes of a device, flat; a ``BudgetError`` where it is full."""
+Follow = Callable[[], object]
+"""Has all that is computed from now on come after some copies: behind them on the device, or waiting for them here."""
 
 _LEAST_BYTES = 2**20
 _IDLE_PASSES = 8
@@ -42,32 +43,59 @@ def span(trace: Trace | None, way: str, category: str, size: int) -> AbstractCon
     return trace.span(f"activations {way}", category, bytes=size) if trace else nullcontext()
 
 
-class Parcel(Protocol):
-    """Bytes that were put away; their room is free again when this object is gone."""
+class Parcel(Generic[Lent]):
+    """Bytes of which the first ``gone`` were put into ``store``; those behind them stayed, in memory of their own.
+
+    What is fetched is all of them, in one ``room``; whoever sets that to null may fetch them again. What they take of
+    the store is free again when this object is gone. ``trace`` gets the ways out and back.
+    """
+
+    def __init__(self, store: ActivationStore[Lent], source: torch.Tensor, gone: int, *, trace: Trace | None) -> None:
+        self.size, self.gone = source.nbytes, gone
+        self._store, self._trace = store, trace
+        stays = self.size - gone
+        self._rest = store.room(stays).tensor.copy_(source[gone:]) if stays else None
+        self._region = store.take(align_up(gone))
+        self.room: torch.Tensor | None = None
+        self._moving = store.send(source[:gone], self._region, trace)
 
     @property
-    def leaving(self) -> bool:
-        """Whether the source is still needed."""
+    def is_leaving(self) -> bool:
+        """Whether the source is still needed: until this is ``ready``."""
+        return self._store.needs_source and self._moving is not None and self.room is None
 
-    def settle(self) -> None:
-        """Have all that is computed from now on begin after the source was copied, so that it may be let go."""
+    def fetch(self) -> None:
+        """Start bringing the bytes back; a ``BudgetError`` where there is no room for them."""
+        self.ready()
+        room = self._store.room(self.size)
+        self._moving = self._store.fetch(self._region, room, self.gone, trace=self._trace)
+        self.room = room.tensor
 
-    def fetch(self, target: torch.Tensor) -> None:
-        """Start filling ``target``, a room of the same store, or the first bytes of one."""
+    def ready(self) -> None:
+        """Have all that is computed from now on find the bytes where they were asked to be: away, or in the ``room``.
 
-    def finish(self) -> None:
-        """Have all that is computed from now on find what was fetched there; finishing twice does nothing."""
+        So then the source may be let go, or the room be used. What is ready is so again for nothing.
+        """
+        if self._moving is None:
+            return
+        self._moving()
+        self._moving = None
+        if self.room is not None and self._rest is not None:
+            self.room[self.gone :].copy_(self._rest)  # now: whole pages are read, the last beyond what had gone
 
 
 class ActivationStore(ABC, Generic[Lent]):
-    """Puts bytes of one device away, which come back into memory from ``rooms``.
+    """Puts bytes of ``device`` of ``devices`` away, which come back into new memory there.
 
     They lie in as many memories as are needed, each as large as all before it, whose regions are used again and again:
     passes that save the same take the same.
     """
 
-    def __init__(self, rooms: Rooms) -> None:
-        self.room = rooms
+    needs_source: ClassVar[bool] = True
+    """Whether what is put away must stay as it is until its parcel is ready."""
+
+    def __init__(self, devices: Devices, device: DeviceId) -> None:
+        self._devices, self._device = devices, device
         self._arenas: list[Arena[Lent]] = []
         self._idle: list[int] = []  # of each, for how many passes nothing was in it
         self._lock = threading.Lock()
@@ -77,9 +105,25 @@ class ActivationStore(ABC, Generic[Lent]):
         """The bytes of all memories."""
         return sum(arena.size for arena in self._arenas)
 
+    def put(self, source: torch.Tensor, gone: int, trace: Trace | None) -> Parcel[Lent]:
+        """Put the first ``gone`` bytes of ``source`` (flat, uint8) away; the others move, so that it can be freed."""
+        return Parcel(self, source, gone, trace=trace)
+
+    def room(self, size: int) -> TensorRoom:
+        """Return so many bytes of the device, flat; a ``BudgetError`` where it is full."""
+        with torch.inference_mode(False):  # or no other thread could copy into it
+            return self._devices.room((size,), torch.uint8, self._device)
+
     @abstractmethod
-    def put(self, source: torch.Tensor, trace: Trace | None) -> Parcel:
-        """Put the bytes ``source`` (flat, uint8) away; ``trace`` gets what that takes, and what fetching them does."""
+    def send(self, source: torch.Tensor, region: Lent, trace: Trace | None) -> Follow | None:
+        """Start copying ``source`` into ``region``; return what has others come after that, null if it is done."""
+
+    @abstractmethod
+    def fetch(self, region: Lent, room: TensorRoom, size: int, *, trace: Trace | None) -> Follow:
+        """Start copying the first ``size`` bytes of ``region`` into ``room``; return what has others come after that.
+
+        Whole pages may be written, to the end of the memory of ``room``. It lives until the copies are done.
+        """
 
     @abstractmethod
     def _memory(self, size: int, *, least: int) -> Memory[Lent]:
@@ -111,16 +155,20 @@ class ActivationStore(ABC, Generic[Lent]):
 class HostStore(ActivationStore[torch.Tensor]):
     """Puts bytes away on the host over the link ``out`` and has them back over ``back``."""
 
-    def __init__(self, out: Link, back: Link, rooms: Rooms) -> None:
-        super().__init__(rooms)
-        self.out, self.back = out, back
+    def __init__(self, devices: Devices, device: DeviceId, *, out: Link, back: Link) -> None:
+        super().__init__(devices, device)
+        self._out, self._back = out, back
 
-    def put(self, source: torch.Tensor, trace: Trace | None) -> HostParcel:
+    def send(self, source: torch.Tensor, region: torch.Tensor, trace: Trace | None) -> Follow | None:
         """Ask for the copy of ``source``."""
-        copy = self.take(align_up(source.nbytes))[: source.nbytes]
         with span(trace, "out", "copy", source.nbytes):
-            copied = self.out.copy(source, copy, after=self.out.computed())
-        return HostParcel(self, copy, copied, trace)
+            copied = self._out.copy(source, region[: source.nbytes], after=self._out.computed())
+        return None if copied is None else partial(self._out.follow, copied)
+
+    def fetch(self, region: torch.Tensor, room: TensorRoom, size: int, *, trace: Trace | None) -> Follow:
+        """Ask for the copy into ``room``, behind what its memory was used for before."""
+        with span(trace, "back", "copy", size):
+            return _CopyBack(self._back, region[:size], room.tensor[:size]).follow
 
     def _memory(self, size: int, *, least: int) -> HostMemory:
         return HostMemory(size, self._registered)
@@ -128,73 +176,31 @@ class HostStore(ActivationStore[torch.Tensor]):
     def _registered(self, size: int) -> Bytes:
         """Return bytes of the host that the accelerator knows for as long as they are there."""
         found = private_bytes(align_up(size))
-        pin(self.out, found)
+        pin(self._out, found)
         return found
 
 
-class HostParcel:
-    """Bytes on the host, ``copied`` there when that event has happened."""
+class _CopyBack:
+    """A copy over ``link`` whose ``source`` and ``target`` live until it is done.
 
-    def __init__(self, store: HostStore, copy: torch.Tensor, copied: Event, trace: Trace | None) -> None:
-        self._store, self._copy, self._copied, self._trace = store, copy, copied, trace
+    Where nobody wants it after all it is waited for: their memory goes to others then, which don't know of it.
+    """
+
+    def __init__(self, link: Link, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._link, self._ends = link, (source, target)
         self._done: Event = None
-        self._target: torch.Tensor | None = None  # lives until the copy back is done
+        self._done = link.copy(source, target, after=link.computed())
 
-    @property
-    def leaving(self) -> bool:
-        """Whether the copy may still be under way."""
-        return self._copied is not None
-
-    def settle(self) -> None:
+    def follow(self) -> None:
         """Put what is computed from now on behind the copy."""
-        if self._copied is not None:
-            self._store.out.follow(self._copied)
-            self._copied = None
-
-    def fetch(self, target: torch.Tensor) -> None:
-        """Ask for the copy into ``target``, behind what its memory was used for before."""
-        self.settle()
-        back = self._store.back
-        with span(self._trace, "back", "copy", target.nbytes):
-            self._done = back.copy(self._copy, target, after=back.computed())
-        self._target = target
-
-    def finish(self) -> None:
-        """Put what is computed from now on behind the copy back."""
-        if self._done is not None:
-            self._store.back.follow(self._done)
-        self._done = self._target = None
+        self._link.follow(self._done)
+        self._done = None
 
     def __del__(self) -> None:
-        """Wait for a copy that nobody wanted after all: its memory goes to others now, which don't know of it."""
         if self._done is not None:
-            self._store.back.finish(self._done)
+            self._link.finish(self._done)
 
 
 def open_host_store(devices: Devices, device: DeviceId) -> HostStore:
     """Return the store on the host for the accelerator ``device``."""
-    return HostStore(open_link(devices, device), open_link(devices, device), rooms_on(devices, device))
-
-
-def rooms_on(devices: Devices, device: DeviceId, *, alignment: int = 1) -> Rooms:
-    """Return what gives memory of ``device``: flat bytes; on the host it begins at a page, and behind it there is more
-    up to a multiple of ``alignment``.
-    """
-    ledger, where = devices.ledger(device), devices.torch_device(device)
-
-    def room(size: int) -> torch.Tensor:
-        with torch.inference_mode(False):
-            if where.type != "cpu":
-                return _allocated(size, where)
-            whole = align_up(size, alignment)
-            memory = private_bytes(whole) if ledger is None else ledger.allocate(whole)
-            return torch.frombuffer(memory, dtype=torch.uint8)[:size]
-
-    return room
-
-
-def _allocated(size: int, where: torch.device) -> torch.Tensor:
-    try:
-        return torch.empty(size, dtype=torch.uint8, device=where)
-    except torch.OutOfMemoryError as error:
-        raise full(where.index, size) from error
+    return HostStore(devices, device, out=open_link(devices, device), back=open_link(devices, device))

@@ -73,7 +73,7 @@ def state(offload: CPUOffload, folder: Path) -> dict[str, int]:
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "objects": len(gc.get_objects()),
         "files": len(list(folder.iterdir())),
-        "reserved": sum(swap._arena.size for swap in offload._history.swaps),  # type: ignore[attr-defined]
+        "reserved": sum(store.size for store in offload._history.stores),
     }
 
 

@@ -83,7 +83,7 @@ class SlotRoom(Protocol):
 class Bank:
     """Slots that some layers share, and by which rule an expert in one of them makes room.
 
-    Those that are ``unused`` were brought and never wanted: they make room first.
+    Those that are ``unused`` were brought before they were called, and weren't yet: they make room first.
     """
 
     room: SlotRoom
@@ -105,18 +105,22 @@ class Bank:
 class Entry:
     """An expert that has a slot, and what was asked for of it: on its way, or null once it is there.
 
-    One that ``is_ahead`` was asked for before it was called. So many ``users`` have something of it in use.
+    So many ``users`` have something of it in use.
     """
 
     slot: Any
     pieces: dict[str, Transfer | None] = field(default_factory=dict)
-    is_ahead: bool = False
     users: int = 0
 
     @property
     def arriving(self) -> list[Transfer]:
         """What is on its way, or came and was not yet waited for."""
         return [transfer for transfer in self.pieces.values() if transfer is not None]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something of it was on its way, and won't come."""
+        return any(transfer.has_failed for transfer in self.arriving)
 
 
 class ExpertSlots:
@@ -151,18 +155,17 @@ class ExpertSlots:
         return self._banks[layer].room.size
 
     def begin_pass(self) -> None:
-        """Say that the model's forward begins; what an interrupted one had on its way is given up."""
-        self.give_up()
-        self._begin_pass_of_banks()
-
-    def _begin_pass_of_banks(self) -> None:
+        """Say that the model's forward begins; what is on its way stays, unless something of it has failed."""
+        coming = [(expert, self._entries[expert]) for expert in self._coming]
+        self._drop(expert for expert, entry in coming if entry.has_failed and not entry.users)
         for policy in {id(bank): bank.policy for bank in self._banks.values()}.values():
             policy.begin_pass()
 
     def has(self, expert: Expert) -> bool:
-        """Return whether all of ``expert`` is in a slot, or on its way there."""
-        entry = self._entries.get(expert)
-        return entry is not None and not entry.is_ahead and len(entry.pieces) == len(self._layers[expert[0]].rows)
+        """Return whether all of ``expert`` is in a slot, or on its way there, for an earlier call."""
+        entry, layer = self._entries.get(expert), expert[0]
+        is_whole = entry is not None and len(entry.pieces) == len(self._layers[layer].rows)
+        return is_whole and expert not in self._banks[layer].unused
 
     def is_there(self, expert: Expert, piece: str) -> bool:
         """Return whether the ``piece`` of ``expert`` is in a slot and needn't be waited for."""
@@ -245,9 +248,9 @@ class ExpertSlots:
                 format_bytes(count),
             )
 
-    def give_up(self, layer: int | None = None) -> None:
-        """Have what is still on its way into slots of ``layer``, or of all, lie nowhere, once nothing fills them."""
-        self._drop([expert for expert in self._coming if layer is None or expert[0] == layer])
+    def give_up(self, layer: int) -> None:
+        """Have what is still on its way into slots of ``layer`` lie nowhere, once nothing fills them."""
+        self._drop([expert for expert in self._coming if expert[0] == layer])
 
     def _drop(self, experts: Iterable[Expert]) -> None:
         """Have ``experts`` lie nowhere, once nothing fills their slots any more."""

@@ -85,14 +85,9 @@ class ListedSlots(ExpertSlots):
         self._in_use: dict[Expert, None] = {}
 
     def begin_pass(self) -> None:
-        """Say that the model's forward begins; what is on its way stays, unless something of it has failed."""
+        """Say that the model's forward begins, and no expert in turn yet; see ``ExpertSlots``."""
         self._begun = -1
-        for expert in [*self._coming]:
-            entry = self._entries[expert]
-            entry.is_ahead = False
-            if not entry.users and any(transfer.has_failed for transfer in entry.arriving):
-                self._drop([expert])
-        self._begin_pass_of_banks()
+        super().begin_pass()
 
     def acquire(self, part: int) -> list[torch.Tensor] | None:
         """Return the tensors of ``part``, to be given back with ``release``; null where no slot is free for it.
@@ -163,12 +158,10 @@ class ListedSlots(ExpertSlots):
         place = self._place[expert]
         self._in_turn = self._in_turn + 1 if place == self._begun + 1 else 1
         self._begun = place
-        entry = self._entries.get(expert)
-        there = [expert] if self.has(expert) else []
+        bank, there = self._banks[expert[0]], [expert] if self.has(expert) else []
         self.count(expert[0], hits=there, misses=not there)
-        if entry is not None and entry.is_ahead:
-            entry.is_ahead = False
-            self._banks[expert[0]].use(expert)
+        if expert in bank.unused:
+            bank.use(expert)
         busy = {**self._in_use, expert: None}
         if self.ask(expert, self._layers[expert[0]].rows, busy) and self._in_turn >= NEIGHBOURS:
             self._ask_next(place + 1, busy)
@@ -179,7 +172,6 @@ class ListedSlots(ExpertSlots):
         if expert is not None and expert not in self._entries:
             entry = self._take(expert, busy)
             if entry is not None:
-                entry.is_ahead = True
                 self._banks[expert[0]].unused[expert] = None
                 for piece in self._layers[expert[0]].rows:
                     self._fetch(expert, entry, piece)

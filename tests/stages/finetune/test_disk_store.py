@@ -15,8 +15,6 @@ import torch
 from offstage.pipeline.errors import StorageError
 from offstage.stages.finetune import CPUOffload
 from offstage.stages.finetune.disk_store import BLOCK_BYTES, DiskStore, ScratchFile
-from offstage.stages.finetune.stores import rooms_on
-from offstage.stages.machine.aligned_memory import ALIGNMENT
 from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import expected, gradients, net, same
 from tests.stages.reading_threads import settle
@@ -26,20 +24,27 @@ INPUTS = torch.arange(4096 * 32).view(4096, 32) / 2**17
 
 
 def open_store(folder: Path) -> DiskStore:
-    return DiskStore(folder, rooms_on(Devices(), "cpu", alignment=ALIGNMENT))
+    return DiskStore(Devices(), "cpu", folder)
 
 
+@pytest.mark.parametrize("stays", [0, 1, 100, 5000, 300_000])  # more bytes than a page is, and than torch has itself
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, BLOCK_BYTES, 2 * BLOCK_BYTES + 5])
-def test_what_was_put_away_is_what_comes_back(tmp_path: Path, size: int) -> None:
+def test_what_was_put_away_is_what_comes_back_before_what_stayed(tmp_path: Path, size: int, stays: int) -> None:
     store = open_store(tmp_path)
-    sources = [torch.randint(0, 256, (size + number,), dtype=torch.uint8) for number in range(3)]
-    away = [store.put(source, None) for source in sources]
-    rooms = [store.room(source.nbytes + 100) for source in sources]  # the first bytes of a room
-    for one, room, source in zip(away, rooms, sources, strict=True):
-        one.fetch(room[: source.nbytes])
-    for one, room, source in zip(away, rooms, sources, strict=True):
-        one.finish()
-        assert torch.equal(room[: source.nbytes], source)
+    sources = [torch.randint(0, 256, (size + number + stays,), dtype=torch.uint8) for number in range(3)]
+    parcels = [store.put(source, size + number, None) for number, source in enumerate(sources)]
+    wanted = [source.clone() for source in sources]
+    for parcel, source in zip(parcels, sources, strict=True):
+        assert not parcel.is_leaving
+        source.zero_()
+    for _ in range(2):
+        for parcel in parcels:
+            parcel.fetch()
+        for parcel, bytes_ in zip(parcels, wanted, strict=True):
+            parcel.ready()
+            assert parcel.room is not None
+            assert torch.equal(parcel.room, bytes_)
+            parcel.room = None
 
 
 def test_the_file_has_no_name_is_used_again_and_closes_with_the_last_that_lies_in_it(tmp_path: Path) -> None:
@@ -48,18 +53,18 @@ def test_the_file_has_no_name_is_used_again_and_closes_with_the_last_that_lies_i
 
     store = open_store(tmp_path)
     for _ in range(5):
-        away = [store.put(torch.ones(100_000, dtype=torch.uint8), None) for _ in range(4)]
+        parcels = [store.put(torch.ones(100_000, dtype=torch.uint8), 100_000, None) for _ in range(4)]
         assert open_files() in (2, 3, 4)  # one file: to write and to read, each directly where it may be
         assert list(tmp_path.iterdir()) == []
-        last = away.pop()
-        del away
+        last = parcels.pop()
+        del parcels
     del store
     gc.collect()
     assert open_files() > 0
-    room = torch.zeros(102_400, dtype=torch.uint8)
-    last.fetch(room[:100_000])
-    last.finish()
-    assert torch.all(room[:100_000] == 1)
+    last.fetch()
+    last.ready()
+    assert last.room is not None
+    assert torch.all(last.room == 1)
     del last
     gc.collect()
     assert open_files() == 0
@@ -121,7 +126,7 @@ def test_a_limit_on_the_size_of_files_is_said_as_the_system_says_it(tmp_path: Pa
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
         with pytest.raises(StorageError, match=r"taking room for .* of activations failed: File too large"):
-            open_store(tmp_path).put(torch.ones(50_000, dtype=torch.uint8), None)
+            open_store(tmp_path).put(torch.ones(50_000, dtype=torch.uint8), 50_000, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)

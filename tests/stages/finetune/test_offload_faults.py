@@ -13,7 +13,7 @@ from torch import nn
 
 from offstage.pipeline.errors import BudgetError, ConfigError
 from offstage.stages.finetune import CPUOffload
-from offstage.stages.finetune.offload_history import say_that_nothing_goes
+from offstage.stages.finetune.offload_choice import say_that_nothing_goes
 from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import INPUTS, expected, gradients, net, same
 from tests.stages.reading_threads import settle

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.finetune import CPUOffload, offload_history
-from offstage.stages.finetune.stores import HostStore, rooms_on
+from offstage.stages.finetune import CPUOffload, offload_choice
+from offstage.stages.finetune.stores import HostStore
 from offstage.stages.machine.aligned_memory import Bytes
 from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import INPUTS, expected, gradients, net, same
@@ -71,9 +71,9 @@ def back(monkeypatch: pytest.MonkeyPatch) -> LazyLink:
     """Have simulated accelerators reached over lazy links; return the one that brings back."""
     link = LazyLink()
     monkeypatch.setattr(
-        offload_history,
+        offload_choice,
         "open_host_store",
-        lambda devices, device: HostStore(LazyLink(), link, rooms_on(devices, device)),
+        lambda devices, device: HostStore(devices, device, out=LazyLink(), back=link),
     )
     return link
 

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Collection
+from concurrent.futures import Future
 
 import pytest
 
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
+from offstage.stages.dispatch.transfer.link import Moved
 from offstage.stages.plan.expert_slots import bank_bounds, kept_share, wanted
 from tests.stages.dispatch.experts.small_slots import small_slots
 
@@ -46,6 +48,20 @@ def test_where_all_are_busy_nobody_makes_room() -> None:
     assert take(slots, 0)
     assert not take(slots, 1, [(0, 0)])
     assert slots.has((0, 0))
+
+
+def test_as_a_pass_begins_what_is_on_its_way_stays_and_what_has_failed_can_be_asked_for_again() -> None:
+    slots = small_slots([(0, 3)], layers=1, experts=9)
+    assert take(slots, 0)
+    assert take(slots, 1)
+    broken: Future[Moved] = Future()
+    broken.set_exception(OSError("torn"))
+    slots._entries[0, 1].arriving[0].work.append(broken)
+    slots.begin_pass()
+    assert (slots.has((0, 0)), slots.has((0, 1))) == (True, False)
+    assert take(slots, 1)
+    slots.wait([(0, 0), (0, 1)], "weight")
+    assert slots.is_there((0, 1), "weight")
 
 
 @pytest.mark.parametrize(
