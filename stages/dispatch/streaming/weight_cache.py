@@ -53,6 +53,7 @@ class WeightCache:
         self._schedule = Schedule(order, {*passing, *self._in_slots})
         self._held: dict[int, _RingEntry] = {}
         self._bytes = [mover.bytes_of(layout) for layout in layouts]
+        self._is_full = False  # the ring, when it was last asked ahead
         self._lent: int | None = None  # the part that a backward pass has, until it asks for another one
 
     def acquire(self, part: int) -> list[torch.Tensor]:
@@ -168,7 +169,7 @@ class WeightCache:
         held.users += 1
         if expects_others:
             self._expect_anew()
-        else:
+        elif not self._is_full:  # else there is no more room than before
             self._ask_ahead()
         try:
             self._mover.wait([held.transfer], f"part {part}")
@@ -192,6 +193,7 @@ class WeightCache:
         while (part := schedule.next_to_ask()) is not None:
             if part not in self._held:
                 region = self._ring.take(part, ahead=True)
+                self._is_full = region is None
                 if region is None:
                     return
                 self._ask(part, _RingEntry(Transfer(region)))
