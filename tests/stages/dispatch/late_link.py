@@ -2,9 +2,10 @@
 
 Copies, unpacking and computing are queues, each worked off by a thread of its own, with pauses. They see memory as a
 device does, by its address: nothing that they were asked for keeps a region or a buffer as it is. A copy first fills
-its target with poison, and reads its source at the very end. So computing that doesn't wait for its weights reads
-poison, a region that is taken too early is poisoned under the computing that still reads it, and a buffer that is used
-again too early arrives with the next read's bytes.
+its target with poison, and reads its source at the very end. Computing reads its weights from its beginning to its end,
+which is a while later. So computing that doesn't wait for its weights reads poison, a region that is taken too early is
+poisoned under the computing that still reads it, what is given up on its way and arrives all the same lands in what
+came after it, and a buffer that is used again too early arrives with the next read's bytes.
 """
 
 from __future__ import annotations
@@ -72,8 +73,12 @@ class LateLink:
 
     in_place = False
 
-    def __init__(self, *, copy_pause: float = 0.002, compute_pause: float = 0.002) -> None:
-        self.copies, self.computing, self.unpacking = Stream(copy_pause), Stream(compute_pause), Stream(copy_pause)
+    def __init__(
+        self, *, copy_pause: float = 0.002, compute_pause: float = 0.002, unpack_pause: float | None = None
+    ) -> None:
+        self.copies, self.computing = Stream(copy_pause), Stream(compute_pause)
+        self.unpacking = Stream(copy_pause if unpack_pause is None else unpack_pause)
+        self._kernel_seconds = compute_pause
         self.memories: list[LateMemory] = []
         self.pinned: list[Bytes] = []
         self.wrong: list[str] = []
@@ -177,9 +182,12 @@ class LateLink:
         address, wanted, name = weight.data_ptr(), expected.clone().view(-1).view(torch.uint8).numpy(), len(self.wrong)
 
         def kernel() -> None:
-            found = at(address, wanted.nbytes)
-            if wanted.nbytes and not np.array_equal(found, wanted):
-                share = float(np.mean(found == POISON))
-                self.wrong.append(f"computed with other bytes than the weight's, {share:.0%} of them poison ({name})")
+            for seconds in (self._kernel_seconds, 0.0):
+                found = at(address, wanted.nbytes)
+                if wanted.nbytes and not np.array_equal(found, wanted):
+                    share = float(np.mean(found == POISON))
+                    self.wrong.append(f"computed with other bytes than the weight's, {share:.0%} poison ({name})")
+                    return
+                time.sleep(seconds)
 
         self.computing.add(kernel)

@@ -23,7 +23,7 @@ from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.probes import CHUNK_BYTES
-from tests.stages.dispatch.late_link import LateLink, Stream
+from tests.stages.dispatch.late_link import LateLink
 from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, held
 
 SIZES = [[70_000, 3], [40_000], [90_000, 17, 5000], [0], [300], [60_000], [80_000, 4097]]
@@ -298,10 +298,8 @@ def test_what_is_unpacked_late_and_was_given_up_is_written_over_nothing_that_cam
     unpack_pause: float, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    link, traffic = LateLink(compute_pause=0), Traffic()
+    link, traffic = LateLink(compute_pause=0.01, unpack_pause=unpack_pause), Traffic()
     codec, file = TorchScaledRows(), PackedFile(tmp_path / "weights", TorchScaledRows())
-    link.unpacking.end()
-    link.unpacking = Stream(unpack_pause)
     parts = [coded(torch.randn(100, 90), codec)[2] if part % 2 else torch.randn(80, 90) for part in range(6)]
     for number, tensor in enumerate(parts[1::2]):
         file.add(str(number), tensor)
