@@ -68,7 +68,9 @@ def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
 
 def measure() -> dict[str, int]:
     """Return the rates of accelerator 0, by name: for a process of its own, since torch keeps what it once took."""
-    return {"link": link_speed(), "device": device_speed()}
+    from offstage.stages.machine.decoding_probe import launch_speed
+
+    return {"link": link_speed(), "device": device_speed(), "launches": launch_speed("cuda:0")}
 
 
 def link_speed(index: int = 0, count: int = _DEVICE_BYTES) -> int:

@@ -31,7 +31,8 @@ class Rates:
 
     ``host`` is how fast its products read weights, and ``calls`` how many modules that hold weights are called there in
     a second, for all that they do beside these. ``unpacking`` is how fast the threads that read unpack together what
-    rests packed, in bytes as they are used.
+    rests packed, in bytes as they are used. ``launches`` is how many modules that hold weights are called in a second
+    where an accelerator computes them: what the host does to have that done, however small they are.
     ``root`` is what all links bring together, where they share one; null: each brings what it can.
     ``links`` and ``devices`` have the link and the memory of each accelerator by its index, where they are unlike;
     empty: all are as ``link`` and ``device`` say.
@@ -43,6 +44,7 @@ class Rates:
     device: int = 800 * 10**9
     unpacking: int = 4 * 10**9
     calls: int = 15_000
+    launches: int = 8_000
     root: int | None = None
     links: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
@@ -124,15 +126,16 @@ def local_rates(
     """Return this machine's rates, coarsely: those kept in ``folder``, or measured now and kept there.
 
     ``sample`` is a large file on the storage in question (a shard of the checkpoint); each file system has a rate
-    of its own. ``accelerators`` are the names of those that are here; the first one's link and memory are measured.
-    What can't be measured keeps its nominal value; those that are ``pinned`` (``{storage: 3GB}``) aren't measured.
+    of its own. ``accelerators`` are the names of those that are here; the first one's link and memory are measured, and
+    how fast it is given work. What can't be measured keeps its nominal value; those that are ``pinned`` (``{storage:
+    3GB}``) aren't measured.
     """
     wanted: dict[str, tuple[str, Callable[[], int | None]]] = {}
     if sample is not None:
         wanted["storage"] = f"storage {sample.stat().st_dev} again", lambda: probes.read_speed(sample)
     if accelerators:
         measured_apart = lru_cache(partial(measure_apart, "probes"))
-        for name in DEVICE_RATES:
+        for name in (*DEVICE_RATES, "launches"):
             wanted[name] = f"{name} {accelerators[0]}", partial(_of, measured_apart, name)
     given = _read(pinned or {})
     wanted = {name: probe for name, probe in wanted.items() if name not in given}

@@ -71,7 +71,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 28
+    version = 29
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 

@@ -6,10 +6,10 @@ of storage, links and memory (the roofline argument, with bytes in place of oper
 long as these compute, where that is longer than reading what they compute with. Each accelerator has a link of
 its own; memories are read one after the other, as layers compute, those of the host among them where it computes some
 beside accelerators. That links read the host's memory too isn't counted. Beside its bytes each call of a module takes
-the host a while, and so does each tensor that is brought for it. What rests packed is read in fewer bytes, and takes
-the cores that unpack it: the cores that compute, where the host does. An accelerator that unpacks itself takes it over
-the link in fewer bytes too, and reads and writes its own memory for it: what it is given, temporaries, what comes of
-it.
+the host a while, wherever it computes, and so does each tensor that is brought for it. What rests packed is read in
+fewer bytes, and takes the cores that unpack it: the cores that compute, where the host does. An accelerator that
+unpacks itself takes it over the link in fewer bytes too, and reads and writes its own memory for it: what it is given,
+temporaries, what comes of it.
 
 Nothing is read ahead of an expert that is only known as it is called: computing takes turns with reading and unpacking
 it, which go on at once. And what does go on at once on the host disturbs each other, reading, unpacking and computing:
@@ -33,8 +33,12 @@ from offstage.stages.units import CPU, DISK, DeviceId
 HOST, DEVICE, CROSSING, UNPACKING = "host memory", "device memory", "crossing", "unpacking"
 HOST_CORES, DEVICE_CORES = "host cores", "device cores"
 """What takes the place of a memory where a pass has more tokens than compute while it is read."""
+LAUNCHING = "kernel launches"
+"""What the host takes to have accelerators compute, and to have brought what they compute with."""
 WAITING = "link beside the host"
 """What layers wait for whose weights found no room ahead while the host computed."""
+_APART = (DEVICE, DEVICE_CORES, LAUNCHING, WAITING)
+"""What goes on at once while accelerators compute."""
 BRINGING, ROUTED, UNPACKING_ROUTED = "bringing", "storage for experts", "unpacking experts"
 """What the thread that computes does to have tensors brought, and what is read and unpacked as an expert is called."""
 HOST_TOKENS, DEVICE_TOKENS = 16, 128
@@ -45,6 +49,8 @@ _CALLS_AHEAD, _CALLS_ROUTED, _CALLS_MAPPED = 12, 4, 0.5
 """In the time of so many calls of modules the host asks for a tensor, binds it and lets it go: one that is read ahead,
 for which the threads that compute are woken at each operator, too; one of an expert that is called, of which several
 come at once; and one that is mapped, which lies where it is used. Nominal."""
+_CALLS_OVER_LINK = 1.5
+"""In the time of so many calls of modules on an accelerator the host has a tensor brought there. Nominal."""
 _DISTURBANCE = 1 / 4
 """By which share of the shorter of two that go on at once they take longer: reading and what takes the cores, and of
 that, unpacking and computing. Nominal."""
@@ -64,9 +70,9 @@ class Brought:
     asked for one layer at a time. Among them is what the host reads of layers that it computes beside accelerators.
     What accelerators unpack themselves comes to ``unpacked_there``; each link brings what is ``saved`` less for it, and
     they move so many bytes in their memories. To have it brought for itself the host takes as long as for so many
-    ``calls``. Of what waits on disk so much can't come ahead, since it is known ``when_called``; so much is
-    ``unpacked_when_called`` by the host. Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``;
-    so much of them is ``experts_used``.
+    ``calls``, for accelerators as for so many ``launches``. Of what waits on disk so much can't come ahead, since it is
+    known ``when_called``; so much is ``unpacked_when_called`` by the host. Of experts it brings so many
+    ``expert_bytes``, and finds others ``in_slots``; so much of them is ``experts_used``.
     """
 
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
@@ -78,6 +84,7 @@ class Brought:
     saved: Counter[DeviceId] = field(default_factory=Counter)
     moved: Counter[DeviceId] = field(default_factory=Counter)
     calls: float = 0
+    launches: float = 0
     when_called: float = 0
     unpacked_when_called: float = 0
     expert_bytes: float = 0
@@ -103,6 +110,8 @@ class Brought:
         """
         if computes == CPU:
             self.calls += tensors * (_CALLS_MAPPED if mapped else _CALLS_AHEAD if ahead else _CALLS_ROUTED)
+        else:
+            self.launches += tensors * _CALLS_OVER_LINK
         self.when_called += 0 if ahead or waits != DISK else rest_bytes
         used = rest_bytes if unpacked is None else unpacked
         self.at_rest[waits] += rest_bytes  # type: ignore[assignment]
@@ -199,6 +208,7 @@ def token_seconds(
     on_host: HostShare | None = None,
     reserves: Mapping[DeviceId, int] | None = None,
     host_calls: float = 0,
+    launches: float = 0,
     computed: Mapping[DeviceId, float] | None = None,
 ) -> dict[str, float]:
     """Return the seconds that a token takes storage, the links, either memory, and the cores that unpack and compute.
@@ -206,7 +216,8 @@ def token_seconds(
     ``brought`` is for a pass, ``held`` are the bytes that a token reads on each device which computes with them. A pass
     has a token for each of ``members``. Each device runs ahead by the bytes of its one of ``reserves``; null: by all.
     Where accelerators compute and the host beside them, ``on_host`` is what it has to do. So many ``host_calls`` of
-    modules that hold weights each take it a while, however few these are. The tokens of a member's pass have
+    modules that hold weights each take it a while, however few these are, and so do the ``launches`` of those that
+    accelerators compute. The tokens of a member's pass have
     ``computed`` with so many bytes on each device, each token counted; null: one does, while they are read.
     """
     there = on_host.read_bytes if on_host else held.get(CPU, 0)
@@ -221,6 +232,7 @@ def token_seconds(
         HOST_CORES: cores + host_calls / rates.calls,
         DEVICE: _read_on_devices(brought, held, members, rates) / rates.device,
         DEVICE_CORES: apart / DEVICE_TOKENS,
+        LAUNCHING: (launches + brought.launches / members) / rates.launches,
         CROSSING: on_host.crossing_seconds(rates) if on_host else 0.0,
         WAITING: waiting_seconds(brought, rates, reserves, computing * members) / members if on_host else 0.0,
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
@@ -320,7 +332,7 @@ def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
     """
     last = {part: count for part, count in seconds.items() if part not in (BRINGING, ROUTED, UNPACKING_ROUTED)}
     host = max(HOST, HOST_CORES, key=seconds.__getitem__)
-    apart = max(DEVICE, DEVICE_CORES, WAITING, key=seconds.__getitem__)
+    apart = max(_APART, key=seconds.__getitem__)
     for parts in [(host, apart, CROSSING), *([(host, UNPACKING)] if seconds[HOST] else [])]:
         longest = max(parts, key=seconds.__getitem__)
         last[longest] = max(last[longest], sum(seconds[part] for part in parts))
@@ -336,7 +348,7 @@ def expected_seconds(seconds: Mapping[str, float]) -> float:
     """
     on_host = max(seconds[HOST], seconds[HOST_CORES])
     computing, unpacked_ahead = on_host + seconds[BRINGING], seconds[UNPACKING] - seconds[UNPACKING_ROUTED]
-    in_turn = on_host + max(seconds[DEVICE], seconds[DEVICE_CORES], seconds[WAITING]) + seconds[CROSSING]
+    in_turn = on_host + max(map(seconds.__getitem__, _APART)) + seconds[CROSSING]
     in_turn += _together(seconds[ROUTED], seconds[UNPACKING_ROUTED])
     if seconds[HOST]:
         in_turn += seconds[BRINGING] + unpacked_ahead + _DISTURBANCE * min(unpacked_ahead, computing)
@@ -354,7 +366,8 @@ def forwards_for_free(seconds: Mapping[str, float], members: int) -> float:
 
     ``seconds`` are a token's, of which a pass has ``members``.
     """
-    computing, waiting = seconds[HOST] + seconds[DEVICE] + seconds[CROSSING], max(seconds["storage"], seconds["link"])
+    computing = seconds[HOST] + max(seconds[DEVICE], seconds[LAUNCHING]) + seconds[CROSSING]
+    waiting = max(seconds["storage"], seconds["link"])
     if seconds[HOST]:  # the cores that compute unpack too
         waiting = max(0.0, waiting - seconds[UNPACKING])
     return members * max(waiting, 0 if seconds[HOST] else seconds[UNPACKING]) / computing if computing else 0.0

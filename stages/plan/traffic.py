@@ -137,12 +137,16 @@ def host_share(layout: Layout, step: Step) -> HostShare | None:
     return HostShare(read, 2 * len(layers) * step.forwards, step.output)
 
 
-def host_calls(layout: Layout, routing: Routing) -> float:
-    """Return how many calls of modules that hold weights the host computes for a token, or what takes it as long."""
+def calls(layout: Layout, routing: Routing, *, on_host: bool) -> float:
+    """Return how many calls of modules that hold weights a token makes on the host, or on accelerators, or what takes
+    the host as long. An accelerator has all stacked experts of a layer computed at once.
+    """
     shares = {parent(name): routing.share(*experts) for name, experts in layout.outline.listed.items()}
     for name, spec in layout.outline.experts.items():
-        shares[name] = _CALLS_A_MIXTURE + _CALLS_AN_EXPERT * spec.count * routing.share(spec.count, spec.per_token)
-    return sum(shares.get(name, 1) for name in layout.outline.skeleton.calls if layout.execution.get(name) == CPU)
+        each = _CALLS_AN_EXPERT * spec.count * routing.share(spec.count, spec.per_token) if on_host else 0
+        shares[name] = _CALLS_A_MIXTURE + each
+    called = layout.outline.skeleton.calls
+    return sum(shares.get(name, 1) for name in called if (layout.execution.get(name, CPU) == CPU) == on_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +210,8 @@ def forecast(layout: Layout, step: Step, rates: Rates) -> Forecast:
         members=step.members,
         on_host=share,
         reserves=layout.reserves,
-        host_calls=step.forwards * host_calls(layout, step.routing),
+        host_calls=step.forwards * calls(layout, step.routing, on_host=True),
+        launches=step.forwards * calls(layout, step.routing, on_host=False),
         computed=computed_bytes(layout, step),
     )
     return Forecast(step, rates, brought, used, share, terms)

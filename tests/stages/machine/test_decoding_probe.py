@@ -8,7 +8,7 @@ import pytest
 
 from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.stages.machine import decoding_probe
-from offstage.stages.machine.decoding_probe import decoding_speed, measure
+from offstage.stages.machine.decoding_probe import decoding_speed, launch_speed, measure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates
 
@@ -35,6 +35,11 @@ def test_a_narrow_decoder_is_bound_by_its_calls_and_a_wide_one_by_its_weights() 
     narrow, wide = measure(1, 3, **NARROW), measure(1, 2)
     assert min(*narrow.values(), *wide.values()) >= 1
     assert narrow["host"] < wide["host"], "products of some bytes take as long as their call"
+
+
+def test_more_layers_take_as_much_longer_to_be_given_to_an_accelerator() -> None:
+    few, many = launch_speed("cpu", 2, 12), launch_speed("cpu", 8, 12)
+    assert 0.5 * few < many < 2 * few, "calls a second, of however many"
 
 
 def test_what_was_measured_is_kept_for_the_user_and_taken_over_by_other_caches(

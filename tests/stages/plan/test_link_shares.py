@@ -30,7 +30,7 @@ from tests.stages.plan.test_optimal import llama
 
 MB = 10**6
 LINK = 25 * 10**9
-FAST = {"storage": "1TB", "host": "100GB", "link": "25GB", "device": "900GB"}
+FAST = {"storage": "1TB", "host": "100GB", "link": "25GB", "device": "900GB", "launches": "1GB"}
 many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 

@@ -20,7 +20,7 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import render
-from offstage.stages.plan.traffic import host_calls
+from offstage.stages.plan.traffic import calls
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture, token_bytes
 from tests.stages.plan.plans import make_plan, of
@@ -352,4 +352,5 @@ def test_each_expert_that_the_host_computes_takes_it_calls_beside_those_of_its_m
     layout = lay_out(outline, POLICIES["sequential"](outline, {CPU: None}), {CPU: None})
     others = len(outline.skeleton.calls) - len(outline.experts)
     used = sum(spec.per_token for spec in outline.experts.values())
-    assert host_calls(layout, SINGLE) == pytest.approx(others + 5 * len(outline.experts) + 2 * used)
+    assert calls(layout, SINGLE, on_host=False) == 0
+    assert calls(layout, SINGLE, on_host=True) == pytest.approx(others + 5 * len(outline.experts) + 2 * used)

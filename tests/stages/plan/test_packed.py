@@ -74,6 +74,7 @@ def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> 
         "host cores": 0,
         "device memory": (100 + 60) / 1000,
         "device cores": 0,
+        "kernel launches": 0,
         "crossing": 0,
         "link beside the host": 0,
         "unpacking": 40 / 50 / 2,

@@ -81,6 +81,16 @@ def test_calls_take_the_host_a_while_however_few_weights_there_are() -> None:
     assert seconds == [1, 3]
 
 
+def test_an_accelerator_waits_for_the_host_to_give_it_work_however_little_that_is() -> None:
+    rates = Rates(device=100, link=10, launches=10)
+    waits = token_seconds(Brought(), {0: 100}, rates=rates, launches=20)
+    assert slowest(waits) == ("kernel launches", 2)
+    assert expected_seconds(waits) == 2, "it computes meanwhile"
+    found = Brought()
+    found.add(CPU, 5, computes=0, tensors=4)
+    assert slowest(token_seconds(found, {0: 100}, rates=rates, launches=20, members=2)) == ("kernel launches", 2.3)
+
+
 def read(
     count: float, *, ahead: bool = True, unpacked: float | None = None, tensors: float = 0, mapped: bool = False
 ) -> Brought:
