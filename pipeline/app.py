@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from offstage.pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
 
 if TYPE_CHECKING:
-    from offstage.pipeline.hydra_task import Task
     from offstage.pipeline.trust import Trust
 
 
@@ -60,12 +59,12 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
     from offstage.pipeline.hydra_composing import composed_once, noted_files
     from offstage.pipeline.hydra_errors import guarded_composing
     from offstage.pipeline.hydra_task import Task
-    from offstage.pipeline.sweeps.launchers import register_launchers
+    from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
     heed_signals()
     sys.argv[1:] = gather_overrides(sys.argv[1:])
     task = Task(started, show_all, tuple(sys.argv[1:]), trust)
-    register_launchers()
+    register_sweeps()
 
     def compose() -> int:
         refuse_arguments(sys.argv[1:])
@@ -79,11 +78,7 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
             hydra.main(config_path="pkg://offstage.conf", config_name="config", version_base="1.3")(task)()
         return 0
 
-    try:
-        code = guarded_composing(compose, show_all=show_all)
-    finally:
-        _close(task)
-    return code or task.code
+    return guarded_composing(compose, show_all=show_all) or task.code
 
 
 def _refuse_untrusted(
@@ -92,22 +87,3 @@ def _refuse_untrusted(
     from offstage.pipeline.sweeps.trust import refuse_command
 
     refuse_command(trust, files, loader, config_name, overrides)
-
-
-def _close(task: Task) -> None:
-    """Show what came of every job of a sweep, whatever ended the sweep, and let others go on with it."""
-    if task.sweep is None:
-        return
-    from rich.markup import escape
-
-    from offstage.pipeline.sweeps.results import show_sweep
-    from offstage.pipeline.terminal import Screen
-    from offstage.pipeline.tracking.trackers import end_sweep
-
-    if task.sweep.jobs:
-        screen = Screen(soft_wrap=True)
-        show_sweep(screen, task.sweep.folder, task.sweep.record, [outcome.number for outcome in task.outcomes])
-        if task.conclusion:
-            screen.print(escape(task.conclusion))
-    end_sweep(task.sweep.folder, jobs=len(task.sweep.jobs))
-    task.sweep.close()

@@ -42,5 +42,7 @@ report = partial(_enter, "offstage-report", "offstage.pipeline.report.command")
 sweep = partial(_enter, "offstage-sweep", "offstage.pipeline.sweeps.command")
 job = partial(_enter, "offstage", "offstage.pipeline.job")
 """One job in this process, which another waits for."""
+queued_job = partial(_enter, "offstage", "offstage.pipeline.sweeps.job_run")
+"""One job of a sweep, which a queue starts."""
 tracker = partial(_enter, "offstage", "offstage.pipeline.tracking.store_process")
 """One request to a tracker's store, in this process, which another waits for."""

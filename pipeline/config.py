@@ -20,7 +20,6 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.errors import REMOVED, ConfigError, Fault, closest
-from offstage.pipeline.hydra_arguments import refuse_launcher
 from offstage.pipeline.installed_stages import stage_configs
 from offstage.pipeline.measure import MeasureConfig, check_measure
 from offstage.pipeline.objective import ObjectiveConfig, check_objective
@@ -75,7 +74,6 @@ def register() -> None:
         _open_mappings(node, defaults(kind))
     ConfigStore.instance().store("schema", node)
     OmegaConf.register_new_resolver("offstage.pid", os.getpid, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("offstage.batch", _batch, replace=True)
     OmegaConf.register_new_resolver("offstage.embedded", _embedded, replace=True)
 
 
@@ -118,15 +116,6 @@ def _mapping_of(keys: type[Enum] | None) -> Any:
 
 def _embedded(name: str) -> str:
     return str(resources.files("offstage.conf").joinpath("checkpoints", name))
-
-
-def _batch(launcher: str) -> int | None:
-    """Return how many jobs of a sweep run at a time: one on this machine, all of them on a cluster.
-
-    Whoever asks is about to sweep with ``launcher``: one that can't is refused.
-    """
-    refuse_launcher(launcher)
-    return 1 if launcher.endswith(".LocalLauncher") else None
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 _LINE = "COMP_LINE"
-_OWN_LAUNCHERS = "hydra_plugins.offstage_launchers"
 
 
 def refuse_arguments(arguments: Sequence[str]) -> None:
@@ -94,19 +93,6 @@ def refuse_empty_sweeps(overrides: Iterable[Override], loader: ConfigLoader) -> 
     empty = [each for each in overrides if each.is_discrete_sweep() and not any(True for _ in each.sweep_iterator())]
     if empty:
         raise ConfigError("\n".join(f"{each.get_key_element()}: {_nothing_in(each, loader)}" for each in empty))
-
-
-def refuse_launcher(target: str) -> None:
-    """Raise a ``ConfigError`` where ``target``, the class of a sweep's launcher, is none that can run a sweep here.
-
-    Others (joblib's, ray's) start jobs in processes of their own that don't know this command, and forget what each
-    came to: a sweep would end well whatever became of its jobs.
-    """
-    if target.rpartition(".")[0] != _OWN_LAUNCHERS:
-        raise ConfigError(
-            f"hydra/launcher: {target!r} forgets what the jobs of a sweep came to; give local, submitit_local or"
-            " submitit_slurm"
-        )
 
 
 def _nothing_in(override: Override, loader: ConfigLoader) -> str:

@@ -11,10 +11,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from offstage.pipeline.command_exit import FULL_ERROR, INTERRUPTED, heeded_signals
 from offstage.pipeline.errors import KilledError
@@ -22,19 +23,23 @@ from offstage.pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 from offstage.pipeline.record import RunRecord
 
 _ENTRY = "from offstage.pipeline.commands import job; job()"
+_MOMENT = 1.0
+"""Seconds between two looks at what is shown while a job works."""
 
 _log = logging.getLogger("offstage")
 
 
 def supervise(
     record: RunRecord, *, capped: bool = False, options: Sequence[str] = (), show_all: bool = False,
-    lock: int | None = None, signals: PassedSignals | None = None,
+    lock: int | None = None, signals: PassedSignals | None = None, output: Path | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> int:  # fmt: skip
     """Run the job of ``record`` in a fresh process and return its exit code; ``record`` isn't current afterwards.
 
     ``capped`` puts it under a memory cap where this process may; ``options`` go to the job's command line;
     ``show_all`` has it show tracebacks; the descriptor ``lock`` stays open in it, so that what it locks is locked until
-    both have ended. From ``signals`` one learns which came to this process meanwhile.
+    both have ended. From ``signals`` one learns which came to this process meanwhile. What the job prints is added to
+    the file ``output``, by default it is seen where this process's is; ``meanwhile`` is called each second.
 
     Raises:
         KilledError: a signal ended it that it could not heed; the record says so.
@@ -46,17 +51,31 @@ def supervise(
     if group is not None:
         command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
     try:
-        with signals or PassedSignals() as signals:
+        with signals or PassedSignals() as signals, _opened(output) as stream:
             # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
             process = subprocess.Popen(
-                command, process_group=0, env=_environment(show_all=show_all), pass_fds=() if lock is None else (lock,)
-            )
+                command, process_group=0, env=_environment(show_all=show_all),
+                pass_fds=() if lock is None else (lock,), stdout=stream, stderr=stream,
+            )  # fmt: skip
             signals.pass_to(process)
-            code = process.wait()
+            code = _wait(process, meanwhile)
         return _settle(record.path, code, signals.came, group)
     finally:
         if group is not None:
             group.remove()
+
+
+def _opened(output: Path | None) -> AbstractContextManager[IO[bytes] | None]:
+    return nullcontext() if output is None else output.open("ab")
+
+
+def _wait(process: subprocess.Popen[bytes], meanwhile: Callable[[], object] | None) -> int:
+    while meanwhile is not None:
+        try:
+            return process.wait(_MOMENT)
+        except subprocess.TimeoutExpired:
+            meanwhile()
+    return process.wait()
 
 
 def _environment(*, show_all: bool) -> dict[str, str]:

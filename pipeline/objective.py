@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,16 +114,13 @@ def objective_of(record: Mapping[str, Any]) -> Objective | None:
     return Objective(given.figure, _number(record, "objective.figure", given.figure), tuple(limits))
 
 
-def number_of(record: Mapping[str, Any]) -> float | None:
-    """Return the number that a sweeper gets for the run of ``record``: nan where it has none, or isn't within limits.
+def require_numbers(record: Mapping[str, Any]) -> None:
+    """Raise a ``ConfigError`` where the config of a completed ``record`` names a number that no record has.
 
-    Null where the config names none. Raises ``ConfigError`` where it names none that a record has.
+    One that others have, and this run came to no value of, is no fault.
     """
-    try:
-        found = objective_of(record)
-    except UnmeasuredError:
-        return math.nan
-    return None if found is None else found.value if found.is_within else math.nan
+    with suppress(UnmeasuredError):
+        objective_of(record)
 
 
 def _number(record: Mapping[str, Any], key: str, name: str) -> float:

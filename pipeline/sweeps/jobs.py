@@ -1,9 +1,10 @@
-"""The jobs of a sweep, each composed before the first of them begins: what is wrong with any ends the sweep there."""
+"""The jobs of a sweep, each composed once, before the first of them begins: what is wrong with any ends the sweep."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from offstage.pipeline.cache.fingerprint import fingerprint
-from offstage.pipeline.config import refuse_sharing
+from offstage.pipeline.config import refuse_sharing, resolve
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.hydra_arguments import refuse_empty_sweeps
 from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, one_line
+from offstage.pipeline.stage import Config
+from offstage.pipeline.sweeps.job_run import PreparedJob
 from offstage.pipeline.sweeps.record import SweepJob, SweepRecord
-from offstage.pipeline.sweeps.trust import named_by_job
+from offstage.pipeline.sweeps.trust import named_by_job, set_in_hydra
 from offstage.pipeline.trust import Trust, TrustRequest
 
 
@@ -27,12 +31,13 @@ from offstage.pipeline.trust import Trust, TrustRequest
 class SweepComposition:
     """What the jobs of a sweep are composed by: Hydra's ``loader``, and the sweep's ``config``, to which each adds.
 
-    ``files`` has the digests of the config files that are read for them, as far as they were. A sweep that is resumed
-    goes by ``trust``; with null the user has just given the command.
+    Each lies in the sweep's ``folder``. ``files`` has the digests of the config files that are read for them, as far as
+    they were. A sweep that is resumed goes by ``trust``; with null the user has just given the command.
     """
 
     loader: Any
     config: DictConfig
+    folder: Path
     files: Mapping[str, str]
     trust: Trust | None
 
@@ -42,37 +47,75 @@ class SweepComposition:
         return self.trust.made_of(self.files) if self.trust is not None else None
 
 
-def describe_sweep(by: SweepComposition, command: Sequence[str]) -> SweepRecord:
-    """Return what the sweep is that the arguments ``command`` began.
+@dataclass(frozen=True, slots=True)
+class ComposedJob:
+    """A job as the sweep's record has it (``known``), and as it is run (``prepared``).
 
-    Another sweeper than Hydra's own decides on a job by what the jobs before it came to: there are none yet.
-
-    Raises:
-        ConfigError: all that is wrong with the jobs, or isn't trusted, before the first begins.
+    ``asked`` is what it asks the user's word for; ``files`` are Hydra's own of the job, by where they lie.
     """
-    sweeper = str(by.config.hydra.sweeper._target_)
-    foreseen = sweeper == f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
-    jobs = _every_job(by) if foreseen else ()
+
+    known: SweepJob
+    prepared: PreparedJob
+    asked: tuple[TrustRequest, ...]
+    files: Mapping[Path, Any]
+
+    def write_files(self) -> None:
+        """Write what Hydra leaves of a job in its folder: its config, Hydra's own, and the overrides."""
+        for path, content in self.files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(OmegaConf.to_yaml(content), encoding="utf-8")
+
+
+def describe_sweep(by: SweepComposition, command: Sequence[str], jobs: Sequence[ComposedJob] | None) -> SweepRecord:
+    """Return what the sweep is that the arguments ``command`` began; ``jobs`` is null where they can't be foreseen."""
     found = SweepRecord(
         command=tuple(command),
         cwd=str(Path.cwd()),
-        sweeper=sweeper,
-        foreseen=foreseen,
+        sweeper=str(by.config.hydra.sweeper._target_),
+        foreseen=jobs is not None,
         base=_without_hydra(by.config),
-        jobs=jobs,
+        jobs=tuple(job.known for job in jobs or ()),
         files=dict(by.files),
     )
     return found if by.trust is not None else found.signed()
 
 
-def describe_job(by: SweepComposition, number: int, overrides: Sequence[str]) -> SweepJob:
+def compose_job(by: SweepComposition, number: int, overrides: Sequence[str]) -> ComposedJob:
     """Return the job with ``overrides``, which Hydra adds to those of the sweep's config.
 
     Raises what is wrong with it: one of ``COMPOSING_ERRORS``, or a ``ConfigError``, which has what isn't trusted too.
     """
-    job, asked = _describe(by, number, overrides)
-    _refuse(asked, by.judge)
+    job = _compose(by, number, overrides)
+    _refuse(job.asked, by.judge)
     return job
+
+
+def compose_grid(by: SweepComposition, arguments: Sequence[str]) -> list[ComposedJob]:
+    """Return a job for each combination of the values that ``arguments`` and ``hydra.sweeper.params`` give.
+
+    Raises:
+        ConfigError: all that is wrong with the jobs, or isn't trusted, before the first begins.
+    """
+    found: list[ComposedJob] = []
+    faults: dict[str, None] = {}
+    for number, overrides in enumerate(_combinations(by, arguments)):
+        try:
+            found.append(_compose(by, number, overrides))
+        except COMPOSING_ERRORS as error:
+            faults[one_line(error)] = None
+        except ConfigError as error:
+            faults[str(error)] = None
+    if faults:
+        raise ConfigError("\n".join(faults))
+    _refuse([each for job in found for each in job.asked], by.judge)
+    return found
+
+
+def _combinations(by: SweepComposition, arguments: Sequence[str]) -> Iterator[list[str]]:
+    params = [f"{key}={value}" for key, value in (by.config.hydra.sweeper.params or {}).items()]
+    overrides = OverridesParser.create(config_loader=by.loader).parse_overrides([*params, *arguments])
+    refuse_empty_sweeps(overrides, by.loader)
+    yield from BasicSweeper.split_arguments(overrides, None)[0]
 
 
 def _refuse(asked: Iterable[TrustRequest], trust: Trust | None) -> None:
@@ -80,49 +123,63 @@ def _refuse(asked: Iterable[TrustRequest], trust: Trust | None) -> None:
         trust.refuse(asked, about=trust.folder)
 
 
-def _describe(by: SweepComposition, number: int, overrides: Sequence[str]) -> tuple[SweepJob, tuple[TrustRequest, ...]]:
-    """Return the job with ``overrides`` and what it asks the user's word for."""
+def _compose(by: SweepComposition, number: int, overrides: Sequence[str]) -> ComposedJob:
     composed = by.loader.load_sweep_config(by.config, list(overrides))
     refuse_sharing(composed)
     with open_dict(composed):
-        composed.hydra.job.num = number
-    folder: str | None = None
-    with suppress(*COMPOSING_ERRORS, ValueError):  # it names what is only known once the job runs
-        folder = str(OmegaConf.select(composed, "hydra.sweep.subdir", throw_on_missing=True))
+        composed.hydra.job.num, composed.hydra.job.id = number, str(number)
+        subdir = str(OmegaConf.select(composed, "hydra.sweep.subdir", throw_on_missing=True))
+        composed.hydra.runtime.output_dir = os.path.normpath(by.folder / subdir)
     own = tuple(str(each) for each in composed.hydra.overrides.task)
-    plain = _without_hydra(composed)
     asked = tuple(named_by_job(composed, by.judge))
     code = tuple(dict.fromkeys(each.word for each in asked if each.is_code))
-    return SweepJob(number, own, folder, fingerprint(plain), code), asked
+    known = SweepJob(number, own, subdir, fingerprint(_without_hydra(composed)), code)
+    with set_in_hydra(composed):
+        return ComposedJob(known, _prepare(by, composed, known), asked, dict(_files(composed)))
 
 
-def _every_job(by: SweepComposition) -> tuple[SweepJob, ...]:
-    found: list[SweepJob] = []
-    asked: list[TrustRequest] = []
-    faults: dict[str, None] = {}
-    for number, overrides in enumerate(_overrides(by.loader, by.config)):
-        try:
-            job, named = _describe(by, number, overrides)
-            found.append(job)
-            asked += named
-        except COMPOSING_ERRORS as error:
-            faults[one_line(error)] = None
-        except ConfigError as error:
-            faults[str(error)] = None
-    if faults:
-        raise ConfigError("\n".join(faults))
-    _refuse(asked, by.judge)
-    return tuple(found)
+def _prepare(by: SweepComposition, composed: DictConfig, known: SweepJob) -> PreparedJob:
+    hydra = composed.hydra
+    variables = {str(name): str(value) for name, value in hydra.job.env_set.items()}
+    with env_override(variables):  # the job's own interpolations may name them
+        config, fault = _resolved(composed)
+    return PreparedJob(
+        number=known.number,
+        overrides=known.overrides,
+        sweep=str(by.folder),
+        folder=str(hydra.runtime.output_dir),
+        config=config,
+        fault=fault,
+        logging=OmegaConf.to_container(hydra.job_logging, resolve=True),
+        variables=variables,
+        is_current=bool(hydra.job.chdir),
+    )
 
 
-def _overrides(loader: Any, config: DictConfig) -> Iterator[list[str]]:
-    size = config.hydra.sweeper.max_batch_size
-    if size is not None and size < 1:
-        raise ConfigError(f"hydra.sweeper.max_batch_size: {size} is no number of jobs; give 1 or more, or null for all")
-    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *config.hydra.overrides.task])
-    refuse_empty_sweeps(overrides, loader)
-    yield from BasicSweeper.split_arguments(overrides, None)[0]
+def _resolved(composed: DictConfig) -> tuple[Config, str]:
+    """Return the job's config, resolved, and what is wrong with it: then it is empty, and the job's record says so."""
+    own = deepcopy(composed)
+    with open_dict(own):
+        del own["hydra"]  # a job's own config has no such node
+    try:
+        return resolve(own), ""
+    except COMPOSING_ERRORS as error:
+        return {}, one_line(error)
+    except ConfigError as error:
+        return {}, str(error)
+
+
+def _files(composed: DictConfig) -> Iterator[tuple[Path, Any]]:
+    """Yield what Hydra's own of a job hold, as it is written, and where they lie."""
+    hydra = composed.hydra
+    if hydra.output_subdir is None:
+        return
+    folder = Path(hydra.runtime.output_dir, hydra.output_subdir)
+    plain = OmegaConf.to_container(composed, resolve=False, enum_to_str=True)
+    assert isinstance(plain, dict)
+    yield folder / "config.yaml", {key: value for key, value in plain.items() if key != "hydra"}
+    yield folder / "hydra.yaml", {"hydra": plain["hydra"]}
+    yield folder / "overrides.yaml", plain["hydra"]["overrides"]["task"]
 
 
 def _without_hydra(config: DictConfig) -> dict[str, Any]:

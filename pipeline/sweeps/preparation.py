@@ -6,22 +6,19 @@ be made for that one.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, open_dict
-
-from offstage.pipeline.config import check, refuse_sharing, resolve
+from offstage.pipeline.config import check
 from offstage.pipeline.errors import OffstageError
-from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
 from offstage.pipeline.installed_stages import installed_stages
 from offstage.pipeline.runner import load_stages
 from offstage.pipeline.stage import Config
 
-_WHERE = ("experiment", "model", "hardware", "stages", "outputs")
+_WHERE = ("model", "hardware", "stages", "outputs")
 """The keys that say which checkpoint and machine a job is about."""
 
 
@@ -34,36 +31,30 @@ class MachinePreparation:
     """
 
     def __init__(self) -> None:
-        self._done: set[tuple[str, ...]] = set()
+        self._done: set[str] = set()
 
-    def prepare(self, loader: Any, config: DictConfig, job_overrides: Sequence[Sequence[str]]) -> None:
-        """Look at the jobs with these overrides; ``loader`` is Hydra's, which composes them over ``config``."""
-        jobs = {
-            tuple(each for each in overrides if each.lstrip("+~").startswith(_WHERE)) for overrides in job_overrides
-        }
-        new = sorted(jobs - self._done)
-        self._done |= jobs
+    def prepare(self, configs: Iterable[Config]) -> None:
+        """Look at the jobs with these ``configs``; an empty one is faulty."""
+        new = self.unlike(configs)
         if new and "fork" in multiprocessing.get_all_start_methods():
-            process = multiprocessing.get_context("fork").Process(target=_prepare, args=(loader, config, new))
+            process = multiprocessing.get_context("fork").Process(target=_prepare, args=(new,))
             process.start()
             process.join()
         elif new:
-            _prepare(loader, config, new)
+            _prepare(new)
+
+    def unlike(self, configs: Iterable[Config]) -> list[Config]:
+        """Return one config of each checkpoint and machine that no job before was about."""
+        about = {json.dumps([config.get(key) for key in _WHERE], default=str): config for config in configs if config}
+        new = [config for words, config in about.items() if words not in self._done]
+        self._done |= set(about)
+        return new
 
 
-def _prepare(loader: Any, config: DictConfig, jobs: Sequence[Sequence[str]]) -> None:
-    for overrides in jobs:
-        with suppress(OffstageError, OSError, *COMPOSING_ERRORS):
-            _prepare_for(compose_job(loader, config, overrides))
-
-
-def compose_job(loader: Any, config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the resolved config of the job with these overrides; ``loader`` composes them over ``config``."""
-    composed = loader.load_sweep_config(config, list(overrides))
-    refuse_sharing(composed)
-    with open_dict(composed):
-        del composed["hydra"]  # a job's own config has no such node, and half of it means nothing before a job
-    return resolve(composed)
+def _prepare(configs: Sequence[Config]) -> None:
+    for config in configs:
+        with suppress(OffstageError, OSError):
+            _prepare_for(config)
 
 
 def _prepare_for(config: Config) -> None:

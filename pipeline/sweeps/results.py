@@ -22,7 +22,7 @@ from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, 
 from offstage.pipeline.sweeps.trust import resume_command
 from offstage.pipeline.terminal import shorten
 
-LOST = "its process was lost before it could say why; see .submitit in the sweep's folder"
+LOST = "its process was lost before it could say why; see screen.log there, or .submitit in the sweep's folder"
 _FIGURES = {"s/token": "decode_seconds_per_token", "perplexity": "perplexity"}
 """What is shown of each job, where any has it: the metric by its title."""
 _MOMENT, _PATIENCE = 0.05, 10.0

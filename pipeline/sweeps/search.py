@@ -8,27 +8,26 @@ at the first job that fails. Hydra finds this one by itself (``.src/hydra_plugin
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from hydra.core.plugins import Plugins
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from offstage.pipeline.atomic_files import replace_file
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.hydra_arguments import refuse_launcher
+from offstage.pipeline.sweeps.sweeper import JobSweeper
 
 if TYPE_CHECKING:
     from offstage.pipeline.objective import Objective
-    from offstage.pipeline.sweeps.search_space import Proposal
+    from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
+    from offstage.pipeline.sweeps.record import SweepJob
     from offstage.pipeline.sweeps.search_study import Direction, SearchStudy, Tried
+    from offstage.pipeline.sweeps.sweep import Sweep
 
 
-class OptunaSearch(Sweeper):
+class OptunaSearch(JobSweeper):
     """Proposes ``n_trials`` jobs, ``n_jobs`` at a time, and says which of them is best.
 
     ``direction`` is which way that lies; ``sampler`` the config of the one of Optuna that proposes; ``params`` maps
@@ -39,14 +38,9 @@ class OptunaSearch(Sweeper):
         self.sampler, self.direction, self.params = sampler, direction, params
         self.n_trials, self.n_jobs = n_trials, n_jobs
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what is common to all jobs. Raises a ``ConfigError`` where no search can come of it."""
-        refuse_launcher(config.hydra.launcher._target_)
+    def foresee(self, by: SweepComposition, arguments: Sequence[str]) -> None:
+        """Foresee nothing. Raises a ``ConfigError`` where no search can come of the keys."""
         self._check()
-        self.hydra_context, self.config, self.task_function = hydra_context, config, task_function
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
 
     def _check(self) -> None:
         from offstage.pipeline.sweeps.search_study import Direction
@@ -61,89 +55,29 @@ class OptunaSearch(Sweeper):
             if count < 1:
                 raise ConfigError(f"hydra.sweeper.{key}: {count} is no number of jobs; give 1 or more")
 
-    def sweep(self, arguments: list[str]) -> None:
-        """Search; ``arguments`` are those of the command line. What came of it goes to the sweep's folder."""
+    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[ComposedJob]]:
+        """Yield the jobs that Optuna proposes, ``n_jobs`` at a time; what came of all goes to the sweep's folder."""
+        from offstage.pipeline.sweeps.jobs import compose_job
         from offstage.pipeline.sweeps.search_space import read_space
         from offstage.pipeline.sweeps.search_study import SearchStudy
 
-        assert self.hydra_context is not None
-        assert self.config is not None
         params = [f"{key!s}={values}" for key, values in self.params.items()]
-        space = read_space([*params, *arguments], self.hydra_context.config_loader)
+        space = read_space([*params, *arguments], by.loader)
         study = SearchStudy(space, self.direction, self.sampler)
-        folder = Path(str(self.config.hydra.sweep.dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
         for begun in range(0, self.n_trials, self.n_jobs):
-            self._go_on(study, folder, count=min(self.n_jobs, self.n_trials - begun))
-        self._conclude(study, folder, list(space.searched))
-
-    def _go_on(self, study: SearchStudy, folder: Path, *, count: int) -> None:
-        """Have ``count`` jobs proposed, and those run that are new."""
-        assert self.launcher is not None
-        new, begun = study.propose(count), len(study.tried)
-        self._refuse_untrusted(new, begun)
-        if not begun:
-            self._check_job(new[0])
-        self.validate_batch_is_legal(new)
-        if new:
-            self.launcher.launch(new, initial_job_idx=begun)
-        study.tell({proposal: self._came_to(folder, number) for number, proposal in enumerate(new, begun)})
-
-    def _refuse_untrusted(self, proposals: Sequence[Proposal], begun: int) -> None:
-        """Raise what isn't trusted of a search that is resumed, before anything looks at what its jobs name."""
-        from offstage.pipeline.hydra_task import Task
-        from offstage.pipeline.sweeps.jobs import SweepComposition, describe_job
-
-        assert self.hydra_context is not None
-        assert self.config is not None
-        task, loader = self.task_function, self.hydra_context.config_loader
-        if isinstance(task, Task) and task.trust is not None:
-            by = SweepComposition(loader, self.config, task.files, task.trust)
-            for number, proposal in enumerate(proposals, begun):
-                describe_job(by, number, proposal)
-
-    def _check_job(self, proposal: Proposal) -> None:
-        """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""
-        from offstage.pipeline.runner import check_config
-        from offstage.pipeline.sweeps.preparation import compose_job
-
-        assert self.hydra_context is not None
-        assert self.config is not None
-        config = compose_job(self.hydra_context.config_loader, self.config, proposal)
-        if config["objective"].get("figure") is None:
-            raise ConfigError(
-                "objective.figure: a search needs the number to go by; name one of a run's record:"
-                " objective.figure=decode_seconds_per_token"
-            )
-        check_config(config)
-
-    def _came_to(self, folder: Path, number: int) -> Objective | None:
-        """Return what a job that has ended came to. Null: it failed, or it measured, and came to no such number.
-
-        Raises ``UnmeasuredError`` where nothing was measured: the others, which are like it, would be run in vain.
-        """
-        from offstage.pipeline.hydra_task import Task
-        from offstage.pipeline.installed_stages import any_measures
-        from offstage.pipeline.objective import UnmeasuredError, objective_of
-        from offstage.pipeline.sweeps.results import settled
-
-        assert isinstance(self.task_function, Task)
-        assert self.task_function.sweep is not None
-        job = self.task_function.sweep.job(number)
-        record = settled(folder, job) if job is not None else {}
-        if record.get("status") != "completed":
-            return None
-        try:
-            return objective_of(record)
-        except UnmeasuredError:
-            if not any_measures(stage["name"] for stage in record["stages"]):
-                raise
-            return None
+            new, number = study.propose(min(self.n_jobs, self.n_trials - begun)), len(study.tried)
+            jobs = [compose_job(by, each, proposal) for each, proposal in enumerate(new, number)]
+            if not number:
+                _check_job(jobs[0])
+            for job in jobs:
+                sweep.expect(job.known)
+            yield jobs
+            ended = zip(new, jobs, strict=True)
+            study.tell({proposal: _came_to(sweep.folder, job.known) for proposal, job in ended})
+        self._conclude(study, sweep.folder, list(space.searched))
 
     def _conclude(self, study: SearchStudy, folder: Path, searched: Sequence[str]) -> None:
         """Keep which job is best, and have it said when all is over."""
-        from offstage.pipeline.hydra_task import Task
         from offstage.pipeline.report.searches import RESULTS
 
         best, jobs = study.best(), len(study.tried)
@@ -157,8 +91,41 @@ class OptunaSearch(Sweeper):
                 "best_job": best.number,
             }
         replace_file(folder / RESULTS, json.dumps(found, indent=2) + "\n")
-        if isinstance(self.task_function, Task):
-            self.task_function.conclusion = _told(best, jobs=jobs, trials=self.n_trials)
+        self.conclusion = _told(best, jobs=jobs, trials=self.n_trials)
+
+
+def _check_job(job: ComposedJob) -> None:
+    """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""
+    from offstage.pipeline.runner import check_config
+
+    if job.prepared.fault:
+        raise ConfigError(job.prepared.fault)
+    if job.prepared.config["objective"].get("figure") is None:
+        raise ConfigError(
+            "objective.figure: a search needs the number to go by; name one of a run's record:"
+            " objective.figure=decode_seconds_per_token"
+        )
+    check_config(job.prepared.config)
+
+
+def _came_to(folder: Path, job: SweepJob) -> Objective | None:
+    """Return what a job that has ended came to. Null: it failed, or it measured, and came to no such number.
+
+    Raises ``UnmeasuredError`` where nothing was measured: the others, which are like it, would be run in vain.
+    """
+    from offstage.pipeline.installed_stages import any_measures
+    from offstage.pipeline.objective import UnmeasuredError, objective_of
+    from offstage.pipeline.sweeps.results import settled
+
+    record = settled(folder, job)
+    if record.get("status") != "completed":
+        return None
+    try:
+        return objective_of(record)
+    except UnmeasuredError:
+        if not any_measures(stage["name"] for stage in record["stages"]):
+            raise
+        return None
 
 
 def _told(best: Tried | None, *, jobs: int, trials: int) -> str:

@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -33,14 +34,13 @@ from offstage.pipeline.tracking.run_ids import read_ids
 from offstage.pipeline.trust import Trust, TrustRequest, named_code, named_places, trust_flags, ways_out_of
 
 _HARMLESS = re.compile(
-    r"mode|(overrides|runtime)\..*|sweep\.(dir|subdir)|job\.(override_dirname|config_name|num)"
+    r"mode|(overrides|runtime)\..*|sweep\.(dir|subdir)|job\.(override_dirname|config_name|num|id)"
     r"|sweeper\.(params(\..*)?|max_batch_size|n_trials|n_jobs|direction)"
 )
 """Keys of Hydra whose values run and write nothing by themselves. Where jobs lie is judged as a place."""
 _SAMPLER = "sweeper.sampler."
 _OWN_TARGET = re.compile(
-    r"hydra_plugins\.offstage_(launchers|sweepers)\.\w+|hydra\._internal\.core_plugins\.basic_sweeper\.BasicSweeper"
-    r"|optuna\.samplers\.(GP|TPE|Random)Sampler"
+    r"hydra_plugins\.offstage_sweepers\.\w+|offstage\.(here|slurm)|optuna\.samplers\.(GP|TPE|Random)Sampler"
 )
 _CONF = "pkg://offstage.conf"
 
@@ -152,19 +152,27 @@ def _resolved(composed: DictConfig, *, strictly: bool) -> Mapping[str, Any]:
     own = deepcopy(composed)
     with open_dict(own):
         del own["hydra"]
-    before = HydraConfig.instance().cfg
     try:
-        HydraConfig.instance().set_config(composed)
-        plain = OmegaConf.to_container(own, resolve=True)
+        with set_in_hydra(composed):
+            plain = OmegaConf.to_container(own, resolve=True)
     except (*COMPOSING_ERRORS, ValueError) as error:
         if strictly:
             said = one_line(error)
             raise ConfigError(f"{said}; what it names can't be seen before it runs: give it a value") from error
         plain = OmegaConf.to_container(own, resolve=False)
-    finally:
-        HydraConfig.instance().cfg = before
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+@contextmanager
+def set_in_hydra(composed: DictConfig) -> Iterator[None]:
+    """Have what asks for Hydra's own config, as the interpolation ``${hydra:…}`` does, get that of ``composed``."""
+    before = HydraConfig.instance().cfg
+    try:
+        HydraConfig.instance().set_config(composed)
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
 
 
 def _named_to_hydra(composed: DictConfig) -> Iterator[TrustRequest]:

@@ -7,23 +7,18 @@ that isn't there is an error before any work; one that goes away later is a warn
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.errors import StorageError
 from offstage.pipeline.stage import Config
-from offstage.pipeline.tracking.options import TrackerConfig, located, usable_tracker
+from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
 from offstage.pipeline.tracking.run_ids import find_id, read_ids
 from offstage.pipeline.tracking.store_process import ask
 
 _log = logging.getLogger("offstage")
 _PARTS = ("parameters", "metrics", "tags", "status", "files")
-_WHERE = ("tracker", "experiment", "outputs")
-"""The overrides of a job that may change where it is logged."""
 
 
 def require_tracker(config: Config, *, sweep: Path | None = None) -> None:
@@ -60,13 +55,9 @@ class SweepTracking:
         self._sweep = sweep
         self._begun: set[TrackerConfig] = set()
 
-    def begin(self, loader: Any, config: DictConfig, job_overrides: Iterable[Sequence[str]]) -> None:
-        """Begin with the jobs that have these overrides; ``loader`` is Hydra's, which composes them over ``config``.
-
-        Raises ``StorageError`` where a store can't take it.
-        """
-        where = {tuple(each for each in job if each.lstrip("+~").startswith(_WHERE)) for job in job_overrides}
-        given = {_tracker_of(loader, config, overrides) for overrides in where}
+    def begin(self, configs: Iterable[Config]) -> None:
+        """Begin with the jobs that have these ``configs``. Raises ``StorageError`` where a store can't take it."""
+        given = {usable_tracker(config) for config in configs}
         for tracker in sorted(given - self._begun - {None}, key=repr):
             if tracker is not None:
                 self._begin(tracker)
@@ -98,17 +89,3 @@ def _require_server(tracker: TrackerConfig) -> None:
     from offstage.pipeline.tracking.server import require_server  # what it imports is for servers alone
 
     require_server(str(tracker.uri), tracker.experiment)
-
-
-def _tracker_of(loader: Any, config: DictConfig, overrides: Sequence[str]) -> TrackerConfig | None:
-    """Return the tracker of a job with these ``overrides``; of a faulty one none, which it says itself."""
-    from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
-
-    try:
-        composed = loader.load_sweep_config(config, list(overrides))
-        node = OmegaConf.to_container(composed.tracker, resolve=True)
-        if isinstance(node, dict) and isinstance(node.get("folder"), str):
-            node["folder"] = located(node["folder"])
-    except (*COMPOSING_ERRORS, ConfigError):
-        return None
-    return usable_tracker({"tracker": node})

@@ -5,7 +5,7 @@
 - interrupt: SIGINT to the sweep, twice, at its fourth and its eighth job
 - kill: SIGKILL to the sweep and to all that it started
 - orphan: SIGKILL to the sweep alone, whose job goes on; the sweep is resumed at once, by two at a time
-- lost: SIGKILL to submitit's process of a job, whose sweep goes on
+- lost: SIGKILL to a job, whose sweep goes on
 - disk: the sweep's folder on a file system that is full from the fourth job on (needs root)
 - slurm: on a Slurm of this machine: a job is requeued, then the sweep is killed while its jobs go on
 
@@ -144,7 +144,7 @@ def lost(scene: Scene) -> str:
     while not log.exists() or "begins" not in log.read_text():
         time.sleep(0.02)
     (job,) = [each for each in scene.processes() if str(scene.sweep / "4") in each.cmdline()]
-    job.parent().kill()
+    job.kill()
     say(f"    {table(scene.finish(process))}")
     return scene.finish(scene.start(resumed=True))
 

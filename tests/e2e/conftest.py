@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -238,15 +238,19 @@ def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: An
 
 
 def start_job(
-    command: Sequence[str], *, process_group: int, env: Mapping[str, str], pass_fds: Sequence[int] = ()
-) -> Process:
+    command: Sequence[str], *, process_group: int, env: Mapping[str, str], pass_fds: Sequence[int] = (),
+    stdout: IO[bytes] | None = None, stderr: IO[bytes] | None = None,
+) -> Process:  # fmt: skip
     """Start the ``command`` of a job as ``offstage.pipeline.job_process`` would, in a fork where that is the same."""
     variables = {**env, "HF_HUB_OFFLINE": "1"}
     plain = list(command[:3]) == [sys.executable, "-P", "-c"]  # and under no cap
     server = warm_server(variables) if plain else None
     if server is None:
-        return subprocess.Popen(command, process_group=process_group, env=env, pass_fds=pass_fds)
-    return server.start_on((0, 1, 2), Path.cwd(), command[4:], variables, entry="job", leads="group", kept=pass_fds)
+        return subprocess.Popen(
+            command, process_group=process_group, env=env, pass_fds=pass_fds, stdout=stdout, stderr=stderr
+        )
+    streams = (0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
+    return server.start_on(streams, Path.cwd(), command[4:], variables, entry="job", leads="group", kept=pass_fds)
 
 
 @contextmanager

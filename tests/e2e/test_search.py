@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from offstage.pipeline.config import register
-from offstage.pipeline.hydra_task import Task
-from offstage.pipeline.sweeps.launchers import register_launchers
 from tests.e2e.conftest import Finished
 
 pytest.importorskip("optuna")
@@ -99,23 +94,3 @@ def test_a_job_without_the_number_that_others_have_ends_no_search(offstage_here:
     assert (done.code, counts[0]) == (0, 1)
     assert {record["status"] for record in done.records} == {"completed"}
     assert results(tmp_path)["best_params"]["generate.max_new_tokens"] in ("2", "3")
-
-
-@pytest.mark.usefixtures("fresh_folder", "jobs_fork")
-def test_any_sweeper_gets_the_number_that_a_job_came_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of three budgets the first holds no plan, and with the second too much is streamed."""
-    monkeypatch.chdir(tmp_path)
-    GlobalHydra.instance().clear()
-    register_launchers()
-    register()
-    hydra = Hydra.create_main_hydra_file_or_module(None, None, "pkg://offstage.conf", "offstage")
-    for _ in range(2):  # what was done is read of its record
-        task = Task(0.0)
-        folder = "hydra.sweep.dir=outputs/multirun/a/b"
-        returned = hydra.multirun("config", task, [*SEARCH[2:], *LEAST, folder, "max_memory.cpu=1kB,3MB,7MB"])
-        assert task.sweep is not None
-        task.sweep.close()
-        failed, beyond, within = (job.return_value for batch in returned for job in batch)
-        assert math.isnan(failed)
-        assert math.isnan(beyond)
-        assert within == 7_000_000.0

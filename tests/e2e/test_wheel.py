@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 WHERE = """
 import importlib.metadata as metadata, json
-import hydra_plugins.offstage_launchers as launchers, offstage
+import hydra_plugins.offstage_sweepers as sweepers, offstage
 from offstage import conf, pipeline, stages
-sources = [module.__file__ for module in (conf, launchers, offstage, pipeline, stages)]
+sources = [module.__file__ for module in (conf, sweepers, offstage, pipeline, stages)]
 print(json.dumps([*sources, str(metadata.distribution("offstage-pipeline").locate_file(""))]))
 """
 

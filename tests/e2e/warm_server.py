@@ -27,7 +27,7 @@ from offstage.pipeline.environment import imported_packages
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
-    "offstage.pipeline.app", "offstage.pipeline.sweeps.launchers", "offstage.pipeline.job", "offstage.pipeline.runner",
+    "offstage.pipeline.app", "offstage.pipeline.sweeps.local_jobs", "offstage.pipeline.job", "offstage.pipeline.runner",
     "offstage.pipeline.sweeps.results", "offstage.stages.plan.stage", "offstage.stages.shard_load.stage",
     "offstage.stages.dispatch.stage", "offstage.stages.dispatch.streaming.streamer", "offstage.stages.generate.stage",
     "offstage.stages.generate.generation", "hydra._internal.hydra",

@@ -15,14 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from offstage.pipeline.config import register
 from offstage.pipeline.hydra_composing import composed_once
 from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
-from offstage.pipeline.sweeps.launchers import register_launchers
+from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    register_launchers()
+    register_sweeps()
     register()
 
 

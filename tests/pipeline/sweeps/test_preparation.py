@@ -2,60 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
 
-from offstage.pipeline.config import register
+from offstage.pipeline.config import register, resolve
 from offstage.pipeline.sweeps.preparation import MachinePreparation
 
 
-class Loader:
-    """Composes as Hydra's own loader does for a job, and counts how often, in a file that a fork writes to too."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-
-    def load_sweep_config(self, config: Any, overrides: Sequence[str]) -> DictConfig:
-        with self.log.open("a") as file:
-            file.write(f"{' '.join(overrides)}\n")
-        register()
-        with initialize_config_module("offstage.conf", version_base="1.3"):
-            return compose("config", [*config, *overrides], return_hydra_config=True)
+def config(folder: Path, *overrides: str) -> dict[str, Any]:
+    """Return the config of a job with these overrides, as it is run."""
+    register()
+    with initialize_config_module("offstage.conf", version_base="1.3"):
+        return resolve(compose("config", [f"outputs={folder}/outputs", *overrides]))
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> Any:
-    loader, preparation = Loader(tmp_path / "log"), MachinePreparation()
-
-    def prepare(*jobs: list[str]) -> list[str]:
-        preparation.prepare(loader, [f"outputs={tmp_path}/outputs"], jobs)
-        return loader.log.read_text().splitlines()
-
-    return prepare
-
-
-def test_the_rates_of_this_machine_are_there_before_a_job_has_begun(prepared: Any, tmp_path: Path) -> None:
-    prepared(["max_memory.cpu=2MB"])
+def test_the_rates_of_this_machine_are_there_before_a_job_has_begun(tmp_path: Path) -> None:
+    MachinePreparation().prepare([config(tmp_path, "max_memory.cpu=2MB")])
     assert '"host"' in (tmp_path / "outputs/cache/hardware/decoding.json").read_text()
 
 
-def test_jobs_of_one_checkpoint_and_machine_need_one_look(prepared: Any) -> None:
-    budgets = (["max_memory.cpu=2MB", "dtype=float32"], ["max_memory.cpu=3MB", "dtype=float16"])
-    assert prepared(*budgets) == [""]
-    assert prepared(*budgets) == [""], "not a second time"
-    assert prepared(["model.width=3", "seed=3"]) == ["", "model.width=3"]
+def test_jobs_of_one_checkpoint_and_machine_need_one_look(tmp_path: Path) -> None:
+    budgets = (("max_memory.cpu=2MB", "dtype=float32"), ("max_memory.cpu=3MB", "dtype=float16"))
+    jobs, preparation = [config(tmp_path, *each) for each in budgets], MachinePreparation()
+    assert len(preparation.unlike(jobs)) == 1
+    assert preparation.unlike(jobs) == [], "not a second time"
+    another = config(tmp_path, "hardware.host={memory: 1GB}", "seed=3")
+    assert preparation.unlike([*jobs, another, {}]) == [another], "a faulty job has no config"
 
 
 @pytest.mark.parametrize("override", ["hardware=2x24gb", "hardware.rates.host=nonsense"])
 def test_another_machine_isn_t_measured_and_a_faulty_job_says_so_itself(
-    override: str, prepared: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    override: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    prepared([override])
+    MachinePreparation().prepare([config(tmp_path, override)])
     measured = {path.name for path in tmp_path.glob("outputs/cache/hardware/*.json")}
     assert measured <= {"process_memory.json"}, "what a process holds, wherever the run that it stands for is planned"
     assert capfd.readouterr().err == ""

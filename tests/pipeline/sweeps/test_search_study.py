@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from offstage.pipeline.objective import Limit, Objective
-from offstage.pipeline.sweeps.search_config import SAMPLERS
+from offstage.pipeline.sweeps.sweep_keys import SAMPLERS
 
 optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, IntDistribution  # noqa: E402

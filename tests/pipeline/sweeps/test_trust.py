@@ -13,8 +13,8 @@ from hydra._internal.utils import create_automatic_config_search_path
 from offstage.pipeline.config import register
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.sweeps.command import main
-from offstage.pipeline.sweeps.launchers import register_launchers
 from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
+from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 from offstage.pipeline.sweeps.trust import named_by_folder, refuse_command, resume_command
 from offstage.pipeline.tracking.run_ids import RunId, note_id
 from offstage.pipeline.trust import Trust
@@ -27,7 +27,7 @@ def began_with(*command: str) -> SweepRecord:
 
 def judge(folder: Path, *arguments: str, trusted: tuple[str, ...] = (), own: bool = False) -> None:
     """Judge the command with these ``arguments`` as a resumed sweep's in ``folder``."""
-    register_launchers()
+    register_sweeps()
     register()
     loader = ConfigLoaderImpl(create_automatic_config_search_path(None, None, "pkg://offstage.conf"))
     refuse_command(Trust(folder, trusted, own), {}, loader, "config", [*arguments, f"hydra.sweep.dir={folder}"])

@@ -1,0 +1,214 @@
+"""Jobs in Slurm's queue, by submitit: each starts from its folder, and leaves there what came of it.
+
+submitit writes the batch file and takes the keys that its users know. Whether a job is still there says ``squeue``,
+which Slurm has without accounts too, and which is asked for all jobs at once. A controller that doesn't answer says
+nothing: until it does, a job is over only where it has left its exit code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from offstage.pipeline.errors import ConfigError, words_of
+from offstage.pipeline.sweeps.job_run import JobEnd, is_debugging
+from offstage.pipeline.sweeps.jobs import ComposedJob
+from offstage.pipeline.sweeps.progress import SweepProgress
+from offstage.pipeline.sweeps.sweep_keys import QueueKeys
+
+_ENTRY = "from offstage.pipeline.commands import queued_job; queued_job()"
+_POLL_SECONDS = 1.0
+_ABSENT_SECONDS = 30.0
+"""How long a queue that answers hasn't known a job that is lost: its exit code may be on its way from a node."""
+_ENDING_SECONDS = 15.0
+"""How long jobs have to end after they were told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedCommand:
+    """What submitit calls on a node: the ``command`` of a job. One that is queued again does the same once more."""
+
+    command: tuple[str, ...]
+
+    def __call__(self) -> int:
+        """Run the command and return its exit code."""
+        return subprocess.call(self.command)
+
+    def checkpoint(self) -> Any:
+        """Return what is to be queued again; submitit asks when a job's time is over, or its node is wanted."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+class SlurmQueue:
+    """Which jobs the queue still knows, asked once a round; ``absent_seconds`` is when one is lost that it doesn't."""
+
+    def __init__(self, absent_seconds: float = _ABSENT_SECONDS) -> None:
+        self._patience = absent_seconds
+        self._known: frozenset[str] | None = None
+        self._absent_since: dict[str, float] = {}
+
+    def ask(self) -> None:
+        """Ask for all jobs of this user. No answer is none: nothing is known then."""
+        command = ["squeue", "-h", "-r", "-u", str(os.getuid()), "-o", "%i"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:
+            self._known = None
+            return
+        self._known = frozenset(done.stdout.split()) if done.returncode == 0 else None
+
+    def knows(self, job: str) -> bool:
+        """Return whether the queue knows the job, as far as it told."""
+        return self._known is not None and job in self._known
+
+    def has_lost(self, job: str) -> bool:
+        """Return whether the queue hasn't known the job for a while, in answers without a gap."""
+        if self._known is None or job in self._known:
+            self._absent_since.pop(job, None)
+            return False
+        since = self._absent_since.setdefault(job, time.monotonic())
+        return time.monotonic() - since >= self._patience
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A job in the queue, and what submitit knows of it."""
+
+    job: ComposedJob
+    queued: Any
+
+    @property
+    def number(self) -> str:
+        """Its number in the queue."""
+        return str(self.queued.job_id)
+
+
+class SlurmJobs:
+    """Runs jobs in the queue, as ``keys``, those of ``hydra.launcher``, say; ``show_all`` has tracebacks shown.
+
+    Raises:
+        ConfigError: there is no submitit, or no Slurm.
+    """
+
+    def __init__(self, keys: DictConfig, *, show_all: bool) -> None:
+        if find_spec("submitit") is None:
+            raise ConfigError(
+                "hydra/launcher=submitit_slurm: submitit isn't installed; pip install 'offstage-pipeline[slurm]'"
+            )
+        absent = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+        if absent:
+            raise ConfigError(
+                f"hydra/launcher=submitit_slurm: there is no {absent[0]} here to submit jobs with; run it where "
+                "Slurm's commands are, or give hydra/launcher=local"
+            )
+        self._keys, self._show_all = keys, show_all
+        self._queue = SlurmQueue()
+
+    def run(
+        self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Callable[[ComposedJob, JobEnd], None]
+    ) -> None:
+        """Queue ``jobs``, and say of each how it ended, once it has."""
+        waiting = self._submit(jobs)
+        progress.begin([job.known.number for job in jobs])
+        try:
+            while waiting:
+                self._queue.ask()
+                over = [each for each in waiting if self._is_over(each)]
+                waiting = [each for each in waiting if each not in over]
+                for each in over:
+                    ended(each.job, JobEnd(each.job.prepared.exit_code()))
+                if waiting:
+                    time.sleep(_POLL_SECONDS)
+                    progress.refresh()
+        except KeyboardInterrupt:
+            self._end(waiting)
+            raise
+
+    def _submit(self, jobs: Sequence[ComposedJob]) -> list[_Submitted]:
+        flags = ["--show-all"] * self._show_all + ["--debug"] * is_debugging()
+        for job in jobs:
+            job.write_files()
+            job.prepared.queue()
+        commands = [(sys.executable, "-P", "-c", _ENTRY, job.prepared.folder, *flags) for job in jobs]
+        executor = self._executor()
+        try:
+            with _no_interrupts(), executor.batch():
+                queued = [executor.submit(QueuedCommand(command)) for command in commands]
+        except (RuntimeError, subprocess.SubprocessError) as error:  # what submitit makes of sbatch's refusals
+            raise ConfigError(f"hydra.launcher: Slurm took no job: {words_of(error)}") from error
+        with suppress(OSError):
+            self._folder().rmdir()  # submitit makes a folder of that name, %j and all
+        return [_Submitted(*each) for each in zip(jobs, queued, strict=True)]
+
+    def _folder(self) -> Path:
+        """Return where submitit keeps what is its own; ``%j``, the number of a job, is filled in by it.
+
+        What lies there as a job's number is a pickle that the job loads, so that nothing may lie there yet.
+        """
+        given = Path(self._keys.submitit_folder)
+        if not given.parent.exists():
+            return given
+        return next(name for number in count(1) if not (name := given.parent / f"resumed-{number}").exists()) / "%j"
+
+    def _executor(self) -> Any:
+        """Return submitit's executor, with the parameters that ``hydra.launcher`` gives."""
+        import submitit
+
+        logging.getLogger("submitit").setLevel(logging.ERROR)  # without accounts Slurm warns at every look
+        given = OmegaConf.to_container(self._keys, resolve=True)
+        assert isinstance(given, dict)
+        retries = given.pop("max_num_timeout")
+        # -P keeps the current folder out of the import path: it may hold a folder named numpy.
+        python = f"{shlex.quote(sys.executable)} -P"
+        executor = submitit.AutoExecutor(
+            cluster="slurm", folder=self._folder(), slurm_max_num_timeout=retries, slurm_python=python
+        )
+        common = set(OmegaConf.structured(QueueKeys)) - {"_target_", "submitit_folder"}
+        named = {str(name): value for name, value in given.items() if name not in ("_target_", "submitit_folder")}
+        executor.update_parameters(
+            **{name if name in common else f"slurm_{name}": value for name, value in named.items()}
+        )
+        return executor
+
+    def _is_over(self, each: _Submitted) -> bool:
+        """Return whether a job has ended, and isn't about to begin again, or was lost on the way."""
+        if each.job.prepared.exit_code() is not None:
+            return not self._queue.knows(each.number)
+        return self._queue.has_lost(each.number)
+
+    def _end(self, jobs: Sequence[_Submitted]) -> None:
+        """Have every job that still runs end, and wait until its record says so."""
+        for each in jobs:
+            each.queued.cancel(check=False)
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while time.monotonic() < deadline and jobs:
+            time.sleep(_POLL_SECONDS / 10)
+            self._queue.ask()
+            jobs = [each for each in jobs if self._queue.knows(each.number)]
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Have a terminal's Ctrl-C reach neither this process nor sbatch, until it is known which jobs there are."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
