@@ -234,6 +234,13 @@ def _said_of_group(found: re.Match[str]) -> str:
     )
 
 
+def _said_of_sweeper(_found: re.Match[str]) -> str:
+    return (
+        "hydra/sweeper: a sweeper of another package starts jobs by a launcher, and offstage has none; give basic or "
+        "optuna"
+    )
+
+
 _SAID: Sequence[tuple[str, Callable[[re.Match[str]], str]]] = (
     (r"In '(.*)': Could not override '.*/(\w+)@.*'", _said_of_slash),
     (r"Could not override '(.*?)'", _said_of_key),
@@ -246,6 +253,7 @@ _SAID: Sequence[tuple[str, Callable[[re.Match[str]], str]]] = (
     (r"Ambiguous value for argument '(.*?)=(.*)'", _said_of_several),
     (r"An item is already at '(.*)'", _said_of_added_key),
     (r"Could not delete from config\. '(.*)' does not exist", _said_of_deleted_key),
+    (r"Invalid plugin 'offstage\.", _said_of_sweeper),
     (r"Config group override must be a string or a list\. Got (\w+)", _said_of_group),
 )
 """What a message is known by, and what is said in its place."""

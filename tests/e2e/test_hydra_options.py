@@ -17,6 +17,7 @@ from tests.e2e.conftest import COMMAND, Finished, environment
 
 Run = Callable[..., Finished]
 DEEP = "[" * 400 + "]" * 400
+HYDRAS = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 EMBEDDED = Path(__file__).parents[2] / "conf/checkpoints/tiny"
 
 
@@ -72,6 +73,7 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
         (["~model"], "offstage: model.kind: None is no kind of model"),
         ([f"generate.stop_strings={DEEP}"], "offstage: generate.stop_strings: nested too deep to be read"),
         (["-m", "seed=1", "hydra.sweeper._target_=a.Sweeper"], "Invalid plugin 'a.Sweeper'"),
+        (["-m", "seed=1", f"hydra.sweeper._target_={HYDRAS}"], "hydra/sweeper: a sweeper of another package starts"),
         (["--cfg", "hydra", "--resolve"], "--cfg all --resolve --package hydra shows them"),
         (["-sc", "query=bash"], "with the line in COMP_LINE; offstage -sc install=bash prints"),
         (["-sc", "stop_after=plan"], "Expecting one subcommand from ['install', 'uninstall', 'query']"),
