@@ -43,14 +43,15 @@ _DRIVERS = ("dev/nvidiactl", "dev/kfd")
 _SOURCE = Path(__file__).resolve().parents[1]
 
 
-def environment() -> dict[str, Any]:
+def environment(*, jobs_beside: int = 0) -> dict[str, Any]:
     """Return the run record's ``environment``: versions (null if not installed), machine, accelerators, commits.
 
     ``git_commit`` is offstage's own, and ``git_dirty`` says whether its files are changed; ``repository`` has the same
     of the git checkout that the current folder lies in, if there is another.
 
     ``cores_allowed`` are those that this process may run on, of the machine's ``cores``; ``core_quota`` and
-    ``memory_limit_bytes`` are what its control groups allow, null where they set no limit.
+    ``memory_limit_bytes`` are what its control groups allow, null where they set no limit. At most ``jobs_beside``
+    other jobs of its sweep were at work meanwhile: seconds are contended then, and no measure of the machine.
     """
     return {
         **{name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()},
@@ -63,6 +64,7 @@ def environment() -> dict[str, Any]:
         "memory_limit_bytes": min((limit for limit, *_ in memory_limits()), default=None),
         "memory_bytes": psutil.virtual_memory().total,
         "accelerators": _accelerators() if has_accelerator_driver() else [],
+        "jobs_beside": jobs_beside,
         "git_commit": git_commit(_SOURCE),
         "git_dirty": is_dirty(_SOURCE) if is_own_checkout(_SOURCE) else None,
         "repository": None if Path.cwd().is_relative_to(_SOURCE) else git_state(Path.cwd()),

@@ -106,6 +106,8 @@ def _machine(run: Run) -> str:
     parts += [f"a quota of {quota} cores"] * (quota is not None)
     parts += [f"{_size(known['memory_bytes'])} of memory"] * (known["memory_bytes"] is not None)
     parts += [f"{_size(known['memory_limit_bytes'])} of it allowed"] * (known["memory_limit_bytes"] is not None)
+    beside = run.environment.get("jobs_beside")
+    parts += [f"shared with up to {beside} other job{'s' * (beside != 1)}: seconds are contended"] * bool(beside)
     told = ", ".join(filter(None, parts))
     return f"{told}; {_accelerators(known['accelerators'])}" if told else ""
 

@@ -1,7 +1,7 @@
-"""One job of a sweep, from its folder to its end: started by the sweep itself, or by a queue, on a node of its own.
+"""One job of a sweep, from its folder to its end: started by the sweep itself, or in a process beside others.
 
-Nothing is composed again. What a queue starts reads its job from a file in the job's folder, which the sweep wrote
-there, and leaves its exit code beside it; what came of it the record says.
+Nothing is composed again. A process beside others, on a node of a queue or here, reads its job from a file in the job's
+folder, which the sweep wrote there, and leaves its exit code beside it; what came of it the record says.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass
@@ -27,11 +28,13 @@ from offstage.pipeline.job import configure_log
 from offstage.pipeline.job_folder import JobFolder
 from offstage.pipeline.job_process import PassedSignals, supervise
 from offstage.pipeline.objective import require_numbers
+from offstage.pipeline.process_setup import die_with_parent
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.stage import Config
 
 SCREEN = "screen.log"
 """What a job that the sweep starts itself would have shown on a screen of its own."""
+_ENTRY = "from offstage.pipeline.commands import queued_job; queued_job()"
 _QUEUED, _EXIT = ".job.json", ".job.exit"
 """What a queue's process starts from, and the exit code that it leaves at its end."""
 
@@ -42,7 +45,7 @@ class PreparedJob:
 
     ``fault`` is what is wrong with the config, empty where nothing is; ``logging`` what the job logs, as
     ``logging.config`` takes it; ``variables`` are added to its environment; with ``is_current`` its folder is the
-    current one.
+    current one. At most so many others are at work ``beside`` it.
     """
 
     number: int
@@ -54,6 +57,7 @@ class PreparedJob:
     logging: Any
     variables: Mapping[str, str]
     is_current: bool
+    beside: int = 0
 
     def queue(self) -> None:
         """Write the job to its folder, for the process that a queue starts."""
@@ -131,7 +135,10 @@ def _run(job: PreparedJob, signals: PassedSignals, *, debug: bool, **options: An
 def _record_run(job: PreparedJob, *, show_all: bool, **options: Any) -> int:
     with chdir(job.folder) if job.is_current else nullcontext():
         record = RunRecord.start(
-            Path(job.folder), overrides=job.overrides, config=job.config, environment=environment()
+            Path(job.folder),
+            overrides=job.overrides,
+            config=job.config,
+            environment=environment(jobs_beside=job.beside),
         )
 
         def carry_out() -> int:
@@ -150,9 +157,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the job's folder")
     parser.add_argument("--show-all", action="store_true", help="show tracebacks")
     parser.add_argument("--debug", action="store_true", help="log everything")
+    parser.add_argument("--child", action="store_true", help="end with the process that started this one")
     given = parser.parse_args()
+    if given.child:
+        die_with_parent()
     options = {"show_all": given.show_all, "debug": given.debug}
     run_command("offstage", lambda: PreparedJob.of_queue(given.folder).run_queued(**options))
+
+
+def queued_command(job: PreparedJob, *, show_all: bool, child: bool = False) -> list[str]:
+    """Write ``job`` to its folder, and return the command of a process that runs it; see ``main``."""
+    job.queue()
+    flags = {"--show-all": show_all, "--debug": is_debugging(), "--child": child}
+    # -P keeps the current folder out of the import path: it may hold a folder named numpy.
+    return [sys.executable, "-P", "-c", _ENTRY, job.folder, *(flag for flag, given in flags.items() if given)]
 
 
 def is_debugging() -> bool:

@@ -1,18 +1,34 @@
-"""Jobs on this machine: one after another, each in a process of its own that the sweep waits for."""
+"""Jobs on this machine, each in a process of its own that the sweep waits for: one after another, or side by side."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig
 
-from offstage.pipeline.sweeps.job_run import SCREEN, JobEnd, is_debugging, run_job
+from offstage.pipeline.environment import allowed_cores
+from offstage.pipeline.sweeps.job_run import SCREEN, JobEnd, is_debugging, queued_command, run_job
 from offstage.pipeline.sweeps.jobs import ComposedJob
 from offstage.pipeline.sweeps.preparation import MachinePreparation
 from offstage.pipeline.sweeps.progress import SweepProgress
+
+_POLL_SECONDS = 0.1
+_PLAN_ALONE, _PLAN_BYTES = ("empty_init", "plan"), 2 * 10**9
+"""The stages that compute nothing, and what a process may take for them: a large model's plan takes less."""
+_ENDING_SECONDS = 15.0
+"""How long jobs have to end after they were told to."""
+
+Ended = Callable[[ComposedJob, JobEnd], None]
+Processes = dict["subprocess.Popen[bytes]", ComposedJob]
 
 
 class LocalJobs:
@@ -22,11 +38,26 @@ class LocalJobs:
         self._hydra, self._show_all = config.hydra, show_all
         self._preparation = MachinePreparation()
 
-    def run(
-        self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Callable[[ComposedJob, JobEnd], None]
-    ) -> None:
+    def run(self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Ended) -> None:
         """Run ``jobs``, and say of each how it ended; what all go by is measured of the idle machine before."""
         self._preparation.prepare([job.prepared.config for job in jobs])
+        at_once = min(self._at_once(jobs), len(jobs))
+        if at_once > 1:
+            self._run_side_by_side(jobs, at_once, progress, ended)
+        else:
+            self._run_in_turn(jobs, progress, ended)
+
+    def _at_once(self, jobs: Sequence[ComposedJob]) -> int:
+        """Return how many jobs are at work at a time: plans have no seconds to compare, and take little memory."""
+        given: int | None = self._hydra.launcher.n_jobs
+        if given is not None:
+            return given
+        stages = [job.prepared.config.get("stages") for job in jobs]
+        if not all(isinstance(names, list) and names and names[-1] in _PLAN_ALONE for names in stages):
+            return 1
+        return max(1, min(len(allowed_cores()), psutil.virtual_memory().available // _PLAN_BYTES))
+
+    def _run_in_turn(self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Ended) -> None:
         meanwhile = progress.refresh if sys.stderr.isatty() else None
         for job in jobs:
             progress.begin([job.known.number])
@@ -36,3 +67,43 @@ class LocalJobs:
             how = run_job(job.prepared, show_all=self._show_all, debug=debug, output=screen, meanwhile=meanwhile)
             configure_log(self._hydra.hydra_logging, self._hydra.verbose)  # the job's has gone to its folder
             ended(job, how)
+
+    def _run_side_by_side(
+        self, jobs: Sequence[ComposedJob], at_once: int, progress: SweepProgress, ended: Ended
+    ) -> None:
+        waiting, at_work = deque(jobs), Processes()
+        try:
+            while waiting or at_work:
+                while waiting and len(at_work) < at_once:
+                    job = waiting.popleft()
+                    at_work[self._start(job, beside=at_once - 1)] = job
+                    progress.begin([job.known.number])
+                time.sleep(_POLL_SECONDS)
+                progress.refresh()
+                for process in [each for each in at_work if each.poll() is not None]:
+                    job = at_work.pop(process)
+                    ended(job, JobEnd(job.prepared.exit_code()))
+        finally:
+            _end(at_work)
+
+    def _start(self, job: ComposedJob, *, beside: int) -> subprocess.Popen[bytes]:
+        job.write_files()
+        prepared = replace(job.prepared, beside=beside)
+        command = queued_command(prepared, show_all=self._show_all, child=True)
+        with Path(prepared.folder, SCREEN).open("ab") as screen:
+            # In a group of its own: a terminal's Ctrl-C reaches it by way of the sweep, once.
+            return subprocess.Popen(
+                command, process_group=0, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen
+            )  # fmt: skip
+
+
+def _end(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Have ``processes`` end, and their records say so: first they are asked to."""
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + _ENDING_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -26,12 +26,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.errors import ConfigError, words_of
-from offstage.pipeline.sweeps.job_run import JobEnd, is_debugging
+from offstage.pipeline.sweeps.job_run import JobEnd, queued_command
 from offstage.pipeline.sweeps.jobs import ComposedJob
 from offstage.pipeline.sweeps.progress import SweepProgress
 from offstage.pipeline.sweeps.sweep_keys import QueueKeys
 
-_ENTRY = "from offstage.pipeline.commands import queued_job; queued_job()"
 _POLL_SECONDS = 1.0
 _ABSENT_SECONDS = 30.0
 """How long a queue that answers hasn't known a job that is lost: its exit code may be on its way from a node."""
@@ -142,11 +141,9 @@ class SlurmJobs:
             raise
 
     def _submit(self, jobs: Sequence[ComposedJob]) -> list[_Submitted]:
-        flags = ["--show-all"] * self._show_all + ["--debug"] * is_debugging()
         for job in jobs:
             job.write_files()
-            job.prepared.queue()
-        commands = [(sys.executable, "-P", "-c", _ENTRY, job.prepared.folder, *flags) for job in jobs]
+        commands = [tuple(queued_command(job.prepared, show_all=self._show_all)) for job in jobs]
         executor = self._executor()
         try:
             with _no_interrupts(), executor.batch():

@@ -31,7 +31,7 @@ that is resumed has the same seed, and so the same jobs. Other keys of these cla
 class QueueKeys:
     """What a job asks of a queue. On this machine there is none: there each key is null, and a value is refused."""
 
-    _target_: str = HERE
+    _target_: str = MISSING
     submitit_folder: Optional[str] = None  # noqa: UP045
     timeout_min: Optional[int] = None  # noqa: UP045
     cpus_per_task: Optional[int] = None  # noqa: UP045
@@ -41,6 +41,14 @@ class QueueKeys:
     nodes: Optional[int] = None  # noqa: UP045
     name: Optional[str] = None  # noqa: UP045
     stderr_to_stdout: Optional[bool] = None  # noqa: UP045
+
+
+@dataclass
+class HereKeys(QueueKeys):
+    """So many jobs, ``n_jobs``, are at work at a time on this machine. Null: one; of plans alone one a core."""
+
+    _target_: str = HERE
+    n_jobs: Optional[int] = None  # noqa: UP045
 
 
 @dataclass
@@ -117,7 +125,7 @@ def register_sweeps() -> None:
     for name, sampler in SAMPLERS.items():
         store.store(group="hydra/sweeper/sampler", name=name, node=sampler, provider="offstage")
     for name in ("basic", "local", "submitit_local"):
-        store.store(group="hydra/launcher", name=name, node=QueueKeys, provider="offstage")
+        store.store(group="hydra/launcher", name=name, node=HereKeys, provider="offstage")
     store.store(group="hydra/launcher", name="submitit_slurm", node=SlurmKeys, provider="offstage")
 
 
@@ -135,7 +143,10 @@ def refuse_launcher(keys: Any) -> None:
         )
     if target == SLURM:
         return
-    given = {name: value for name, value in keys.items() if name != "_target_" and value is not None}
+    if keys.n_jobs is not None and keys.n_jobs < 1:
+        raise ConfigError(f"hydra.launcher.n_jobs: {keys.n_jobs} is no number of jobs; give 1 or more, or null")
+    own = {"_target_", "n_jobs"}
+    given = {name: value for name, value in keys.items() if name not in own and value is not None}
     if given:
         raise ConfigError(
             "\n".join(

@@ -47,6 +47,7 @@ def test_the_environment_has_every_field_of_the_design() -> None:
         "git_commit",
         "git_dirty",
         "hydra",
+        "jobs_beside",
         "memory_bytes",
         "memory_limit_bytes",
         "numpy",

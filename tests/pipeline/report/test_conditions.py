@@ -104,6 +104,12 @@ def test_what_jobs_differ_in_is_named_with_its_jobs(
     assert "jobs differ in" in told_differences(entries)
 
 
+def test_a_machine_that_jobs_shared_says_that_seconds_are_contended(tmp_path: Path) -> None:
+    write(tmp_path / "0", lambda record: record["environment"].update(jobs_beside=3))
+    (machine,) = told(tmp_path)["machine"]
+    assert "4.00 GB of it allowed, shared with up to 3 other jobs: seconds are contended; 2x H200" in machine
+
+
 def test_a_job_that_was_refused_has_a_say_in_what_its_record_holds_alone(tmp_path: Path) -> None:
     write(tmp_path / "0")
     write_failure(tmp_path / "1")

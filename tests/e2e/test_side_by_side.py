@@ -1,0 +1,72 @@
+"""Jobs of a sweep side by side on this machine: each in a process of its own, and each record says so."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from offstage.pipeline.environment import allowed_cores
+from tests.e2e.conftest import finish, records_in, start, start_anew
+from tests.e2e.test_sweep import SLOW, by_number, job_processes, working_job
+
+
+def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(max(one["started"], other["started"]) < min(one["finished"], other["finished"]))
+
+
+def test_jobs_answer_side_by_side_as_they_do_in_turn_and_their_records_say_that_seconds_are_contended(
+    fresh_folder: Path,
+) -> None:
+    given = ("-m", "generate.max_new_tokens=3,4,5,none_at_all", "hydra.launcher.n_jobs=3")
+    done = finish(start(fresh_folder, *given), fresh_folder, {})
+    assert done.code == 2, done.err
+    records = by_number(fresh_folder)
+    assert [records[number]["status"] for number in range(4)] == ["completed"] * 3 + ["failed"]
+    assert {record["environment"]["jobs_beside"] for record in records.values()} == {2}
+    answers = [records[number]["outputs"][0]["token_ids"] for number in range(3)]
+    assert list(map(len, answers)) == [3, 4, 5]
+    assert answers[0] == answers[1][:3] == answers[2][:3]
+    assert any(overlap(records[one], records[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
+    assert "generate.max_new_tokens" in records[3]["error"]["message"]
+    assert "3 of 4 completed, 1 failed" in done.out
+    assert "Traceback" not in done.err + done.out
+
+
+def test_plans_alone_are_made_side_by_side_unless_it_is_said_otherwise(fresh_folder: Path) -> None:
+    budgets = ",".join(f"{size}MB" for size in range(2, 8))
+    done = finish(start(fresh_folder, "-m", "stages=plan_only", f"max_memory.cpu={budgets}"), fresh_folder, {})
+    assert done.code == 0, done.err
+    beside = min(len(allowed_cores()), 6) - 1
+    assert {record["environment"]["jobs_beside"] for record in records_in(fresh_folder).values()} == {beside}
+    (fresh_folder / "other").mkdir()
+    one = ("-m", "stages=plan_only", "max_memory.cpu=2MB,3MB", "hydra.launcher.n_jobs=1")
+    assert finish(start(fresh_folder / "other", *one), fresh_folder / "other", {}).code == 0
+    found = records_in(fresh_folder / "other").values()
+    assert [record["environment"]["jobs_beside"] for record in found] == [0, 0]
+
+
+def test_an_interrupt_ends_all_that_are_at_work_and_their_records_say_so(fresh_folder: Path) -> None:
+    sweep = start_anew(fresh_folder, "-m", SLOW, "generate.max_new_tokens=2001,2002,2003", "hydra.launcher.n_jobs=2")
+    for number in (0, 1):
+        working_job(fresh_folder, number)
+    sweep.send_signal(signal.SIGINT)
+    done = finish(sweep, fresh_folder, {})
+    assert done.code == 130, done.err
+    records = by_number(fresh_folder)
+    assert {number: record["status"] for number, record in records.items()} == {0: "interrupted", 1: "interrupted"}
+    assert "2 interrupted, 1 not begun" in done.out
+    assert list(job_processes(fresh_folder)) == []
+
+
+def test_jobs_end_with_their_sweep(fresh_folder: Path) -> None:
+    sweep = start_anew(fresh_folder, "-m", SLOW, "generate.max_new_tokens=2001,2002", "hydra.launcher.n_jobs=2")
+    for number in (0, 1):
+        working_job(fresh_folder, number)
+    sweep.kill()
+    finish(sweep, fresh_folder, {})
+    deadline = time.monotonic() + 30
+    while list(job_processes(fresh_folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert list(job_processes(fresh_folder)) == []
