@@ -120,7 +120,8 @@ class LoadedModel:
         """
         options |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "output_logprobs": logprobs}
         options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
-        plans_anew = bool(self.plan.serving) or batch_size == "auto"
+        is_open = "auto" in (batch_size, lockstep) or (batch_size is None and lockstep is None)
+        plans_anew = is_open and (batch_size == "auto" or bool(self.plan.serving))
         session, _, rows = self._ask("generate", {"generate": options, "seed": seed}, plans_anew=plans_anew)
         return generations(session, rows)
 
