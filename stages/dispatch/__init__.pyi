@@ -33,6 +33,7 @@ from .accelerate_api.offloaded_params import (
     get_state_dict_offloaded_model as get_state_dict_offloaded_model,
     has_offloaded_params as has_offloaded_params,
 )
+from .answers import Generation as Generation, Score as Score
 from .dispatch_plan import DispatchPlan as DispatchPlan, make_dispatch_plan as make_dispatch_plan
 from .loaded_model import LoadedModel as LoadedModel, load as load
 from .shared_passes import lockstep as lockstep

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 from offstage.pipeline.cache.user_cache import user_cache
@@ -23,6 +24,7 @@ from offstage.pipeline.typed_config import NO_DEVICE, defaults, expanded, key_na
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.model_source import ModelSource, located
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.dispatch.answers import Generation, Score, ask, generations, score_of
 from offstage.stages.dispatch.stage import DispatchStage
 from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.empty_init.stage import EmptyInitStage
@@ -57,6 +59,7 @@ class LoadedModel:
     def __init__(self, chain: StageChain) -> None:
         self._chain = chain
         self._dispatched: Dispatched = chain.live(DispatchStage.name)
+        self._turn, self._is_closed = RLock(), False
 
     @property
     def model(self) -> nn.Module:
@@ -89,6 +92,86 @@ class LoadedModel:
         """How long loading the resident weights took."""
         return self._dispatched.load_seconds
 
+    def generate(
+        self,
+        prompts: Sequence[Any] | str,
+        *,
+        max_new_tokens: int = 24,
+        do_sample: bool = False,
+        seed: int = 0,
+        logprobs: bool = False,
+        batch_size: int | Literal["auto"] | None = None,
+        lockstep: int | Literal["auto"] | None = None,
+        **options: Any,
+    ) -> list[Generation]:
+        """Return what the model answers to each of ``prompts``, in their order, as ``offstage stages=generate`` does.
+
+        A prompt is text, a list of token ids, or a mapping as the config takes it (``{"messages": […]}``, and options
+        of its own). Each has the answer that it has alone: where weights stream several go in ``lockstep``, by default
+        as many as the budgets of the load have room for, else one after another. A ``batch_size`` computes so many
+        together, which changes the last bits. ``options`` are the other keys of the config's ``generate``: those of
+        transformers' ``GenerationConfig`` by their own names, ``chat``, ``system``, ``assistant_model``, …. Where
+        tokens are sampled the first prompt has ``seed``, the next ``seed + 1``, and so on.
+
+        With ``num_return_sequences`` a prompt has so many answers, one after another. Calls of several threads take
+        turns. Raises ``ConfigError`` for options and prompts that can't be followed, and after ``close()``.
+
+        >>> [answer.text for answer in loaded.generate(["Once", "Twice"], max_new_tokens=8)]  # doctest: +SKIP
+        """
+        options |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "output_logprobs": logprobs}
+        options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
+        is_open = "auto" in (batch_size, lockstep) or (batch_size is None and lockstep is None)
+        plans_anew = is_open and (batch_size == "auto" or bool(self.plan.serving))
+        session, _, rows = self._ask("generate", {"generate": options, "seed": seed}, plans_anew=plans_anew)
+        return generations(session, rows)
+
+    def score(
+        self,
+        texts: Sequence[Any] | str,
+        *,
+        window: int | None = None,
+        stride: int | None = None,
+        batch_size: int | Literal["auto"] = 1,
+    ) -> list[Score]:
+        """Return how likely the model finds each of ``texts``, in their order, as ``offstage stages=score`` does.
+
+        A text is a string, a list of token ids, or ``{"context": …, "continuation": …}``, of which the continuation is
+        scored. ``window`` are the tokens that the model sees at once, ``stride`` those from one window to the next, and
+        ``batch_size`` how many windows are computed together. Raises as ``generate`` does.
+        """
+        node = {"texts": _listed(texts), "window": window, "stride": stride, "batch_size": batch_size}
+        _, found, _ = self._ask("score", {"score": node}, plans_anew=batch_size == "auto")
+        return [score_of(text) for text in found.found["texts"]]
+
+    def embed(
+        self,
+        texts: Sequence[Any] | str,
+        *,
+        pooling: Literal["mean", "cls", "last"] = "mean",
+        normalize: bool = True,
+        batch_size: int | None = None,
+        truncation: bool = False,
+    ) -> torch.Tensor:
+        """Return one vector of each of ``texts``, of shape (texts, dimensions), as ``stages=forward`` with pooling.
+
+        The model must be one without a head: ``load(path, **{"class": "AutoModel"})`` loads a checkpoint so. A text
+        is a string, or a pair of strings that the model reads together. ``batch_size`` is how many go through the model
+        together, by default all; ``truncation`` cuts those beyond its context, which are refused otherwise. Raises
+        as ``generate`` does.
+        """
+        node = {"texts": _listed(texts), "pooling": pooling, "normalize": normalize}
+        node |= {"batch_size": batch_size, "truncation": truncation}
+        _, found, _ = self._ask("forward", {"forward": node})
+        (tensors,) = found.files.values()
+        embeddings: torch.Tensor = tensors["embeddings"]
+        return embeddings
+
+    def _ask(self, stage: str, keys: Config, *, plans_anew: bool = False) -> tuple[Any, Any, Any]:
+        with self._turn:
+            if self._is_closed:
+                raise ConfigError(f"{stage}: this model was closed; load it again")
+            return ask(self._chain, stage, keys, plans_anew=plans_anew)
+
     def report(self) -> str:
         """Return the plan as a run shows it: which modules lie where, what each device has at its peak, and why."""
         return render(self.plan)
@@ -119,6 +202,7 @@ class LoadedModel:
         It waits for the pass that another thread is in. What was streamed is on meta then, so a model that had such
         weights refuses all use. Closing again does nothing.
         """
+        self._is_closed = True
         streamed = bool(self.plan.serving) and self._dispatched.streamer.is_attached
         self._dispatched.streamer.remove(refusal=_CLOSED if streamed else None)
         self._chain.release()
@@ -214,6 +298,11 @@ def _check(stages: Sequence[Stage[Any]], config: Config) -> None:
     raise_faults([fault for stage in stages for fault in type_faults(stage.config_class, config)])
     raise_faults([fault for stage in stages for fault in stage.check(config)])
     raise_faults([fault for stage in stages for fault in stage.examine(config)])
+
+
+def _listed(given: Any) -> Any:
+    """Return a sequence as the list that a config has in its place."""
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
 
 
 def _text(value: Any) -> Any:

@@ -25,8 +25,8 @@ class GenerationSession(ModelSession[GenerateInputs]):
     """The placed model and its prompts. It has an output ``{prompt, text, token_ids, batch}`` for each sequence.
 
     Sequences have ``prompt_tokens``, how many their prompt has, unless there are media in it, and ``logprobs`` where
-    these are asked for; those with one number of a ``batch`` were decoded together. ``is_chat`` says whether prompts
-    that are text are what a user says in a chat.
+    these are asked for; those with one number of a ``batch`` were decoded together. ``encoded`` are the token ids of
+    the prompts, none of one with media. ``is_chat`` says whether prompts that are text are what a user says in a chat.
     """
 
     task, units, results_file = "generate", "prompts", GENERATIONS
@@ -35,12 +35,12 @@ class GenerationSession(ModelSession[GenerateInputs]):
         super().__init__(inputs, context)
         self._tokenizer = load_tokenizer(ModelSource.of(inputs.model))
         encoder = prompts.Encoder.of(inputs.asked, self._tokenizer)
-        self._encoded = [
+        self.encoded = [
             [] if prompt.media else encoder.encode(name, prompt)
             for name, prompt in zip(inputs.names, inputs.prompts, strict=True)
         ]
         self.is_chat = encoder.is_chat
-        check_words(self.dispatched.model, self._encoded, key="generate.prompts")
+        check_words(self.dispatched.model, self.encoded, key="generate.prompts")
 
     @property
     def count(self) -> int:
@@ -58,7 +58,7 @@ class GenerationSession(ModelSession[GenerateInputs]):
         free = float(self.plan.forecast.get("forwards_for_free", 0))
         decoding = Decoding(self.dispatched, self.inputs, self._tokenizer, assistant, free=free)
         show = self.context.show_text if progress.is_kept else None
-        decoding.run(self._encoded, progress, show=show, is_chat=self.is_chat, title=title)
+        decoding.run(self.encoded, progress, show=show, is_chat=self.is_chat, title=title)
         outputs: list[dict[str, Any]] = [
             {name: row[name] for name in _TOLD if name in row} for row in progress.settle()
         ]

@@ -48,13 +48,22 @@ class MeasuredStage(Stage[Inputs]):
 
     def build(self, inputs: Inputs, context: Context, folder: Path) -> Any:
         """Ask it, and write what came of it; what finishes is kept as it does."""
-        session = self.session(inputs, context)
+        session = self._measured(inputs, context)
         session.perform(folder / self.file_name)
         return session
 
     def revive(self, inputs: Inputs, context: Context) -> ModelSession[Any]:
         """Return the model and what it is asked, ready to be asked again."""
-        return self.session(inputs, context)
+        return self._measured(inputs, context)
+
+    def _measured(self, inputs: Inputs, context: Context) -> ModelSession[Any]:
+        """Return the session, with how fast the storage was before its weights were there."""
+        from offstage.stages.inference.session import measure_storage
+
+        rate = measure_storage(context)
+        session = self.session(inputs, context)
+        session.storage_rate = rate
+        return session
 
     def report(self, artifact: Artifact) -> Report:
         """Return what came out, metrics and measured memory, and what a terminal shows."""

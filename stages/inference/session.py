@@ -29,7 +29,7 @@ from offstage.stages.dispatch.stage import Dispatched
 from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
 from offstage.stages.inference.cost import Metrics, expert_uses, run_metrics
 from offstage.stages.inference.inputs import InferenceInputs
-from offstage.stages.inference.progress import Progress, say_earlier
+from offstage.stages.inference.progress import Progress, Row, say_earlier
 from offstage.stages.inference.repeats import Outputs, Pass
 from offstage.stages.inference.timed_samples import TimedSample
 from offstage.stages.machine.probes import read_speed
@@ -65,8 +65,8 @@ Answering = Callable[[Progress, str], PassResult]
 class ModelSession(ABC, Generic[Given]):
     """The model placed by the stage dispatch, and what ``inputs`` ask of it as often as is wanted.
 
-    ``passes`` counts how often it was. ``results_file`` is the file that grows by a line for each of its ``units``;
-    null where an answer is one piece.
+    ``passes`` counts how often it was. ``storage_rate`` is told beside samples: see ``measure_storage``.
+    ``results_file`` is the file that grows by a line for each of its ``units``; null where an answer is one piece.
     """
 
     task: ClassVar[str]
@@ -76,7 +76,7 @@ class ModelSession(ABC, Generic[Given]):
     def __init__(self, inputs: Given, context: Context) -> None:
         self.inputs, self.context, self.passes = inputs, context, 0
         self.plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
-        self._storage_rate = self._measure_storage()  # before the weights take the memory that is planned
+        self.storage_rate: int | None = None
 
     @cached_property
     def dispatched(self) -> Dispatched:
@@ -108,6 +108,13 @@ class ModelSession(ABC, Generic[Given]):
                 return sample, found.outputs
 
             yield again
+
+    def ask(self) -> tuple[PassResult, list[Row]]:
+        """Return what all that is asked comes to, and its results one by one: nothing is kept, nor timed."""
+        progress = Progress()
+        with self.answering() as answer:
+            found = answer(progress, self.task)
+        return found, progress.settle()
 
     def perform(self, file: Path) -> None:
         """PassResult all that is asked, and write what came of it to ``file``.
@@ -148,16 +155,21 @@ class ModelSession(ABC, Generic[Given]):
                 "load_average": list(load),
                 "threads": torch.get_num_threads(),
                 "interop_threads": torch.get_num_interop_threads(),
-                "storage_bytes_per_second": self._storage_rate,
+                "storage_bytes_per_second": self.storage_rate,
             },
             peaks=measured_peaks(self.context, dispatched),
         )
 
-    def _measure_storage(self) -> int | None:
-        """Return the bytes a second at which the storage gives weights now; null where none are read from it."""
-        stored = any(line.home == DISK for line in self.plan.tensors.values())
-        files = ModelSource.of(self.inputs.model).local_weights if stored else []
-        return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None
+
+def measure_storage(context: Context) -> int | None:
+    """Return the bytes a second at which the storage gives weights now; null where none are read from it.
+
+    It is asked before there is a session, whose weights take the memory that is planned.
+    """
+    plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
+    stored = any(line.home == DISK for line in plan.tensors.values())
+    files = ModelSource.of(context.config["model"]).local_weights if stored else []
+    return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None
 
 
 def save_result(
