@@ -61,7 +61,12 @@ def _make_grouped(folder: Path, *, kind: str) -> None:
     folder.joinpath("model.safetensors").write_bytes(save(named))
 
 
-_make_gptq, _make_awq = (partial(_make_grouped, kind=kind) for kind in ("GPTQ of 3 bits, reordered", "AWQ"))
+def _make_gptq(folder: Path) -> None:
+    _make_grouped(folder, kind="GPTQ of 3 bits, reordered")
+
+
+def _make_awq(folder: Path) -> None:
+    _make_grouped(folder, kind="AWQ")
 
 
 def _attempt(folder: Path, _pristine: Path) -> str:
