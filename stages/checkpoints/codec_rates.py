@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
     from offstage.stages.machine.aligned_memory import Bytes
 
-_FAMILIES = ("scaled_codes", "gguf", "planes")
+_FAMILIES = ("scaled_codes", "grouped_integers", "gguf", "planes")
 """The modules that have samples of the codecs which they name."""
 _MEASURING_SECONDS, _TURNS = 0.3, 3
 """For how long it is measured again and again, and how often a sample is unpacked each time."""

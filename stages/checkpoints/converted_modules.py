@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.grouped_scheme import left_out
 from offstage.stages.checkpoints.quantization import COMPRESSED, method_of
 
 LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
@@ -29,6 +30,7 @@ def converted_modules(quantization: Mapping[str, object], default: Iterable[str]
     patterns = [str(pattern) for pattern in default]
     if listed is not None:
         patterns = _texts(listed, quantization[listed])
+    patterns = [*patterns, *left_out(quantization)]
     whole, ends = _any_of(patterns, listed or "", then=r"(?:(?<=\.)|(?=\.|$))"), tuple(patterns)
 
     def converts(names: Collection[str], _class_name: str) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from offstage.stages.checkpoints.codecs.bitsandbytes import declare_bitsandbytes, fold_bitsandbytes
 from offstage.stages.checkpoints.codecs.compressed_tensors import declare_compressed, fold_compressed
 from offstage.stages.checkpoints.codecs.fp8_weights import declare_fp8, fold_fp8
+from offstage.stages.checkpoints.codecs.grouped_scheme import AWQ, GPTQ
+from offstage.stages.checkpoints.codecs.grouped_weights import declare_grouped, fold_grouped
 from offstage.stages.checkpoints.codecs.mxfp4 import declare_mxfp4, fold_mxfp4
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
 from offstage.stages.checkpoints.packed import AtRest
@@ -20,6 +22,8 @@ FOLDS: Mapping[str, Fold] = {
     MXFP4: fold_mxfp4,
     COMPRESSED: fold_compressed,
     BITSANDBYTES: fold_bitsandbytes,
+    GPTQ: fold_grouped,
+    AWQ: fold_grouped,
 }
 """What makes one tensor of a weight and what belongs to it, by the method that quantised them."""
 
@@ -32,6 +36,8 @@ DECLARES: Mapping[str, Declare] = {
     MXFP4: declare_mxfp4,
     COMPRESSED: declare_compressed,
     BITSANDBYTES: declare_bitsandbytes,
+    GPTQ: declare_grouped,
+    AWQ: declare_grouped,
 }
 """What a weight and what belongs to it rest as, by the method that a config declares: where there are no files yet."""
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.codecs.compressed_scheme import weight_scheme
+from offstage.stages.checkpoints.codecs.grouped_scheme import AWQ, GPTQ, grouped_scheme
 
 KEYS = ("quantization_config", "compression_config")
 """The keys of a ``config.json`` that say that weights are stored as numbers which mean something else."""
 
 FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES = "fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitsandbytes"
-SERVED = (FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES)
+SERVED = (FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES, GPTQ, AWQ)
 """The methods (``quant_method``) whose weights are unpacked as they are used; see ``check_scheme``."""
 
 _BY_TRANSFORMERS = (BITSANDBYTES, "higgs")
@@ -40,6 +41,8 @@ def check_scheme(quantization: Mapping[str, object]) -> None:
     method = method_of(quantization)
     if method == COMPRESSED:
         weight_scheme(quantization)
+    if method in (GPTQ, AWQ):
+        grouped_scheme(quantization)
     if method == BITSANDBYTES and not any(quantization.get(key) for key in ("load_in_4bit", "_load_in_4bit")):
         raise CheckpointError(
             f"quantised weights (quant_method: {method!r}) in other than four bits, which aren't served; "

@@ -24,7 +24,11 @@ from offstage.stages.empty_init.model import build_model
 from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
 from tests.e2e.pipelines import config_for
 from tests.long_form import in_ci
-from tests.stages.checkpoints.codecs import test_bitsandbytes as four_bits, test_compressed_tensors as compressed
+from tests.stages.checkpoints.codecs import (
+    test_bitsandbytes as four_bits,
+    test_compressed_tensors as compressed,
+    test_grouped as grouped,
+)
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
 
 SMALL = {
@@ -64,6 +68,11 @@ def save_four_bits(folder: Path, *, nested: bool, config: PretrainedConfig = LLA
     return folder
 
 
+def save_grouped(folder: Path, *, kind: str) -> None:
+    torch.manual_seed(0)
+    grouped.quantise(AutoModelForCausalLM.from_config(LLAMA, dtype=torch.bfloat16), grouped.KINDS[kind], folder)
+
+
 def declare(folder: Path, quantization: Mapping[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(quantization)}))
@@ -81,6 +90,7 @@ MAKE: Mapping[str, Callable[[Path], object]] = {
     "INT4 of a mixture": partial(save_compressed, scheme="INT4 by groups", config=QWEN),
     "NF4": partial(save_four_bits, nested=False),
     "NF4, scales packed": partial(save_four_bits, nested=True),
+    **{kind: partial(save_grouped, kind=kind) for kind in ("GPTQ, one group", "GPTQ of 3 bits, reordered", "AWQ")},
 }
 
 

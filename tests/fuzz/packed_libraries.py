@@ -1,4 +1,4 @@
-"""Weights that other libraries packed: compressed-tensors and bitsandbytes. Unpacked or refused, within bounds.
+"""Weights of compressed-tensors, bitsandbytes, GPTQ and AWQ: unpacked or refused, within bounds.
 
 What of a changed file is unpacked is held to nothing: the libraries aren't here to be asked.
 """
@@ -18,7 +18,11 @@ from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.readers import open_reader
 from tests.fuzz.formats import ALONE, Format
 from tests.fuzz.mutations import JSON, SAFETENSORS
-from tests.stages.checkpoints.codecs import test_bitsandbytes as four_bits, test_compressed_tensors as compressed
+from tests.stages.checkpoints.codecs import (
+    test_bitsandbytes as four_bits,
+    test_compressed_tensors as compressed,
+    test_grouped as grouped,
+)
 
 SHAPE = (8, 64)
 
@@ -49,6 +53,22 @@ def _make_nf4(folder: Path) -> None:
     folder.joinpath("model.safetensors").write_bytes(save(named))
 
 
+def _make_grouped(folder: Path, *, kind: str) -> None:
+    told = {"model_type": "llama", "quantization_config": dict(grouped.KINDS[kind])}
+    folder.joinpath("config.json").write_text(json.dumps(told))
+    parts, _ = grouped.packed(grouped.KINDS[kind], (32, 64))
+    named = {f"{grouped.MODULE}.{part}": tensor for part, tensor in parts.items()}
+    folder.joinpath("model.safetensors").write_bytes(save(named))
+
+
+def _make_gptq(folder: Path) -> None:
+    _make_grouped(folder, kind="GPTQ of 3 bits, reordered")
+
+
+def _make_awq(folder: Path) -> None:
+    _make_grouped(folder, kind="AWQ")
+
+
 def _attempt(folder: Path, _pristine: Path) -> str:
     reader = open_reader(open_checkpoint(folder))
     for name, entry in reader.entries.items():
@@ -67,4 +87,8 @@ FORMATS = (
     _weights("compressed nvfp4", _make_nvfp4),
     _weights("bitsandbytes", _make_nf4),
     _config("bitsandbytes config", _make_nf4),
+    _weights("gptq", _make_gptq),
+    _config("gptq config", _make_gptq),
+    _weights("awq", _make_awq),
+    _config("awq config", _make_awq),
 )

@@ -11,6 +11,7 @@ import torch
 
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
+from offstage.stages.checkpoints.codecs.grouped_integers import GroupedIntegers
 from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, PackedScales, ScaledCodes, table_codes
 from offstage.stages.checkpoints.device_codec import DeviceCodec
 from offstage.stages.checkpoints.extents import Extent
@@ -130,6 +131,27 @@ def table_scaled() -> Iterator[tuple[str, PackedTensor]]:
     yield "nf4, scales packed", tensor_of(codec, parts, ["uint8", "uint8", "float32"], "bfloat16", (1700, 64 * 20))
 
 
+def grouped_integers() -> Iterator[tuple[str, PackedTensor]]:
+    """Yield tensors of GPTQ and AWQ of any bytes at all: their inputs in order, and in none."""
+    outputs, inputs, group = 2080, 1056, 48
+    for bits, reordered, awq in [
+        (2, False, False),
+        (3, True, False),
+        (4, True, False),
+        (8, False, False),
+        (4, False, True),
+    ]:
+        packed, groups = outputs * bits // 32, inputs // group
+        codes = _bytes(*((inputs, packed * 4) if awq else (inputs * bits // 32, outputs * 4))).view(np.int32)
+        parts = [codes, _scales("float16", groups, outputs), _bytes(groups, packed * 4).view(np.int32)]
+        kinds = ["int32", "float16", "int32"]
+        if reordered:
+            parts, kinds = [*parts, _RANDOM.permutation(inputs).astype(np.int32) % groups], [*kinds, "int32"]
+        name = f"{'awq' if awq else 'gptq'}{bits}"
+        codec = GroupedIntegers(name, bits, group, reordered, not awq, awq)
+        yield name, tensor_of(codec, parts, kinds, "bfloat16", (outputs, inputs))
+
+
 def ggml() -> Iterator[tuple[str, PackedTensor]]:
     """Yield tensors of each of ggml's types, of any bytes at all, and of each arrangement."""
     for kind, form in FORMATS.items():
@@ -147,5 +169,5 @@ def ggml() -> Iterator[tuple[str, PackedTensor]]:
     yield "q8_0 in halves", tensor_of(GgufCodec(("q8_0", "q8_0")), halves, ["uint8"] * 2, "bfloat16", (4, 30, 256))
 
 
-TENSORS = dict([*block_scaled(), *mxfp4(), *table_scaled(), *ggml()])
+TENSORS = dict([*block_scaled(), *mxfp4(), *table_scaled(), *grouped_integers(), *ggml()])
 """All of them by what they are."""

@@ -110,7 +110,7 @@ def test_trusted_code_counts_wherever_it_comes_from(tmp_path: Path, monkeypatch:
 
 
 QUANTISED = {
-    "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "hqq": {"quantization_config": {"quant_method": "hqq", "bits": 4}},
     "bitsandbytes": {"text_config": {"quantization_config": {"quant_method": "bitsandbytes"}}},
     "fp8": {"vision_config": {"quantization_config": {"quant_method": "fp8"}}},
     "compressed-tensors": {"compression_config": {"quant_method": "compressed-tensors"}},
@@ -137,7 +137,7 @@ def test_a_checkpoint_quantised_by_a_method_that_is_served_is_no_fault(tmp_path:
 
 
 def test_who_gives_what_is_not_served_is_told_what_would_work(tmp_path: Path) -> None:
-    for method, words in {"gptq": "or one quantised by a method that is", "bitsandbytes": "call dequantize()"}.items():
+    for method, words in {"hqq": "or one quantised by a method that is", "bitsandbytes": "call dequantize()"}.items():
         tmp_path.joinpath("config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
         assert words in str(quantization_fault(tmp_path))
 
