@@ -28,9 +28,10 @@ from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.foreign_record import outputs_for
 from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, one_line
 from offstage.pipeline.plain_data import leaves
+from offstage.pipeline.record import RECORD
 from offstage.pipeline.regular_files import lies_in
 from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
-from offstage.pipeline.tracking.run_ids import read_ids
+from offstage.pipeline.tracking.trackers import stores_of
 from offstage.pipeline.trust import Trust, TrustRequest, named_code, named_places, trust_flags, ways_out_of
 
 _HARMLESS = re.compile(
@@ -54,15 +55,15 @@ def named_by_folder(folder: Path, record: SweepRecord) -> Iterator[TrustRequest]
         if job.folder is not None and not lies_in(folder / job.folder, [folder]):
             yield TrustRequest(job.folder, "jobs.folder", is_code=False)
     outputs = outputs_for(folder / SWEEP)
-    stores = [each.store for each in read_ids(folder)]
-    yield from (TrustRequest(each, "tracker.json") for each in stores if not _is_chosen(each, record, outputs))
+    stores = [each for each in stores_of(folder) if not _is_chosen(each, record, outputs)]
+    yield from (TrustRequest(each, RECORD) for each in stores)
     yield from ways_out_of(folder)
     if not record.is_own and lies_in(folder, [outputs]):
         yield from ways_out_of(outputs)
 
 
 def _is_chosen(store: str, record: SweepRecord, outputs: Path) -> bool:
-    """Return whether the user's own command says that runs go to ``store``: the file that notes it has no signature."""
+    """Return whether the user's own command says that runs go to ``store``: a job's record is another's to change."""
     words = {word.rstrip("/") for given in record.command for word in re.split(r"[=,'\"\s{}\[\]]", given)}
     node = record.base.get("tracker")
     words |= {str(node.get("uri")).rstrip("/")} if isinstance(node, Mapping) else set()

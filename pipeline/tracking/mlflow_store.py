@@ -1,45 +1,83 @@
-"""Runs in MLflow: in a database in a folder of this machine, or by a server.
+"""Runs in MLflow, by its own client: in a database in a folder of this machine, or by a server.
 
-Used in a process of its own (``offstage.pipeline.tracking.store_process``), which ends with whatever the library
-raises.
+Used in a process of its own (``offstage.pipeline.tracking.store_process``). Which run of the store is that of a folder,
+the store itself knows: by the tag ``offstage.run``. So a run is there once, however often it is logged.
 """
 
 from __future__ import annotations
 
-import os
+import platform
 import re
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from offstage.pipeline.tracking.options import TrackerConfig
-from offstage.pipeline.tracking.tracked_run import TrackedRun
+from offstage.pipeline.errors import StorageError, words_of
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
+from offstage.pipeline.tracking.tracked_run import TrackedRun, run_name, sweep_mark, tracked_records
 
-Item = TypeVar("Item")
-
+SWEEP_CONFIG = "multirun.yaml"
+"""The file in which Hydra keeps what a sweep was asked for."""
 STATUSES: Mapping[str, str] = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 """What MLflow calls how a run ended."""
-_PATIENCE = {
+_LONGEST_NAME, _LONGEST_PARAM, _LONGEST_TAG = 250, 500, 5000
+_UNFIT = re.compile(r"[^\w\-./ :]")
+_MARK, _WHOLE = "offstage.run", "offstage.logged"
+_PARENT, _NOTES, _COMMIT, _SOURCE = (
+    "mlflow.parentRunId", "mlflow.note.content", "mlflow.source.git.commit", "mlflow.source.name",
+)  # fmt: skip
+CHECK_SECONDS = 5
+"""How long a server is given to answer before any work."""
+HURRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": str(CHECK_SECONDS)}
+PATIENCE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
 }
 """How long the library waits for a server that doesn't answer, unless the environment says so; by itself, an hour."""
-_MOST_PARAMS, _MOST_POINTS = 100, 500
-"""What one request may have."""
-_LONGEST_NAME, _LONGEST_PARAM, _LONGEST_TAG = 250, 500, 5000
-_UNFIT = re.compile(r"[^\w\-./ :]")
-_PARENT, _NOTES, _COMMIT, _SOURCE = (
-    "mlflow.parentRunId", "mlflow.note.content", "mlflow.source.git.commit", "mlflow.source.name",
-)  # fmt: skip
+
+
+def require_server(uri: str, experiment: str) -> None:
+    """Ask the server at ``uri`` for ``experiment``, whether it has one or not.
+
+    Raises ``StorageError`` where nothing answers in time, where what answers is no MLflow server, and where it refuses
+    the credentials that the library finds, wherever it does.
+    """
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        found = MlflowClient(uri).get_experiment_by_name(experiment)
+    except MlflowException as error:
+        raise StorageError(_refusal(error)) from error
+    if found is not None and found.name != experiment:
+        raise StorageError("what answers is no MLflow server")
+    if found is not None and found.lifecycle_stage == "deleted":
+        raise StorageError(f"its experiment {experiment!r} was deleted; restore it, or give another tracker.experiment")
+
+
+def _refusal(error: Any) -> str:
+    """Return why a server gave MLflow's client an ``error``, without what its answer held."""
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__ or cause
+    if isinstance(cause, OSError):
+        return f"it can't be reached within {CHECK_SECONDS} s ({words_of(cause)})"
+    said = words_of(error).partition(" Response body")[0]
+    if error.get_http_status_code() in (401, 403):
+        return f"it refuses the credentials that MLflow finds for it, as in MLFLOW_TRACKING_TOKEN ({said})"
+    return f"what answers is no MLflow server, or one at fault ({said})"
 
 
 class MlflowStore:
     """The experiment that ``tracker`` names, made if it isn't there."""
 
     def __init__(self, tracker: TrackerConfig) -> None:
-        os.environ.update({name: value for name, value in _PATIENCE.items() if name not in os.environ})
         from mlflow import MlflowClient
 
         if tracker.uri is None:
@@ -49,6 +87,7 @@ class MlflowStore:
             artifacts = str(folder / "artifacts")
         else:
             self._client, artifacts = MlflowClient(tracker.uri), None
+        self._tracker = tracker
         self._experiment = self._find_or_make(tracker.experiment, artifacts)
 
     def _find_or_make(self, name: str, artifacts: str | None) -> str:
@@ -65,44 +104,82 @@ class MlflowStore:
                     raise
         return str(found.experiment_id)
 
-    def begin(self, name: str, *, started: int, parent: str | None = None) -> str:
-        """Return the id of a new run that goes on, below ``parent`` if there is one."""
-        tags = {_SOURCE: "offstage", **({_PARENT: parent} if parent else {})}
-        run = self._client.create_run(self._experiment, start_time=started, tags=tags, run_name=name)
-        return str(run.info.run_id)
+    def log(self, told: TrackedRun, *, parent: str | None, done: Callable[[str], object]) -> None:
+        """Log all that is ``told`` of a run, below ``parent`` if there is one, say what is ``done``, and end it.
 
-    def reopen(self, run: str) -> None:
-        """Have a run that had ended go on."""
-        self._client.update_run(run, status="RUNNING")
-
-    def log(self, run: str, told: TrackedRun, *, done: Callable[[str], object]) -> None:
-        """Log all that is ``told`` of ``run``, say what is ``done``, and end it. Logging it twice changes nothing."""
+        Of one that is logged nothing is done; what was begun is gone on with, and logging it twice changes nothing.
+        """
         from mlflow.entities import Metric, Param
 
+        found = self._find(told.mark)
+        if found is not None and _WHOLE in found.data.tags:
+            return
+        run = (
+            found.info.run_id
+            if found is not None
+            else self._make(told.mark, told.name, started=told.started, parent=parent)
+        )
         params = [Param(_name(name), value[:_LONGEST_PARAM]) for name, value in told.params.items()]
-        for portion in _portions(params, _MOST_PARAMS):
-            self._client.log_batch(run, params=portion)
+        self._client.log_batch(run, params=params)
         done("parameters")
         points = [Metric(_name(point.name), point.value, point.when, point.step) for point in told.points]
-        for several in _portions(points, _MOST_POINTS):
-            self._client.log_batch(run, metrics=several)
+        self._client.log_batch(run, metrics=points)
         done("metrics")
         self._tag(run, told.tags, notes=told.notes)
         done("tags")
         self._client.set_terminated(run, status=STATUSES[told.status], end_time=told.ended)
         done("status")
-        self._keep(run, told.files)
+        for file in told.files:
+            self._client.log_artifact(run, str(file))
         done("files")
+        self._client.set_tag(run, _WHOLE, "whole")
 
-    def note(self, run: str, notes: str | None) -> None:
-        """Have ``run`` show ``notes``, if there are any."""
-        self._tag(run, {}, notes=notes)
+    def begin_sweep(self, sweep: Path) -> None:
+        """Have the run of ``sweep`` there, going on: a new one, or that of the sweep that is resumed."""
+        self._client.update_run(self.sweep_run(sweep), status="RUNNING")
 
-    def end_parent(self, run: str, *, status: str, tags: Mapping[str, str], files: Path) -> None:
-        """End the run of a sweep, with all ``files`` of a folder."""
-        self._tag(run, tags, notes=None)
-        self._client.set_terminated(run, status=STATUSES[status], end_time=round(time.time() * 1000))
-        self._keep(run, sorted(files.iterdir()))
+    def sweep_run(self, sweep: Path) -> str:
+        """Return the id of the run of ``sweep``, which is made if it isn't there."""
+        mark = sweep_mark(sweep)
+        found = self._find(mark)
+        if found is not None:
+            return str(found.info.run_id)
+        run = self._make(mark, run_name(sweep), started=_now())
+        self._tag(run, {}, notes=self._tracker.notes)
+        return run
+
+    def end_sweep(self, sweep: Path, paths: Iterable[Path], *, jobs: int) -> None:
+        """Log the runs of ``sweep`` with records at ``paths`` that aren't, and end its own.
+
+        It is interrupted where not all of its ``jobs`` have ended.
+        """
+        parent, statuses = self.sweep_run(sweep), Counter[str]()
+        for path in paths:
+            record = RunRecord.load(path)
+            if record.data["status"] != "running":
+                statuses[record.data["status"]] += 1
+                self.log(TrackedRun.of(record), parent=parent, done=lambda part: None)
+        statuses["not begun"] = max(0, jobs - statuses.total())
+        tags = {"overrides": _overrides(sweep), "jobs": str(statuses.total()), "host": platform.node()}
+        tags |= {f"jobs/{status}": str(count) for status, count in statuses.items()}
+        ends = {"interrupted": ("interrupted", "not begun"), "failed": ("failed",)}
+        worst = next((end for end, causes in ends.items() if any(statuses[cause] for cause in causes)), "completed")
+        self._tag(parent, tags, notes=None)
+        self._client.set_terminated(parent, status=STATUSES[worst], end_time=_now())
+        with tempfile.TemporaryDirectory() as kept:
+            _write_report(sweep, Path(kept))
+            self._client.log_artifacts(parent, kept)
+
+    def _find(self, mark: str) -> Any:
+        """Return the run that has this ``mark``, null where there is none."""
+        wanted = f"tags.`{_MARK}` = '{mark}'"
+        return next(iter(self._client.search_runs([self._experiment], filter_string=wanted, max_results=1)), None)
+
+    def _make(self, mark: str, name: str, *, started: int, parent: str | None = None) -> str:
+        """Return the id of a new run that goes on, below ``parent`` if there is one."""
+        tags = {_SOURCE: "offstage", _MARK: mark, **({_PARENT: parent} if parent else {})}
+        run = self._client.create_run(self._experiment, start_time=started, tags=tags, run_name=name)
+        return str(run.info.run_id)
 
     def _tag(self, run: str, tags: Mapping[str, str], *, notes: str | None) -> None:
         from mlflow.entities import RunTag
@@ -110,20 +187,46 @@ class MlflowStore:
         named = {_name(name): value for name, value in tags.items()}
         named |= {_NOTES: notes} if notes else {}
         named |= {_COMMIT: tags["git_commit"]} if "git_commit" in tags else {}
-        every = [RunTag(name, value[:_LONGEST_TAG]) for name, value in named.items()]
-        for portion in _portions(every, _MOST_PARAMS):
-            self._client.log_batch(run, tags=portion)
+        self._client.log_batch(run, tags=[RunTag(name, value[:_LONGEST_TAG]) for name, value in named.items()])
 
-    def _keep(self, run: str, files: Sequence[Path]) -> None:
-        for file in files:
-            self._client.log_artifact(run, str(file))
+
+def end_sweep(sweep: Path, *, jobs: int) -> None:
+    """End the run of ``sweep`` in each store that its jobs went to, whatever ended these."""
+    places: dict[TrackerConfig, list[Path]] = defaultdict(list)
+    for record in tracked_records(sweep):
+        tracker = usable_tracker(record.config)
+        if tracker is not None:
+            places[replace(tracker, notes=None)].append(record.path)
+    for tracker, paths in places.items():
+        MlflowStore(tracker).end_sweep(sweep, paths, jobs=jobs)
+
+
+def _overrides(sweep: Path) -> str:
+    """Return what was asked for on the command line of ``sweep``."""
+    from omegaconf import OmegaConf
+
+    try:
+        asked: Mapping[str, Any] = OmegaConf.load(sweep / SWEEP_CONFIG).hydra.overrides
+    except OSError:
+        return ""
+    return " ".join(map(str, asked["task"]))
+
+
+def _write_report(sweep: Path, folder: Path) -> None:
+    """Write the report's numbers of ``sweep`` into ``folder``."""
+    from offstage.pipeline.report.exports import as_csv, as_json
+    from offstage.pipeline.report.run_folders import find
+    from offstage.pipeline.report.summary import summarise
+
+    summary = summarise(find([sweep]))
+    for name, text in {"report.csv": as_csv(summary), "report.json": as_json(summary)}.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="replace")
+
+
+def _now() -> int:
+    return round(time.time() * 1000)
 
 
 def _name(name: str) -> str:
     """Return ``name`` as MLflow takes one."""
     return _UNFIT.sub("_", name)[:_LONGEST_NAME]
-
-
-def _portions(every: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    for begin in range(0, len(every), size):
-        yield every[begin : begin + size]

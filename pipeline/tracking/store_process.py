@@ -1,90 +1,84 @@
-"""The process in which a tracker's library works: asked by JSON on its standard input, answers in lines of JSON.
+"""The process in which MLflow or Trackio works: it logs a run by its record, or asks whether a store takes one.
 
-A library of 170 MB is no part of what waits for a sweep's jobs then, nor of what is measured; and whatever a server or
-a library does, it takes the process that asked no longer than that has patience, and costs it the tracking alone.
+A library of 170 MB is no part of what waits for a sweep's jobs then, nor of what is measured. It says on its standard
+output which parts of a run are logged, a line each; it exits with 1 where it failed, and its last words say why.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import logging
 import os
-import subprocess
+import platform
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from offstage.pipeline.errors import OffstageError, StorageError, foreign
-
-_ENTRY = "from offstage.pipeline.commands import tracker; tracker()"
-PATIENCE_SECONDS = 120.0
-"""How long a store is given for all of one request."""
-
-_log = logging.getLogger("offstage")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreAnswer:
-    """The parts that were ``done``, in their order, and what ended it before its end, null where nothing did."""
-
-    done: Sequence[str]
-    error: str | None
-
-
-def ask(request: Mapping[str, Any]) -> StoreAnswer:
-    """Have ``request`` carried out in a process of its own, and return what came of it; it raises nothing."""
-    command = [sys.executable, "-P", "-c", _ENTRY]
-    process = None
-    try:
-        process = subprocess.run(
-            command, input=json.dumps(request), capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        why = f"no end within {PATIENCE_SECONDS:.0f} s"
-    except OSError as error:
-        said, why = "", str(error)
-    else:
-        _log.debug("tracker: %s", process.stderr)
-        said, why = process.stdout, f"its process ended with code {process.returncode}"
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{") and line.endswith("}")]
-    failed = process is None or process.returncode != 0
-    reason = next((line["error"] for line in lines if "error" in line), why) if failed else None
-    return StoreAnswer([line["done"] for line in lines if "done" in line], reason)
+from offstage.pipeline.errors import StorageError, foreign
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.tracking.mlflow_store import HURRY, PATIENCE, MlflowStore, end_sweep, require_server
+from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
+from offstage.pipeline.tracking.tracked_run import TrackedRun, run_name
 
 
 def main() -> None:
-    """Carry out what standard input asks for, then exit: with 1 where it failed."""
-    request = json.load(sys.stdin)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
-    code = 0
+    """Do what the command line asks for, then exit: with 1 where it failed."""
+    parser = ArgumentParser(prog="offstage")
+    parser.add_argument("folder", type=Path, nargs="?", help="a run that has ended here, to be logged; or a sweep")
+    parser.add_argument("sweep", type=Path, nargs="?", help="the one that the run belongs to")
+    parser.add_argument(
+        "--check", metavar="TRACKER", help="these keys: whether it takes runs; has that of the sweep there"
+    )
+    parser.add_argument("--end", type=int, metavar="JOBS", help="of the sweep: log what isn't, and end its run")
+    given = parser.parse_args()
+    os.environ.update(HURRY if given.check else {**PATIENCE, **os.environ})
     try:
-        _carry_out(request, answers)
-    except OffstageError as error:
-        _say(answers, "error", str(error).removeprefix(": "))
-        code = 1
-    answers.close()
-    sys.exit(code)
+        with foreign(StorageError, ""):
+            if given.check is not None:
+                _check(TrackerConfig(**json.loads(given.check)), given.folder)
+            elif given.end is not None:
+                end_sweep(given.folder, jobs=given.end)
+            else:
+                _log(given.folder, given.sweep)
+    except StorageError as error:
+        sys.stderr.write("\n" + " ".join(str(error).removeprefix(": ").split()) + "\n")
+        sys.exit(1)
 
 
-def _say(answers: IO[str], kind: str, said: str) -> None:
-    answers.write(json.dumps({kind: said}) + "\n")
-    answers.flush()
+def _check(tracker: TrackerConfig, sweep: Path | None) -> None:
+    if tracker.uri is not None:
+        require_server(tracker.uri, tracker.experiment)
+    if sweep is not None:
+        MlflowStore(tracker).begin_sweep(sweep)
 
 
-def _carry_out(request: Mapping[str, Any], answers: IO[str]) -> None:
-    from offstage.pipeline.tracking import requests
-    from offstage.pipeline.tracking.options import TrackerConfig
+def _log(folder: Path, sweep: Path | None) -> None:
+    record = RunRecord.load(folder)
+    tracker, told = usable_tracker(record.config), TrackedRun.of(record, host=platform.node())
+    if tracker is None:
+        raise StorageError(f"{record.path} names no tracker that can be used here")
+    if tracker.kind == "trackio":
+        _log_to_trackio(told, tracker, group=run_name(sweep) if sweep else None)
+        return
+    store = MlflowStore(tracker)
+    store.log(told, parent=store.sweep_run(sweep) if sweep else None, done=_say_done)
 
-    sweep = Path(request["sweep"]) if request["sweep"] else None
-    with foreign(StorageError, ""):
-        match request["act"], sweep:
-            case "run", _:
-                requests.log_run(Path(request["run"]), sweep, done=lambda part: _say(answers, "done", part))
-            case "begin", Path():
-                requests.begin_sweep(sweep, TrackerConfig(**request["tracker"]))
-            case "end", Path():
-                requests.end_sweep(sweep, jobs=request["jobs"])
+
+def _say_done(part: str) -> None:
+    sys.stdout.write(f"{part}\n")
+    sys.stdout.flush()
+
+
+def _log_to_trackio(told: TrackedRun, tracker: TrackerConfig, *, group: str | None) -> None:
+    """Log what is ``told`` of a run: the numbers of it all in one step, then those that have steps of their own."""
+    os.environ["TRACKIO_DIR"] = str(tracker.folder)  # read when the library is imported
+    trackio: Any = importlib.import_module("trackio")
+    notes = {"notes": told.notes} if told.notes else {}
+    trackio.init(project=tracker.experiment, name=told.name, group=group, config={**told.params, **told.tags, **notes})
+    steps: dict[int, dict[str, Any]] = {0: {"status": told.status, "figures": told.tags.get("figures")}}
+    for point in told.points:
+        steps.setdefault(point.step, {})[point.name] = point.value
+    for step, values in sorted(steps.items()):
+        trackio.log(values, step=step)
+    trackio.finish()

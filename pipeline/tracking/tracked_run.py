@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from offstage.pipeline.errors import StorageError
 from offstage.pipeline.plain_data import leaves
 from offstage.pipeline.provenance import provenance
-from offstage.pipeline.record import RunRecord
+from offstage.pipeline.record import RECORD, RunRecord
+from offstage.pipeline.regular_files import read_object
 from offstage.pipeline.stage import model_name
-from offstage.pipeline.tracking.options import read_tracker
+from offstage.pipeline.tracking.options import TrackerConfig, read_tracker
+from offstage.pipeline.typed_config import type_faults
 
 _LOG_NAME = "run.log"
+_SWEEP = "sweep.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +42,11 @@ class MetricPoint:
 class TrackedRun:
     """A run that has ended, between ``started`` and ``ended``, in milliseconds since 1970.
 
-    ``status`` is the record's. A tracker cuts what is too long for it.
+    ``status`` is the record's. By its ``mark`` it is found again in a store. A tracker cuts what is too long for it.
     """
 
     name: str
+    mark: str
     status: str
     started: int
     ended: int
@@ -54,6 +62,7 @@ class TrackedRun:
         data, ended = record.data, _milliseconds(record.data["finished"] or record.data["started"])
         return cls(
             name=run_name(record.path.parent),
+            mark=_mark(record.path.parent, data["started"]),
             status=data["status"],
             started=_milliseconds(data["started"]),
             ended=ended,
@@ -72,6 +81,36 @@ class TrackedRun:
 def run_name(folder: Path) -> str:
     """Return what the run in ``folder``, or the sweep, is called: the last two parts of its path."""
     return f"{folder.parent.name}/{folder.name}"
+
+
+def sweep_mark(sweep: Path) -> str:
+    """Return what the run of ``sweep`` is found by in a store: its folder, and which user's command it is.
+
+    On another machine, with a server in common, the same folder may hold another sweep.
+    """
+    try:
+        signature = read_object(sweep / _SWEEP).get("signature")
+    except (OSError, ValueError):
+        signature = None
+    return _mark(sweep, hashlib.sha256(str(signature).encode()).hexdigest()[:16])
+
+
+def _mark(folder: Path, began: str) -> str:
+    """Return the name of ``folder`` and what tells its runs apart, with nothing in it that ends a quoted text."""
+    return f"{quote(os.fsencode(folder.resolve()))}@{quote(began, safe=':+')}"
+
+
+def tracked_records(sweep: Path) -> Iterator[RunRecord]:
+    """Yield the records below ``sweep`` of jobs that go to MLflow, by what they say themselves."""
+    for path in sorted(sweep.glob(f"**/{RECORD}")):
+        try:
+            record = RunRecord.load(path)
+        except StorageError:
+            continue
+        config = record.data.get("config")
+        node = config.get("tracker") if isinstance(config, Mapping) else None
+        if isinstance(node, Mapping) and node.get("kind") == "mlflow" and not list(type_faults(TrackerConfig, node)):
+            yield record
 
 
 def metrics(record: Mapping[str, Any]) -> dict[str, float]:

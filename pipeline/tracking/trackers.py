@@ -6,19 +6,25 @@ that isn't there is an error before any work; one that goes away later is a warn
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.stage import Config
-from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
-from offstage.pipeline.tracking.run_ids import find_id, read_ids
-from offstage.pipeline.tracking.store_process import ask
+from offstage.pipeline.tracking.options import TrackerConfig, read_tracker, usable_tracker
+from offstage.pipeline.tracking.tracked_run import tracked_records
+
+PATIENCE_SECONDS = 120.0
+"""How long a store is given for all that one process does."""
+_ENTRY = "from offstage.pipeline.commands import tracker; tracker()"
+_PARTS = ("parameters", "metrics", "tags", "status", "files")
 
 _log = logging.getLogger("offstage")
-_PARTS = ("parameters", "metrics", "tags", "status", "files")
 
 
 def require_tracker(config: Config, *, sweep: Path | None = None) -> None:
@@ -27,8 +33,8 @@ def require_tracker(config: Config, *, sweep: Path | None = None) -> None:
     That of a ``sweep`` was asked before the first job: one that is away for a while costs none of the others.
     """
     given = usable_tracker(config)
-    if given is not None and given.uri and (sweep is None or find_id(sweep, given) is None):
-        _require_server(given)
+    if given is not None and given.uri and sweep is None:
+        _require(given)
 
 
 def track(config: Config, folder: Path, *, sweep: Path | None = None) -> None:
@@ -39,13 +45,27 @@ def track(config: Config, folder: Path, *, sweep: Path | None = None) -> None:
     given = usable_tracker(config)
     if given is None:
         return
-    answer = ask({"act": "run", "run": str(folder), "sweep": str(sweep) if sweep else None})
-    if answer.error is not None:
-        left = [part for part in _PARTS if part not in answer.done] if answer.done else ["the run"]
+    done, error = _in_process(str(folder), *([str(sweep)] if sweep else []))
+    if error is not None:
+        left = [part for part in _PARTS if part not in done] if done else ["the run"]
         _log.warning(
             "tracker=%s: %s: not tracked: %s (%s); the run itself is in %s",
-            given.kind, given.store, ", ".join(left), answer.error, folder,
+            given.kind, given.store, ", ".join(left), error, folder,
         )  # fmt: skip
+
+
+def end_sweep(sweep: Path, *, jobs: int) -> None:
+    """End the run of ``sweep``, if it has one, whatever ended its ``jobs``; those that aren't logged yet are now."""
+    if not stores_of(sweep):
+        return
+    _, error = _in_process(str(sweep), f"--end={jobs}")
+    if error is not None:
+        _log.warning("tracker: the run of the sweep isn't ended (%s); the sweep itself is in %s", error, sweep)
+
+
+def stores_of(sweep: Path) -> list[str]:
+    """Return where the jobs of ``sweep`` are logged, by their records, which nobody signed: the end asks there."""
+    return list(dict.fromkeys(read_tracker(record.config).store for record in tracked_records(sweep)))
 
 
 class SweepTracking:
@@ -59,33 +79,37 @@ class SweepTracking:
         """Begin with the jobs that have these ``configs``. Raises ``StorageError`` where a store can't take it."""
         given = {usable_tracker(config) for config in configs}
         for tracker in sorted(given - self._begun - {None}, key=repr):
-            if tracker is not None:
-                self._begin(tracker)
+            if tracker is not None and tracker.kind == "mlflow":
+                _require(tracker, self._sweep)
                 self._begun.add(tracker)
 
-    def _begin(self, tracker: TrackerConfig) -> None:
-        if tracker.uri:
-            _require_server(tracker)
-        if tracker.kind != "mlflow":
-            return
-        answer = ask({"act": "begin", "sweep": str(self._sweep), "tracker": asdict(tracker)})
-        if answer.error is not None:
-            key = "uri" if tracker.uri else "folder"
-            raise StorageError(
-                f"tracker.{key}: {tracker.store!r} takes no run ({answer.error}); mend it, or give tracker=none"
-            )
+
+def _require(tracker: TrackerConfig, sweep: Path | None = None) -> None:
+    """Raise ``StorageError`` where the store of ``tracker`` takes no run; have one there for the ``sweep``."""
+    _, error = _in_process(f"--check={json.dumps(asdict(tracker))}", *([str(sweep)] if sweep else []))
+    if error is not None:
+        key = "uri" if tracker.uri else "folder"
+        raise StorageError(f"tracker.{key}: {tracker.store!r} takes no run: {error}; mend it, or give tracker=none")
 
 
-def end_sweep(sweep: Path, *, jobs: int) -> None:
-    """End the run of ``sweep``, if it has one, whatever ended its ``jobs``; those that aren't logged yet are now."""
-    if not read_ids(sweep):
-        return
-    answer = ask({"act": "end", "sweep": str(sweep), "jobs": jobs})
-    if answer.error is not None:
-        _log.warning("tracker: the run of the sweep isn't ended (%s); the sweep itself is in %s", answer.error, sweep)
+def _in_process(*arguments: str) -> tuple[list[str], str | None]:
+    """Have a process of its own do what ``arguments`` say, and return the parts that it did, and why not all, if so.
 
-
-def _require_server(tracker: TrackerConfig) -> None:
-    from offstage.pipeline.tracking.server import require_server  # what it imports is for servers alone
-
-    require_server(str(tracker.uri), tracker.experiment)
+    Whatever a server or a library does, it takes no longer than there is patience, and it raises nothing.
+    """
+    command = [sys.executable, "-P", "-c", _ENTRY, *arguments]
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        why: str | None = f"no end within {PATIENCE_SECONDS:.0f} s"
+    except OSError as error:
+        said, why = "", str(error)
+    else:
+        _log.debug("tracker: %s", process.stderr)
+        said, words = process.stdout, process.stderr.strip() if process.returncode == 1 else ""
+        ended = f"its process ended with code {process.returncode}"
+        why = (words.splitlines() or [ended])[-1] if process.returncode else None
+    return [line for line in said.splitlines() if line in _PARTS], why

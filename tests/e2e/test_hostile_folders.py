@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from offstage.pipeline.record import RunRecord
 from offstage.pipeline.report.command import run as report
 from offstage.pipeline.sweeps.command import main as sweep
 from offstage.pipeline.sweeps.record import SweepJob, SweepRecord
@@ -133,10 +134,10 @@ def pipe(of: Stranger) -> str:
     return "multirun.yaml"
 
 
-def noted_tracker(of: Stranger) -> str:
+def recorded_tracker(of: Stranger) -> str:
     of.sweep()
-    run = {"store": of.address, "experiment": "offstage", "run_id": "1"}
-    of.file("tracker.json", json.dumps({"runs": [run]}))
+    tracker = {"kind": "mlflow", "uri": of.address}
+    RunRecord.start(of.sent / "0", overrides=[], config={"tracker": tracker}, environment={})
     return of.address
 
 
@@ -212,7 +213,7 @@ SWEEPS: dict[str, Make] = {
     "a Hub id": says("org/name", "model.path=org/name"),
     "a server": says("<address>", "tracker=mlflow", "tracker.uri=<address>"),
     "a store": says("<canary>", "tracker=mlflow", "tracker.folder=<canary>"),
-    "a server that a file names": noted_tracker,
+    "a server that a record names": recorded_tracker,
     "a job that is a link": linked("0"),
     "a record that is a link": linked("1/run.json"),
     "submitit's folder that is a link": linked(".submitit"),
@@ -240,7 +241,10 @@ def test_a_stranger_s_sweep_does_nothing_that_was_not_said(case: str, stranger: 
     assert stranger.found() == before
     with pytest.raises(BlockingIOError):
         stranger.listener.accept()
-    assert not list(stranger.sent.rglob("run.json")) or case == "a record that is a link"
+    assert not list(stranger.sent.rglob("run.json")) or case in (
+        "a record that is a link",
+        "a server that a record names",
+    )
 
 
 Change = Callable[[dict[str, Any], Stranger], str]

@@ -160,5 +160,5 @@ def a_server_that_is_gone_ends_a_run_before_any_work(folder: Path, uri: str) -> 
         done = run(folder, *options, uri=uri)
         assert done.code == 5, done.err
         (line,) = done.err.splitlines()
-        assert f"tracker.uri: '{uri}' can't be reached within 5 s (ConnectionRefusedError" in line
+        assert f"tracker.uri: '{uri}' takes no run: it can't be reached within 5 s (ConnectionRefusedError" in line
         assert not any(record["stages"] for record in done.records)

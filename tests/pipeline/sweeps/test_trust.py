@@ -12,11 +12,11 @@ from hydra._internal.utils import create_automatic_config_search_path
 
 from offstage.pipeline.config import register
 from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps.command import main
 from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
 from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 from offstage.pipeline.sweeps.trust import named_by_folder, refuse_command, resume_command
-from offstage.pipeline.tracking.run_ids import RunId, note_id
 from offstage.pipeline.trust import Trust
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
@@ -116,7 +116,8 @@ def test_a_tracker_that_the_user_s_command_does_not_name_is_asked_for(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     record = began_with("-m", "tracker.uri=http://mlflow.org/").signed()
-    note_id(tmp_path, RunId(store if store[0] in "/h" else str(tmp_path / store), "offstage", "1"))
+    where = {"uri": store} if "://" in store else {"folder": str(tmp_path / store)}
+    RunRecord.start(tmp_path / "0", overrides=[], config={"tracker": {"kind": "mlflow", **where}}, environment={})
     assert [each.word for each in named_by_folder(tmp_path, record)] == [store] * is_asked
     assert [each.word for each in named_by_folder(tmp_path, replace(record, signature=None))] != []
 

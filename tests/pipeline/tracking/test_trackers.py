@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ import pytest
 from offstage.pipeline.record import RunRecord, StageRecord, Status
 from offstage.pipeline.stage import Report
 from offstage.pipeline.tracking.options import usable_tracker
-from offstage.pipeline.tracking.run_ids import find_id, read_ids
-from offstage.pipeline.tracking.trackers import track
+from offstage.pipeline.tracking.trackers import end_sweep, stores_of, track
 
 
 def finished(
@@ -73,9 +73,46 @@ def test_mlflow_keeps_a_run_once_however_often_it_is_logged(tmp_path: Path) -> N
     assert run.data.metrics["load_seconds"] == 1.25
     assert run.data.tags["mlflow.note.content"] == "a note"
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["run.json"]
-    given = usable_tracker(record.config)
-    assert given is not None
-    assert find_id(record.path.parent, given, started=record.data["started"]) == read_ids(record.path.parent)[0]
+    assert run.data.tags["offstage.run"] == f"{record.path.parent}@{record.data['started']}"
+
+
+def test_a_sweep_s_end_logs_what_its_jobs_could_not_and_nothing_twice(tmp_path: Path) -> None:
+    mlflow: Any = pytest.importorskip("mlflow", reason="the extra mlflow isn't installed")
+    pytest.importorskip("sqlalchemy", reason="mlflow is here without what its databases need")
+    sweep = tmp_path / "today"
+    early = finished(tmp_path, "mlflow")
+    track(early.config, early.path.parent, sweep=sweep)
+    finished(tmp_path, "mlflow", name="2", status="failed")
+    finished(tmp_path, None, name="3")
+    assert stores_of(sweep) == [str(tmp_path / "store")]
+    for _ in range(2):
+        end_sweep(sweep, jobs=2)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
+    found = client.search_runs([client.get_experiment_by_name("offstage").experiment_id])
+    runs = {run.info.run_name.rpartition("/")[2]: run for run in found}
+    assert len(found) == 3
+    parent = runs["today"]
+    assert {name: run.info.status for name, run in runs.items()} == {"1": "FINISHED", "2": "FAILED", "today": "FAILED"}
+    assert {runs[name].data.tags["mlflow.parentRunId"] for name in ("1", "2")} == {parent.info.run_id}
+    assert parent.data.tags["jobs/failed"] == "1"
+    assert parent.data.tags["host"]
+    assert "report.json" in [file.path for file in client.list_artifacts(parent.info.run_id)]
+
+
+@pytest.mark.skipif(not find_spec("mlflow"), reason="the extra mlflow isn't installed")
+def test_a_store_without_an_end_costs_its_patience_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offstage.pipeline.tracking.trackers.PATIENCE_SECONDS", 0.1)
+    tracked(finished(tmp_path, "mlflow"))
+    assert "not tracked: the run (no end within 0 s)" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("config", [None, [], {"tracker": 5}, {"tracker": {"kind": "mlflow", "uri": 5}}])
+def test_a_stranger_s_record_of_any_shape_names_no_store(config: Any, tmp_path: Path) -> None:
+    record = finished(tmp_path, "mlflow")
+    record.path.write_text(json.dumps({**record.data, "config": config}))
+    assert stores_of(tmp_path) == []
 
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="the extra trackio isn't installed")
