@@ -106,13 +106,13 @@ def _bundle(paths: Sequence[Path], *, output: Path | None) -> None:
 
 def _compare(one: Path, other: Path, *, output: Path | None) -> None:
     _require_libraries()
-    from offstage.pipeline.report.comparison import compare
+    from offstage.pipeline.report.comparison import compare_runs
     from offstage.pipeline.report.exports import comparison_json
     from offstage.pipeline.report.page import comparison_page
     from offstage.pipeline.report.run_folders import find_one
     from offstage.pipeline.report.terminal import show_comparison
 
-    comparison = compare(find_one(one), find_one(other))
+    comparison = compare_runs(find_one(one), find_one(other))
     folder = _folder(one, output)
     _write(folder, {"compare.html": comparison_page(comparison), "compare.json": comparison_json(comparison)})
     screen = Screen()

@@ -15,7 +15,7 @@ from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.replay import compare
 from offstage.pipeline.replay_command import _report, refuse_untrusted
 from offstage.pipeline.replay_config import config_here
-from offstage.pipeline.report.comparison import compare as compare_runs
+from offstage.pipeline.report.comparison import compare_runs
 from offstage.pipeline.report.exports import as_csv, as_json, comparison_json
 from offstage.pipeline.report.page import comparison_page, report_page
 from offstage.pipeline.report.run_folders import find, find_one
