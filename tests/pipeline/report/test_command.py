@@ -66,6 +66,15 @@ def test_the_output_folder_is_made_and_the_sweep_left_alone(tmp_path: Path) -> N
     assert not list((tmp_path / "sweep").glob("report.*"))
 
 
+def test_the_page_has_the_title_author_and_caption_that_are_asked_for(tmp_path: Path) -> None:
+    told = {"--title": "Budgets & bits", "--author": "A. <Reader>", "--caption": "What {{ 6*7 }} budgets cost."}
+    run([str(write_run(tmp_path / "0")), *(word for pair in told.items() for word in pair)])
+    page = (tmp_path / "0" / "report.html").read_text()
+    assert "<title>Budgets &amp; bits · offstage</title>" in page
+    for words in ("<h1>Budgets &amp; bits</h1>", ">A. &lt;Reader&gt;</p>", ">What {{ 6*7 }} budgets cost.</p>"):
+        assert words in page
+
+
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
     write_sweep(tmp_path / "sweep")
     for name in ("a", "b"):
