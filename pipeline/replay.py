@@ -2,21 +2,21 @@
 
 The one question a replay answers with its exit code is whether the outputs are the same: tokens, or what else a stage
 left (for a run without any: whether the plan is). The rest explains the answer: plans, the parts of each stage's key,
-versions, hardware, speed.
+versions, hardware, speed. ``offstage-report --compare`` shows all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from offstage.pipeline.cache.outline import Change, changes
 
 Record = Mapping[str, Any]
 TOKENS = "tokens"
-_SPEEDS = ("load_seconds", "prefill_seconds", "decode_seconds_per_token")
+_MEMORY = ("budget", "predicted", "measured")
 _FROM_BEFORE = ("skeleton", "device_map", "plan", "weights", "placement", "checkpoint")
 """The parts of a key that stand for earlier stages or for the checkpoint: a change there is told where it began."""
 
@@ -44,17 +44,25 @@ class Difference:
 class Comparison:
     """What two runs have in common and what not; every list is empty where there is nothing to tell.
 
-    ``kind`` says in a word what the outputs are, and ``difference`` is the first of them; ``moved`` are modules that
-    lie elsewhere, ``why`` the parts of the stages' keys that changed, ``environment`` versions and hardware, ``speed``
-    seconds then and now.
+    ``kind`` says in a word what the outputs are, and ``differences`` has the first of each that differs; ``moved`` are
+    modules that lie elsewhere, ``why`` the parts of the stages' keys that changed, ``environment`` versions and
+    hardware; the others are the sections of the records that have these names.
     """
 
     kind: str
-    difference: Difference | None
+    differences: tuple[Difference, ...]
     moved: tuple[Change, ...]
     why: tuple[Change, ...]
     environment: tuple[Change, ...]
-    speed: tuple[Change, ...]
+    config: tuple[Change, ...] = ()
+    model: tuple[Change, ...] = ()
+    memory: tuple[Change, ...] = ()
+    metrics: tuple[Change, ...] = ()
+
+    @property
+    def difference(self) -> Difference | None:
+        """The first of all outputs that differs, None if all are the same."""
+        return next(iter(self.differences), None)
 
     @property
     def same(self) -> bool:
@@ -63,22 +71,42 @@ class Comparison:
 
 
 def compare(then: Record, now: Record) -> Comparison:
-    """Hold the record ``now`` against the earlier ``then``."""
+    """Hold the record ``now`` against the earlier ``then``; a section that one lacks is empty."""
+    outputs, later = then.get("outputs") or (), now.get("outputs") or ()
     return Comparison(
-        kind=kind_of([*then["outputs"], *now["outputs"]]),
-        difference=first_difference(then["outputs"], now["outputs"]),
-        moved=tuple(_moved(then.get("device_map") or {}, now.get("device_map") or {})),
+        kind=kind_of([*outputs, *later]),
+        differences=tuple(differences(outputs, later)),
+        moved=tuple(_moved(_section(then, "device_map"), _section(now, "device_map"))),
         why=tuple(_changed_inputs(then, now)),
         environment=tuple(_other_environment(then, now)),
-        speed=tuple(Change(name, then["metrics"].get(name), now["metrics"].get(name)) for name in _SPEEDS),
+        config=_changed(then, now, "config"),
+        model=_changed(then, now, "model"),
+        memory=tuple(change for part in _MEMORY for change in _held(then, now, part)),
+        metrics=_changed(then, now, "metrics"),
     )
+
+
+def _section(record: Record, key: str) -> Record:
+    """Return the section ``key`` of ``record``, empty where it is missing or no mapping."""
+    value = record.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _changed(then: Record, now: Record, key: str) -> tuple[Change, ...]:
+    return tuple(changes(_section(then, key), _section(now, key)))
+
+
+def _held(then: Record, now: Record, part: str) -> Iterator[Change]:
+    """Yield the devices whose bytes differ in a ``part`` of what the records have of memory."""
+    before, after = (_section(_section(record, "memory"), part) for record in (then, now))
+    return changes(before, after, part)
 
 
 def _other_environment(then: Record, now: Record) -> Iterator[Change]:
     """Yield what differs in machine and versions: of other packages those alone that both runs imported."""
-    yield from changes(then["environment"], now["environment"])
-    before, after = then.get("packages") or {}, now.get("packages") or {}
-    both = sorted((before.keys() & after.keys()) - then["environment"].keys())
+    yield from _changed(then, now, "environment")
+    before, after = _section(then, "packages"), _section(now, "packages")
+    both = sorted((before.keys() & after.keys()) - _section(then, "environment").keys())
     yield from changes({name: before[name] for name in both}, {name: after[name] for name in both})
 
 
@@ -89,20 +117,25 @@ def kind_of(outputs: Sequence[Record]) -> str:
     return TOKENS if any("token_ids" in output for output in outputs) else "outputs"
 
 
-def first_difference(then: Sequence[Record], now: Sequence[Record]) -> Difference | None:
-    """Return the first token that differs between two runs' ``outputs``, None if all are the same.
+def differences(then: Sequence[Record], now: Sequence[Record]) -> Iterator[Difference]:
+    """Yield the first token that differs of each of two runs' outputs, then where one run has more of them.
 
     Outputs that aren't tokens are compared by all that the record has of them.
     """
     nothing: Record = {}
+    told = 0
     for place, (old, new) in enumerate(zip_longest(then, now, fillvalue=nothing)):
-        differences = _tokens(place, old, new) if kind_of([old, new]) == TOKENS else _parts(place, old, new)
-        first = next(differences, None)
-        if first is not None:
-            return first
-    if len(then) != len(now):
-        return Difference(min(len(then), len(now)), 0, None, None)
-    return None
+        found = _tokens(place, old, new) if kind_of([old, new]) == TOKENS else _parts(place, old, new)
+        for first in islice(found, 1):
+            told += 1
+            yield first
+    if not told and len(then) != len(now):
+        yield Difference(min(len(then), len(now)), 0, None, None)
+
+
+def first_difference(then: Sequence[Record], now: Sequence[Record]) -> Difference | None:
+    """Return the first token that differs between two runs' outputs, None if all are the same."""
+    return next(differences(then, now), None)
 
 
 def _tokens(sequence: int, old: Record, new: Record) -> Iterator[Difference]:
@@ -141,9 +174,10 @@ def _is_split(name: str, device_map: Record) -> bool:
 
 def _changed_inputs(then: Record, now: Record) -> Iterator[Change]:
     """Yield what changed in the keys of the stages, each change where it began."""
-    before = {stage["name"]: stage.get("inputs") or {} for stage in then["stages"]}
-    for stage in now["stages"]:
-        old, new = before.get(stage["name"], {}), stage.get("inputs") or {}
-        own = [name for name in dict.fromkeys((*old, *new)) if name not in _FROM_BEFORE]
-        for name in own if old else ():
-            yield from changes(old.get(name), new.get(name), f"{stage['name']}.{name}")
+    before = {str(stage.get("name")): _section(stage, "inputs") for stage in then.get("stages") or ()}
+    for stage in now.get("stages") or ():
+        name, new = str(stage.get("name")), _section(stage, "inputs")
+        old = before.get(name, {})
+        own = [part for part in dict.fromkeys((*old, *new)) if part not in _FROM_BEFORE]
+        for part in own if old else ():
+            yield from changes(old.get(part), new.get(part), f"{name}.{part}")

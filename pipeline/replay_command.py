@@ -36,6 +36,7 @@ from offstage.pipeline.trust import REMOTE_CODE, Trust, TrustRequest, named_code
 
 NAME = "offstage-replay"
 DIFFERENT = 1
+_SPEEDS = ("load_seconds", "prefill_seconds", "decode_seconds_per_token")
 _SHOWN = 8
 """Entries of one list that are printed; the record has them all."""
 
@@ -141,8 +142,8 @@ def _report(found: Comparison) -> Iterable[str]:
         yield from _listed(found.why)
     yield f"machine   {'versions or hardware differ' if found.environment else 'the same versions and hardware'}"
     yield from _listed(found.environment)
-    for speed in found.speed:
-        if isinstance(speed.then, int | float) and isinstance(speed.now, int | float):
+    for speed in found.metrics:
+        if speed.place in _SPEEDS and isinstance(speed.then, int | float) and isinstance(speed.now, int | float):
             yield f"speed     {speed.place.replace('_', ' ')}: {speed.then:.4f} then, {speed.now:.4f} now"
 
 

@@ -39,11 +39,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if sum(map(bool, (options.paths, options.compare, options.bundle))) != 1:
         raise ConfigError("give either one PATH or more, --compare A B, or --bundle RUN…; see offstage-report --help")
     if options.bundle:
-        _bundle(options.bundle, output=options.output)
+        _bundle(options)
     elif options.compare:
         _compare(*options.compare, output=options.output)
     else:
-        _report(options.paths, output=options.output)
+        _report(options)
     return 0
 
 
@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run, a sweep, or a folder above them")
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write; made if it is missing")
+    parser.add_argument("--title", default="", help="what stands on top of the page; without it the paths do")
+    parser.add_argument("--author", default="", help="who made the report")
+    parser.add_argument("--caption", default="", help="a sentence about what it shows")
     parser.add_argument("--compare", metavar=("A", "B"), nargs=2, type=Path, help="two runs: say what changed")
     parser.add_argument(
         "--bundle", metavar="RUN", nargs="+", type=Path,
@@ -64,40 +67,43 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(paths: Sequence[Path], *, output: Path | None) -> None:
+def _report(options: argparse.Namespace) -> None:
     _require_libraries()
     from offstage.pipeline.report.run_folders import find
     from offstage.pipeline.report.summary import summarise
     from offstage.pipeline.report.terminal import show_summary
 
-    folder = _folder(paths[0], output)
+    paths: Sequence[Path] = options.paths
+    folder = _folder(paths[0], options.output)
     summary = summarise(find(paths, page_folder=folder))
-    _write(folder, _texts(summary, title=", ".join(str(path) for path in paths)))
+    _write(folder, _texts(summary, options, title=", ".join(map(str, paths))))
     screen = Screen()
     show_summary(screen, summary)
     screen.print(f"\n{folder / 'report.html'}", markup=False, soft_wrap=True)
 
 
-def _texts(summary: Summary, *, title: str) -> dict[str, str]:
-    """Return the files of a report by name."""
+def _texts(summary: Summary, options: argparse.Namespace, *, title: str) -> dict[str, str]:
+    """Return the files of a report by name; the page is called ``title`` unless ``options`` say otherwise."""
     from offstage.pipeline.report.exports import as_csv, as_json
-    from offstage.pipeline.report.page import report_page
+    from offstage.pipeline.report.page import Heading, report_page
 
-    texts = {"html": report_page(summary, title=title), "csv": as_csv(summary), "json": as_json(summary)}
+    page = report_page(summary, Heading(options.title or title, options.author, options.caption))
+    texts = {"html": page, "csv": as_csv(summary), "json": as_json(summary)}
     return {f"report.{kind}": text for kind, text in texts.items()}
 
 
-def _bundle(paths: Sequence[Path], *, output: Path | None) -> None:
+def _bundle(options: argparse.Namespace) -> None:
     _require_libraries()
     from offstage.pipeline.report.bundle import SUFFIX, bundle
     from offstage.pipeline.report.run_folders import find
     from offstage.pipeline.report.summary import summarise
 
+    paths: Sequence[Path] = options.bundle
     found = find(paths)
     if found.problems:
         raise StorageError(f"{found.problems[0].path}: {found.problems[0].reason}; give runs that can be read")
-    target = output or Path(f"{paths[0].resolve().name}{SUFFIX}")
-    texts = _texts(summarise(found), title=", ".join(path.name for path in paths))
+    target = options.output or Path(f"{paths[0].resolve().name}{SUFFIX}")
+    texts = _texts(summarise(found), options, title=", ".join(path.name for path in paths))
     count = bundle([job.run.folder / RECORD for job in found.jobs], texts, target)
     Screen().print(
         f"{target}: {len(found.jobs)} run{'s' * (len(found.jobs) != 1)}, {count} files", markup=False, soft_wrap=True
@@ -106,13 +112,13 @@ def _bundle(paths: Sequence[Path], *, output: Path | None) -> None:
 
 def _compare(one: Path, other: Path, *, output: Path | None) -> None:
     _require_libraries()
-    from offstage.pipeline.report.comparison import compare
+    from offstage.pipeline.report.comparison import compare_runs
     from offstage.pipeline.report.exports import comparison_json
     from offstage.pipeline.report.page import comparison_page
     from offstage.pipeline.report.run_folders import find_one
     from offstage.pipeline.report.terminal import show_comparison
 
-    comparison = compare(find_one(one), find_one(other))
+    comparison = compare_runs(find_one(one), find_one(other))
     folder = _folder(one, output)
     _write(folder, {"compare.html": comparison_page(comparison), "compare.json": comparison_json(comparison)})
     screen = Screen()

@@ -1,18 +1,22 @@
-"""What changed between two runs: config, environment, plan, memory, speed and tokens."""
+"""What changed between two runs, as ``pipeline/replay.py`` finds it, told in words and units."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from offstage.pipeline.report.differences import flatten, spread
-from offstage.pipeline.report.placements import in_tier_order, read_layers
-from offstage.pipeline.report.quantities import MISSING, tell, tell_figure
-from offstage.pipeline.report.records import Answer, Number, Run
+from offstage.pipeline.cache.outline import Change
+from offstage.pipeline.replay import Comparison, compare
+from offstage.pipeline.report.differences import as_text
+from offstage.pipeline.report.placements import read_layers
+from offstage.pipeline.report.quantities import MISSING, tell_figure
+from offstage.pipeline.report.records import Run
 from offstage.pipeline.report.speed import BOUND, PREDICTED_BOUND
 
 _SAME = "No change."
+_WORDS = {BOUND: "bound by", PREDICTED_BOUND: "predicted bound"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,102 +48,100 @@ class RunComparison:
     sections: tuple[Section, ...]
 
 
-def compare(before: Run, after: Run) -> RunComparison:
+def compare_runs(before: Run, after: Run) -> RunComparison:
     """Return what changed from ``before`` to ``after``."""
+    runs = (before, after)
+    found = compare(*(_record(run) for run in runs))
+    status = [(run.status, " ".join(run.reason.split())) for run in runs]
+    ended = [
+        Change(name, *pair) for name, *pair in zip(("status", "reason"), *status, strict=True) if len(set(pair)) > 1
+    ]
     sections = (
-        _texts(
-            "Status",
-            {"status": before.status, "reason": before.reason},
-            {"status": after.status, "reason": after.reason},
-        ),
-        _texts("Config", flatten(before.config), flatten(after.config)),
-        _texts("Environment", flatten(before.environment), flatten(after.environment)),
-        _texts("Model", _model(before), _model(after)),
-        _plan(before, after),
-        _memory(before, after),
-        _speed(before, after),
-        Section("Tokens", (), tuple(compare_answers(before.answers, after.answers))),
+        _section("Status", ended),
+        _section("Config", found.config),
+        _section("Environment", found.environment),
+        _section("Model", found.model, tell=_figure),
+        _plan(found, before, after),
+        _section("Inputs", found.why),
+        _section("Memory", found.memory, tell=_bytes, numeric=True),
+        _section("Speed", found.metrics, tell=_figure, numeric=True),
+        Section("Tokens", (), _outputs(found, before, after)),
     )
     return RunComparison(before.folder, after.folder, sections)
 
 
-def compare_answers(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
-    """Return in words whether the new tokens are the same, and where not, the first that differs of each prompt."""
-    if not before or not after:
-        without = " nor ".join(name for name, answers in (("A", before), ("B", after)) if not answers)
-        return [f"Neither {without} has outputs." if " nor " in without else f"{without} has no outputs."]
-    lines = [f"A has {len(before)} answers, B has {len(after)}."] if len(before) != len(after) else []
-    for index, (one, other) in enumerate(zip(before, after, strict=False)):
-        lines += [f"Prompt {index}: {fault}" for fault in _answer_faults(one, other)]
-    kind = "tokens" if any(answer.token_ids for answer in (*before, *after)) else "outputs"
-    return lines or [f"The same {kind}."]
+def _record(run: Run) -> Mapping[str, Any]:
+    """Return the record of ``run`` with its numbers made sure of, and with the map of the plan that it followed."""
+    layers = {layer.name: " and ".join(layer.devices) for layer in read_layers(run)}
+    return {
+        **run.record,
+        "device_map": layers,
+        "memory": run.memory,
+        "metrics": {**run.metrics, **run.words},
+        "model": {"class": run.model.class_name, "parameters": run.model.parameters, "bytes": run.model.bytes},
+    }
 
 
-def _answer_faults(one: Answer, other: Answer) -> list[str]:
-    faults = ["the prompts differ."] if one.prompt != other.prompt else []
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    place = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
-    if place is not None:
-        a, b = one.token_ids[place], other.token_ids[place]
-        faults.append(f"token {place} is the first that differs, {a} in A and {b} in B.")
-    elif not one.token_ids and not other.token_ids and one.result != other.result:
-        faults.append(f"{one.text} in A and {other.text} in B.")
-    elif len(one.token_ids) != len(other.token_ids):
-        faults.append(f"A has {len(one.token_ids)} tokens and B {len(other.token_ids)}; those in both are the same.")
-    return faults
+def _text(_key: str, value: object) -> str:
+    return MISSING if value is None or value == "" else as_text(value)
 
 
-def _texts(title: str, before: dict[str, str], after: dict[str, str]) -> Section:
-    changes = []
-    for entry in spread({"A": before, "B": after}):
-        if entry.differs:
-            (one, _), (other, _) = entry.values
-            changes.append(ChangedValue(entry.key, one or MISSING, other or MISSING))
-    return Section(title, tuple(changes), () if changes else (_SAME,))
+def _figure(key: str, value: object) -> str:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return tell_figure(key, value) if known else _text(key, value)  # type: ignore[arg-type]
 
 
-def _model(run: Run) -> dict[str, str]:
-    """Return what was loaded: its class, parameters by dtype, and bytes."""
-    counts = {f"{dtype} parameters": f"{count:,}" for dtype, count in run.model.parameters.items() if count is not None}
-    known = {"class": run.model.class_name, "bytes": tell(run.model.bytes, "bytes") if run.model.bytes else ""}
-    return {**counts, **{name: told for name, told in known.items() if told}}
+def _bytes(_key: str, value: object) -> str:
+    return _figure("bytes", value)
 
 
-def _plan(before: Run, after: Run) -> Section:
+def _section(
+    title: str, changes: Iterable[Change], *, tell: Callable[[str, object], str] = _text, numeric: bool = False
+) -> Section:
+    told = tuple(
+        ChangedValue(
+            _title(change.place, is_memory=tell is _bytes),
+            tell(change.place, change.then),
+            tell(change.place, change.now),
+            _ratio(change) if numeric else "",
+        )
+        for change in changes
+    )
+    return Section(title, told, () if told else (_SAME,), numeric)
+
+
+def _title(place: str, *, is_memory: bool) -> str:
+    return place.replace(".", " ", 1) if is_memory else _WORDS.get(place, place)
+
+
+def _ratio(change: Change) -> str:
+    """Return B over A, nothing of words, a dash where one of them is no number or A is nothing."""
+    one, other = change.then, change.now
+    if isinstance(one, str) or isinstance(other, str):
+        return ""
+    return f"{other / one:.2f}" if isinstance(one, int | float) and isinstance(other, int | float) and one else MISSING
+
+
+def _plan(found: Comparison, before: Run, after: Run) -> Section:
     """Return the layers that lie elsewhere."""
-    plans = [read_layers(run) for run in (before, after)]
-    gone = [name for name, layers in zip("AB", plans, strict=True) if not layers]
+    plans = {name: read_layers(run) for name, run in (("A", before), ("B", after))}
+    gone = [name for name, layers in plans.items() if not layers]
     if gone:
         return Section("Plan", (), (f"The plan of {' and '.join(gone)} is not there: pruned, or never made.",))
-    old, new = ({layer.name: " and ".join(layer.devices) for layer in layers} for layers in plans)
-    section = _texts("Plan", old, new)
+    section = _section("Plan", found.moved)
     if not section.changes:
         return section
-    return Section("Plan", section.changes, (f"{len(section.changes)} of {len(old | new)} layers lie elsewhere.",))
+    count = len({layer.name for layers in plans.values() for layer in layers})
+    return Section("Plan", section.changes, (f"{len(section.changes)} of {count} layers lie elsewhere.",))
 
 
-def _memory(before: Run, after: Run) -> Section:
-    changes = []
-    for title, held in before.memory.items():
-        now = after.memory[title]
-        for device in in_tier_order([*held, *now]):
-            changes += _change(f"{title} {device}", held.get(device), now.get(device), figure="bytes")
-    return Section("Memory", tuple(changes), () if changes else (_SAME,), numeric=True)
-
-
-def _speed(before: Run, after: Run) -> Section:
-    changes = []
-    for name in dict.fromkeys([*before.metrics, *after.metrics]):
-        changes += _change(name, before.metric(name), after.metric(name), figure=name)
-    for title, name in (("bound by", BOUND), ("predicted bound", PREDICTED_BOUND)):
-        one, other = (run.words.get(name, MISSING) for run in (before, after))
-        changes += [ChangedValue(title, one, other)] if one != other else []
-    return Section("Speed", tuple(changes), () if changes else (_SAME,), numeric=True)
-
-
-def _change(key: str, one: Number | None, other: Number | None, *, figure: str) -> list[ChangedValue]:
-    """Return what changed under ``key``, in the unit that the name of its ``figure`` says."""
-    if one == other:
-        return []
-    ratio = f"{other / one:.2f}" if one and other is not None else MISSING
-    return [ChangedValue(key, tell_figure(figure, one), tell_figure(figure, other), ratio)]
+def _outputs(found: Comparison, before: Run, after: Run) -> tuple[str, ...]:
+    """Return in words whether the outputs are the same, and where not, the first that differs of each."""
+    without = " nor ".join(name for name, run in (("A", before), ("B", after)) if not run.answers)
+    if without:
+        return (f"Neither {without} has outputs." if " nor " in without else f"{without} has no outputs.",)
+    lines = [f"A has {len(before.answers)} answers, B has {len(after.answers)}."]
+    pairs = enumerate(zip(before.answers, after.answers, strict=False))
+    prompts = [f"Prompt {number}: the prompts differ." for number, (one, other) in pairs if one.prompt != other.prompt]
+    told = [*lines * (len(before.answers) != len(after.answers)), *prompts, *map(str, found.differences)]
+    return tuple(told) or (f"The same {found.kind}.",)

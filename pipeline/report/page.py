@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -42,6 +42,15 @@ _MOST_CHARACTERS = 600
 
 
 @dataclass(frozen=True, slots=True)
+class Heading:
+    """What stands on top of a report: its ``title``, and who made it and what it shows, where that is said."""
+
+    title: str
+    author: str = ""
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSection:
     """What the page shows of one checkpoint: the facts of its jobs, and their pictures."""
 
@@ -50,11 +59,11 @@ class CheckpointSection:
     pictures: Sequence[Picture]
 
 
-def report_page(summary: Summary, *, title: str) -> str:
+def report_page(summary: Summary, heading: Heading) -> str:
     """Return the report as HTML."""
     return _render(
         "report.html.jinja",
-        title=title,
+        **asdict(heading),
         summary=summary,
         facts=headline(summary),
         differing=told_differences(summary.conditions),

@@ -102,7 +102,8 @@ class Run:
     cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
     experts wait: layer → counts by name. ``losses`` are those of a training, step by step. ``samples`` are all that are
     known, ``cap_untested`` why no cap was tested that was asked for. ``started`` is the moment in ISO 8601. By its
-    ``signature`` a record of this user is known, with the ``places`` that it notes.
+    ``signature`` a record of this user is known, with the ``places`` that it notes. ``record`` is the whole file, its
+    text printable.
     """
 
     folder: Path
@@ -131,6 +132,7 @@ class Run:
     started: str = ""
     signature: str = ""
     places: object = None
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def counting(self) -> tuple[RunSample, ...]:
@@ -230,6 +232,7 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         started=str(content.get("started") or ""),
         signature=str(content.get("signature") or ""),
         places=content.get("places"),
+        record=content,
     )
 
 

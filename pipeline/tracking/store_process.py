@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,19 @@ def main() -> None:
     os.environ.update(HURRY if given.check else {**PATIENCE, **os.environ})
     try:
         with foreign(StorageError, ""):
-            if given.check is not None:
-                _check(TrackerConfig(**json.loads(given.check)), given.folder)
-            elif given.end is not None:
-                end_sweep(given.folder, jobs=given.end)
-            else:
-                _log(given.folder, given.sweep)
+            _act(given)
     except StorageError as error:
         sys.stderr.write("\n" + " ".join(str(error).removeprefix(": ").split()) + "\n")
         sys.exit(1)
+
+
+def _act(given: Namespace) -> None:
+    if given.check is not None:
+        _check(TrackerConfig(**json.loads(given.check)), given.folder)
+    elif given.end is not None:
+        end_sweep(given.folder, jobs=given.end)
+    else:
+        _log(given.folder, given.sweep)
 
 
 def _check(tracker: TrackerConfig, sweep: Path | None) -> None:

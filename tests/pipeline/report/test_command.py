@@ -9,14 +9,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from offstage.pipeline.command_exit import guarded
 from offstage.pipeline.report.command import run
-from offstage.pipeline.report.comparison import compare_answers
-from offstage.pipeline.report.records import Answer
+from offstage.pipeline.report.comparison import compare_runs
+from offstage.pipeline.report.records import read_run
 from offstage.pipeline.report.run_folders import find
 from offstage.pipeline.report.summary import summarise
 from offstage.pipeline.report.terminal import show_summary
@@ -63,6 +64,15 @@ def test_the_output_folder_is_made_and_the_sweep_left_alone(tmp_path: Path) -> N
     run([str(write_sweep(tmp_path / "sweep")), "--output", str(tmp_path / "new" / "er")])
     assert (tmp_path / "new" / "er" / "report.html").exists()
     assert not list((tmp_path / "sweep").glob("report.*"))
+
+
+def test_the_page_has_the_title_author_and_caption_that_are_asked_for(tmp_path: Path) -> None:
+    told = {"--title": "Budgets & bits", "--author": "A. <Reader>", "--caption": "What {{ 6*7 }} budgets cost."}
+    run([str(write_run(tmp_path / "0")), *(word for pair in told.items() for word in pair)])
+    page = (tmp_path / "0" / "report.html").read_text()
+    assert "<title>Budgets &amp; bits · offstage</title>" in page
+    for words in ("<h1>Budgets &amp; bits</h1>", ">A. &lt;Reader&gt;</p>", ">What {{ 6*7 }} budgets cost.</p>"):
+        assert words in page
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
@@ -163,7 +173,7 @@ def test_a_comparison_says_what_changed(tmp_path: Path, capsys: pytest.CaptureFi
     one = write_run(tmp_path / "0", seconds=0.5, tokens=[1, 2, 3])
     other = write_run(tmp_path / "1", budget=2 * 10**9, policy="balanced", seconds=0.25, tokens=[1, 9, 3])
     run(["--compare", str(one), str(other)])
-    assert "Prompt 0: token 1 is the first that differs, 2 in A and 9 in B." in capsys.readouterr().out
+    assert "sequence 0, token 1: was 2, is 9" in capsys.readouterr().out
     content = json.loads((one / "compare.json").read_text())
     config = {change["key"]: (change["before"], change["after"]) for change in content["config"]["changes"]}
     assert config == {"max_memory.cpu": ("1000MB", "2000MB"), "device_map": ("sequential", "balanced")}
@@ -172,26 +182,33 @@ def test_a_comparison_says_what_changed(tmp_path: Path, capsys: pytest.CaptureFi
     assert content["model"]["notes"] == ["No change."]
     speed = {change["key"]: change["ratio"] for change in content["speed"]["changes"]}
     assert speed == {"decode_seconds_per_token": "0.50", "decode_tokens_per_second": "2.00"}
-    assert "first that differs" in (one / "compare.html").read_text()
+    assert "sequence 0, token 1: was 2, is 9" in (one / "compare.html").read_text()
 
 
-def answer(*tokens: int, prompt: str = "p") -> Answer:
-    return Answer(prompt, "", tokens)
+def answer(*tokens: int, prompt: str = "p") -> dict[str, Any]:
+    return {"prompt": prompt, "text": "", "token_ids": list(tokens)}
 
 
 @pytest.mark.parametrize(
     ("before", "after", "lines"),
     [
         ([answer(1, 2)], [answer(1, 2)], ["The same tokens."]),
-        ([answer(1, 2)], [answer(1, 2, 3)], ["Prompt 0: A has 2 tokens and B 3; those in both are the same."]),
-        ([answer(1), answer(2)], [answer(1)], ["A has 2 answers, B has 1."]),
+        ([answer(1, 2)], [answer(1, 2, 3)], ["sequence 0, token 2: was nothing, is 3"]),
+        ([answer(1), answer(2)], [answer(1)], ["A has 2 answers, B has 1.", "sequence 1, token 0: was 2, is nothing"]),
         ([answer(1)], [answer(1, prompt="q")], ["Prompt 0: the prompts differ."]),
         ([], [answer(1)], ["A has no outputs."]),
         ([], [], ["Neither A nor B has outputs."]),
     ],
 )
-def test_tokens_are_compared_in_words(before: list[Answer], after: list[Answer], lines: list[str]) -> None:
-    assert compare_answers(before, after) == lines
+def test_tokens_are_compared_in_words(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], lines: list[str], tmp_path: Path
+) -> None:
+    runs = []
+    for name, outputs in (("a", before), ("b", after)):
+        path = write_run(tmp_path / name) / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"outputs": outputs}))
+        runs.append(read_run(path))
+    assert list(compare_runs(*runs).sections[-1].notes) == lines
 
 
 def test_a_thousand_runs_take_seconds(tmp_path: Path) -> None:

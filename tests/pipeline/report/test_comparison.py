@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.report.comparison import ChangedValue, compare
+from offstage.pipeline.report.comparison import ChangedValue, compare_runs
 from offstage.pipeline.report.quantities import MISSING
 from offstage.pipeline.report.run_folders import find_one
 from tests.pipeline.report.sample_runs import write_run
@@ -35,11 +35,11 @@ def test_a_figure_is_told_in_its_own_unit(
         find_one(write_run(tmp_path / side, metrics={} if value is None else {name: value}))
         for side, value in (("a", before), ("b", after))
     ]
-    (changes,) = (section.changes for section in compare(*runs).sections if section.title == "Speed")
+    (changes,) = (section.changes for section in compare_runs(*runs).sections if section.title == "Speed")
     assert [(change.before, change.after) for change in changes if change.key == name] == [told]
 
 
 def test_memory_is_told_in_bytes(tmp_path: Path) -> None:
     runs = [find_one(write_run(tmp_path / str(peak), peak=peak)) for peak in (1_000_000, 1_500_000)]
-    (changes,) = (section.changes for section in compare(*runs).sections if section.title == "Memory")
+    (changes,) = (section.changes for section in compare_runs(*runs).sections if section.title == "Memory")
     assert ChangedValue("measured cpu", "1.00 MB", "1.50 MB", "1.50") in changes

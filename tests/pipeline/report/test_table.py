@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offstage.pipeline.report.command import run
-from offstage.pipeline.report.comparison import ChangedValue, compare
+from offstage.pipeline.report.comparison import ChangedValue, compare_runs
 from offstage.pipeline.report.noise import noise
 from offstage.pipeline.report.quantities import MISSING
 from offstage.pipeline.report.records import read_run
@@ -70,7 +70,7 @@ def test_a_comparison_tells_what_the_plans_predict_to_bind(tmp_path: Path) -> No
         read_run(write_run(tmp_path / bound, metrics={**PREDICTED, "predicted_bound": bound}) / "run.json")
         for bound in ("storage", "link")
     ]
-    speed = next(section for section in compare(*runs).sections if section.title == "Speed")
+    speed = next(section for section in compare_runs(*runs).sections if section.title == "Speed")
     assert speed.changes == (ChangedValue("predicted bound", "storage", "link"),)
 
 
