@@ -23,7 +23,7 @@ CONFIGS: dict[str, Any] = {
     "tied, with embedded positions": GPT2Config(vocab_size=128, n_embd=64, n_layer=6, n_head=4, n_positions=64),
     "mixture": MixtralConfig(**SIZES, num_local_experts=4),
 }
-RATES = {"storage": "1GB", "host": "2MB", "link": "1MB", "device": "800GB"}
+RATES = {"storage": "1GB", "host": "2MB", "link": "1MB", "device": "800GB", "launches": "1GB"}
 
 
 @torch.no_grad()

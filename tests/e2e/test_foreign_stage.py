@@ -99,7 +99,7 @@ from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.stages.machine.process_memory import FILE_NAME, identity
 
 kept, told = Path("outputs/cache/hardware"), []
-write_sealed(kept / FILE_NAME, {identity(): 300_000_000})
+write_sealed(kept / FILE_NAME, {identity(): {"host": 300_000_000}})
 for arguments in json.load(sys.stdin):
     GlobalHydra.instance().clear()
     said = io.StringIO()

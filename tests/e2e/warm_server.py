@@ -38,6 +38,7 @@ IMPORTED = (
 """What the slowest of a run's imports belong to; a fork imports the others as a process does."""
 SET_BY_RUNS = (
     "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED",
 )  # fmt: skip
 """Environment variables that a run, or a compiled generate, sets in its process, which may be that of the tests."""
 _REQUEST_BYTES, _DESCRIPTORS = 1 << 20, 8

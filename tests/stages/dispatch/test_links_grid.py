@@ -80,7 +80,13 @@ def options(name: str, devices: int, way: str, plain: Any, draw: random.Random) 
         "max_memory": {**shares, CPU: round(whole * draw.uniform(0.0, 1.2))} if way == "optimal" else loose,
         "hardware": {
             "devices": [{"name": str(device), "memory": "8MB"} for device in range(devices)],
-            "rates": {"storage": "50GB", "host": "50GB", "link": "1GB", "device": "800GB"},  # links bind
+            "rates": {
+                "storage": "50GB",
+                "host": "50GB",
+                "link": "1GB",
+                "device": "800GB",
+                "launches": "1GB",
+            },  # links bind
         },
         "storage": {"io": "direct"},
     }

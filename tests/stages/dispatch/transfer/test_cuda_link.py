@@ -61,6 +61,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: fake.stream("copies"))
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: fake.current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: id(fake.current), raising=False)
     monkeypatch.setattr(torch.cuda, "set_stream", fake.enter)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.log.append(f"host waits for {device}"))
     runtime = SimpleNamespace(cudaHostRegister=fake.register, cudaHostUnregister=fake.unregister)
