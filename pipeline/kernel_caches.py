@@ -6,8 +6,8 @@ length is another shape for every matrix, and so is each token where attention i
 and each number of tokens that an expert gets: a process grew by 1.3 MB a token, which no plan can predict. A shape
 that comes back after many others is compiled again, in about half a millisecond; the bits are those of the same code.
 
-On Hopper and Blackwell torch prefers cuDNN's attention, which plans anew for each length of the cache: of 54 ms a token
-that a model of a billion parameters took on an H100, 30 were that. What torch prefers elsewhere is there too.
+On Hopper and Blackwell torch prefers cuDNN's attention, which plans anew for each length of the cache: on an H100 more
+than half of a token's time, with a billion parameters. What torch prefers elsewhere is there too.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ from offstage.pipeline.stage import Config
 
 SCREEN = "screen.log"
 """What a job that the sweep starts itself would have shown on a screen of its own."""
+ENDING_SECONDS = 15.0
+"""How long jobs beside each other have to end after they were told to."""
 _ENTRY = "from offstage.pipeline.commands import queued_job; queued_job()"
 _QUEUED, _EXIT = ".job.json", ".job.exit"
 """What a queue's process starts from, and the exit code that it leaves at its end."""

@@ -16,7 +16,7 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig
 
 from offstage.pipeline.environment import allowed_cores
-from offstage.pipeline.sweeps.job_run import SCREEN, JobEnd, is_debugging, queued_command, run_job
+from offstage.pipeline.sweeps.job_run import ENDING_SECONDS, SCREEN, JobEnd, is_debugging, queued_command, run_job
 from offstage.pipeline.sweeps.jobs import ComposedJob
 from offstage.pipeline.sweeps.preparation import MachinePreparation
 from offstage.pipeline.sweeps.progress import SweepProgress
@@ -24,9 +24,6 @@ from offstage.pipeline.sweeps.progress import SweepProgress
 _POLL_SECONDS = 0.1
 _PLAN_ALONE, _PLAN_BYTES = ("empty_init", "plan"), 2 * 10**9
 """The stages that compute nothing, and what a process may take for them: a large model's plan takes less."""
-_ENDING_SECONDS = 15.0
-"""How long jobs have to end after they were told to."""
-
 Ended = Callable[[ComposedJob, JobEnd], None]
 Processes = dict["subprocess.Popen[bytes]", ComposedJob]
 
@@ -101,7 +98,7 @@ def _end(processes: Collection[subprocess.Popen[bytes]]) -> None:
     """Have ``processes`` end, and their records say so: first they are asked to."""
     for process in processes:
         process.send_signal(signal.SIGINT)
-    deadline = time.monotonic() + _ENDING_SECONDS
+    deadline = time.monotonic() + ENDING_SECONDS
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

@@ -26,7 +26,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.errors import ConfigError, words_of
-from offstage.pipeline.sweeps.job_run import JobEnd, queued_command
+from offstage.pipeline.sweeps.job_run import ENDING_SECONDS, JobEnd, queued_command
 from offstage.pipeline.sweeps.jobs import ComposedJob
 from offstage.pipeline.sweeps.progress import SweepProgress
 from offstage.pipeline.sweeps.sweep_keys import QueueKeys
@@ -34,8 +34,6 @@ from offstage.pipeline.sweeps.sweep_keys import QueueKeys
 _POLL_SECONDS = 1.0
 _ABSENT_SECONDS = 30.0
 """How long a queue that answers hasn't known a job that is lost: its exit code may be on its way from a node."""
-_ENDING_SECONDS = 15.0
-"""How long jobs have to end after they were told to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ class SlurmJobs:
         """Have every job that still runs end, and wait until its record says so."""
         for each in jobs:
             each.queued.cancel(check=False)
-        deadline = time.monotonic() + _ENDING_SECONDS
+        deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline and jobs:
             time.sleep(_POLL_SECONDS / 10)
             self._queue.ask()

@@ -35,7 +35,7 @@ def fold_grouped(entries: Mapping[str, Extent], quantization: Mapping[str, objec
     for name, entry in entries.items():
         module, _, kind = name.rpartition(".")
         if kind == _CODES:
-            folded[f"{module}.weight"] = _Weight(module, entries, scheme).folded()
+            folded[f"{module}.weight"] = _GroupedWeight(module, entries, scheme).folded()
         elif kind not in _BESIDE or f"{module}.{_CODES}" not in entries:
             _check_alone(name, entry, entries)
             folded[name] = entry
@@ -88,7 +88,7 @@ def _made_up(inputs: int, groups: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
+class _GroupedWeight:
     """The packed weight of ``module`` among the checkpoint's ``entries``, as its config's ``scheme`` has it."""
 
     module: str

@@ -28,7 +28,8 @@ _ROUTES = 4
 class Schedule:
     """A cyclic order of part numbers, the next step, and the first step not yet asked for.
 
-    Those of ``order`` that are ``optional`` aren't in it. A step is a position in the endless repetition of the order:
+    ``order`` are the parts of one pass, as they are expected, and those of the backward after it. Those of the order
+    that is given that are ``optional`` aren't in it. A step is a position in the endless repetition of the order:
     after the last part of a pass comes the first of the next one, or of the backward pass that is expected between.
     What was left out and is used now comes before that, as far as it is known what follows it.
     """
@@ -40,7 +41,7 @@ class Schedule:
         self._saved: list[int] = []  # what the pass had saved that this followed
         self._left_out: set[int] = set()  # what no pass is expected to use
         self._routes: list[list[int]] = []  # what was used where some of that was used, the latest first
-        self._order = self._forward  # and what comes between
+        self.order = self._forward  # and what comes between
         self._beside: list[int] = []  # the rest of one of them that is expected now
         self._beside_asked = 0
         self._again: set[int] = set()  # what was left out, and used by the last pass all the same
@@ -52,16 +53,11 @@ class Schedule:
         self._wanted: dict[int, int] = {}
         self._seen: list[int] = []
 
-    @property
-    def order(self) -> list[int]:
-        """The parts of one pass, in the order in which they are expected, and those of the backward after it."""
-        return self._order
-
     def next_to_ask(self) -> int | None:
         """Return the part to ask for next, at most one pass ahead; null where all that is known was asked for."""
         if self._beside_asked < len(self._beside):
             return self._beside[self._beside_asked]
-        order = self._order
+        order = self.order
         return order[self._asked % len(order)] if self._asked < self._step + len(order) else None
 
     def note_asked(self, part: int) -> None:
@@ -74,8 +70,8 @@ class Schedule:
 
     def expected(self) -> list[int]:
         """Return the parts from the next one on, at most one pass ahead."""
-        begun = self._step % len(self._order) if self._order else 0
-        return [*self._beside, *self._order[begun:], *self._order[:begun]]
+        begun = self._step % len(self.order) if self.order else 0
+        return [*self._beside, *self.order[begun:], *self.order[:begun]]
 
     def wanted(self, part: int) -> bool:
         """Return whether ``part`` is among the steps that were asked for and not yet used."""
@@ -96,7 +92,7 @@ class Schedule:
             self._keep_beside([])
         if part in self._left_out:
             return self._follow_route(part)
-        order, step = self._order, self._step
+        order, step = self.order, self._step
         for ahead in range(len(order)):
             if order[(step + ahead) % len(order)] == part:
                 self._skip_to(step + ahead + 1)
@@ -111,7 +107,7 @@ class Schedule:
         rest = route[route.index(part) + 1 :]
         if not rest:
             return False
-        begun = self._step % len(self._order) if self._order else 0
+        begun = self._step % len(self.order) if self.order else 0
         is_over = not begun and not self._left_out.issuperset(self._seen)
         if self._in_pass and begun < len(self._forward) and not is_over:
             self._skip_to(self._step - begun + len(self._forward))
@@ -153,8 +149,8 @@ class Schedule:
             self._note_route(used)
             self._turn_to([], step=0)
             return True
-        if self._order:
-            self._skip_to(-(-self._step // len(self._order)) * len(self._order))
+        if self.order:
+            self._skip_to(-(-self._step // len(self.order)) * len(self.order))
         return False
 
     def end_pass(self) -> bool:
@@ -198,7 +194,7 @@ class Schedule:
     def _turn_to(self, backward: list[int], *, step: int) -> None:
         """Expect ``backward`` after each pass, and next what is at ``step``."""
         self._backward, self._step = backward, step
-        self._order = self._forward + self._backward
+        self.order = self._forward + self._backward
         self.ask_again()
 
     def ask_again(self) -> None:
@@ -208,6 +204,6 @@ class Schedule:
 
     def _skip_to(self, step: int) -> None:
         for used in range(self._step, min(step, self._asked)):
-            self._wanted[self._order[used % len(self._order)]] -= 1
+            self._wanted[self.order[used % len(self.order)]] -= 1
         self._step = step
         self._asked = max(self._asked, step)

@@ -191,15 +191,14 @@ class Mover:
         """Ask for one copy. The lock makes the order of the numbers that of the copies, where they are done later."""
         size = data.nbytes
         target = _bytes(transfer, begin, size)
-        began = time.perf_counter() if self._watcher is not None else 0.0
+        began = time.perf_counter()
         if after is None:
             self.link.copy(data, target, after=None)
             moved = Moved(copied_bytes=size)
         else:
             with self._ordering:
                 moved = Moved(next(self._order), self.link.copy(data, target, after=after), size)
-        if self._watcher is not None:
-            self._watch("copy", began, moved)
+        self._watch("copy", began, moved)
         return moved
 
     def _watch(self, what: str, began: float, moved: Moved) -> None:
