@@ -14,6 +14,7 @@ from typing import Any
 
 from offstage.pipeline.config import check, made_sound
 from offstage.pipeline.errors import Fault, raise_faults
+from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.installed_stages import any_measures, installed_stages, stage_class
 from offstage.pipeline.measure import refuse_unmeasured
 from offstage.pipeline.memory_monitor import MemoryMonitor
@@ -142,7 +143,7 @@ class Runner:
         self._observer.shows(self.at_work, text, dict(self._reports))
 
     def _examine(self, name: str) -> Sequence[Fault]:
-        with self._meter.charge(name):
+        with self._meter.charge(name), uncollected():  # it imports what the model's code needs
             return list(self.chain.stages[name].examine(self.chain.config))
 
     def _find_cached(self) -> None:

@@ -72,6 +72,9 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield the generation options that transformers doesn't know, and those that a run can't serve."""
+        from offstage.stages.empty_init.transformers_import import import_models
+
+        import_models()
         from offstage.stages.generate.options import check_options, check_own_options, check_served
         from offstage.stages.generate.prompts import check_encoded
 

@@ -16,6 +16,7 @@ from offstage.pipeline.typed_config import read
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import FUSED, EmptyInitStage, multiplies_packed
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
+from offstage.stages.machine.kernels import Kernels
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import (
@@ -106,7 +107,7 @@ class PlanStage(Stage[PlanInputs]):
     def gather(self, context: Context) -> PlanInputs:
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         config, stored = context.config, context.artifact("empty_init")
-        machine = known_machine(config, context.cache)
+        machine, kernels = _measured(config, context.cache)
         outline = Outline(stored.read(skeletons.Skeleton, skeletons.FILE_NAME))
         packing = possible_packing(read(PlanConfig, config).storage, outline, config, context.cache)
         rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
@@ -117,7 +118,7 @@ class PlanStage(Stage[PlanInputs]):
             config,
             machine=machine,
             rates=rates,
-            kernels=host_kernels(config, context.cache),
+            kernels=kernels,
             skeleton=stored.key,
             measured=measure(config, context.cache, skeleton=stored.key, live=live) if measure else None,
             packing=packing,
@@ -144,6 +145,15 @@ class PlanStage(Stage[PlanInputs]):
         metrics |= {name: size for name, size in chosen.items() if size}
         screen = table.render(plan)
         return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
+
+
+def _measured(config: Config, cache: Path) -> tuple[Hardware, Kernels]:
+    """Return the machine, and what its kernels take. Where neither is known a process measures each, side by side."""
+    from concurrent.futures import ThreadPoolExecutor  # most runs find both
+
+    with ThreadPoolExecutor(1) as beside:
+        kernels = beside.submit(host_kernels, config, cache)
+        return known_machine(config, cache), kernels.result()
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:
