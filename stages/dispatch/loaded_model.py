@@ -7,9 +7,9 @@ was worked out for one load is found by the next.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from offstage.stages.dispatch.call_queue import Call
     from offstage.stages.dispatch.stage import Dispatched
     from offstage.stages.dispatch.transfer.traffic import Traffic
 
@@ -56,10 +57,13 @@ class LoadedModel:
     tokenizer``.
     """
 
-    def __init__(self, chain: StageChain) -> None:
+    def __init__(self, chain: StageChain, *, together: int = 1, max_waiting: int = 64) -> None:
+        from offstage.stages.dispatch.call_queue import CallQueue  # after the stages, which may not need torch
+
         self._chain = chain
         self._dispatched: Dispatched = chain.live(DispatchStage.name)
         self._turn, self._is_closed = RLock(), False
+        self._calls = CallQueue(self._dispatched.streamer, size=together, most_waiting=max_waiting)
 
     @property
     def model(self) -> nn.Module:
@@ -91,6 +95,22 @@ class LoadedModel:
     def load_seconds(self) -> float:
         """How long loading the resident weights took."""
         return self._dispatched.load_seconds
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Call:
+        """Have ``call(*arguments, **options)``, which uses the model, be made when its turn comes; return its future.
+
+        This is for servers: threads hand over what they want, and all of it is made by one thread, in the order in
+        which it came, one after another, or with ``load(…, concurrency="lockstep")`` several at once, which share what
+        streams. Each has the bits that it has alone, and gradients are off. The future is one of
+        ``concurrent.futures``: ``result()`` waits, ``asyncio.wrap_future`` awaits. ``cancel()``, by which a client that
+        goes away frees its place, ends one under way too, before its next token.
+
+        Raises ``BusyError`` where ``max_waiting`` calls wait. A call that waits for something else than the model holds
+        up all others.
+
+        >>> future = loaded.submit(loaded.model.generate, ids, max_new_tokens=64)  # doctest: +SKIP
+        """
+        return self._calls.submit(partial(call, *arguments, **options))
 
     def generate(
         self,
@@ -199,10 +219,11 @@ class LoadedModel:
     def close(self) -> None:
         """Give back what streaming holds: hooks, threads, open files, staging and pinned memory.
 
-        It waits for the pass that another thread is in. What was streamed is on meta then, so a model that had such
-        weights refuses all use. Closing again does nothing.
+        It waits for the pass that another thread is in; calls that were submitted end before their next. What was
+        streamed is on meta then, so a model that had such weights refuses all use. Closing again does nothing.
         """
         self._is_closed = True
+        self._calls.close(_CLOSED)
         streamed = bool(self.plan.serving) and self._dispatched.streamer.is_attached
         self._dispatched.streamer.remove(refusal=_CLOSED if streamed else None)
         self._chain.release()
@@ -217,6 +238,8 @@ def load(
     dtype: str | torch.dtype = "auto",
     batch_size: int = 1,
     max_length: int = 512,
+    concurrency: Literal["queue", "lockstep"] = "queue",
+    max_waiting: int = 64,
     cache: PathLike | None = None,
     **options: Any,
 ) -> LoadedModel:
@@ -227,7 +250,9 @@ def load(
     take, half of these as a prompt; the process's C library then gives freed blocks of a MiB or more back at once, and
     few compiled kernels are kept, as what is worked out relies on. ``device_map`` is a policy, a map of module names to
     devices, the path of a ``device_map.json``, or one device. With ``execution="fastest"`` layers that lie on the host
-    compute there where that is predicted to be faster than bringing them to an accelerator. ``cache`` is where
+    compute there where that is predicted to be faster than bringing them to an accelerator. ``concurrency`` is how
+    calls go that threads ``submit``: one after another, or ``batch_size`` of them in lockstep, and ``max_waiting`` how
+    many may wait. ``cache`` is where
     skeletons, plans, measured rates and weights that must be converted are kept: by default
     ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
 
@@ -241,7 +266,8 @@ def load(
     >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
     ...     loaded.model.generate(**loaded.tokenizer("Hello", return_tensors="pt"))
     """
-    raise_faults(list(_faults(max_memory, batch_size=batch_size, max_length=max_length)))
+    counts = {"batch_size": batch_size, "max_length": max_length, "max_waiting": max_waiting}
+    raise_faults(list(_faults(max_memory, concurrency, counts)))
     return_freed_memory()
     bound_kernel_caches()
     stages: list[Stage[Any]] = [EmptyInitStage(), PlanStage(), ShardLoadStage(), DispatchStage()]
@@ -267,15 +293,18 @@ def load(
         from torch import inference_mode  # after the stages, which may not need torch
 
         with inference_mode(False):  # the model is there for calls with gradients too, and threads read into it
-            loaded = LoadedModel(chain)
+            together = batch_size if concurrency == "lockstep" else 1
+            loaded = LoadedModel(chain, together=together, max_waiting=max_waiting)
         undo.pop_all()
     return loaded
 
 
-def _faults(max_memory: object, **counts: object) -> Iterator[Fault]:
+def _faults(max_memory: object, concurrency: object, counts: Mapping[str, object]) -> Iterator[Fault]:
     """Yield what is wrong with the arguments that have no type of the config to be held against."""
     if max_memory is not None and not isinstance(max_memory, Mapping):
         yield Fault("max_memory", f"{max_memory!r} {NO_DEVICE}")
+    if concurrency not in ("queue", "lockstep"):
+        yield Fault("concurrency", f"{concurrency!r} is no way for calls to go; give 'queue' or 'lockstep'")
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             yield Fault(name, f"{count!r} is no count; give a whole number from 1")
