@@ -17,8 +17,8 @@ Door = Callable[[Path], Any]
 def make_llama(folder: Path, **options: Any) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64, **sizes, **options)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes |= {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64, **options}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     return folder
 
 

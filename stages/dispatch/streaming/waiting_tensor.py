@@ -27,6 +27,8 @@ _TWIN = "_waiting_twin"
 _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
 _ADDS_BESIDE = "peft."
 """The modules of a library that puts what it adds, and has drawn, to where the weight beside it is."""
+_GO_BY_DEVICE = (_ADDS_BESIDE, "trl.", "sentence_transformers.")
+"""Those of libraries that move what they compute with a weight to where that says it is."""
 _SAVE_IT = "save the model with its save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
 _LIKE_ANOTHER: tuple[Any, ...] = (torch.Tensor.to, torch.Tensor.type_as)
 _as_parameter: Any = torch.Tensor._make_subclass
@@ -80,9 +82,9 @@ class WaitingTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """What its source tells: meta, or the device that computes with it, which adapters are always made on."""
+        """What its source tells: meta, or the device that computes with it, by which some libraries always go."""
         told = self.source.told
-        if told is None and _name(sys._getframe(1)).startswith(_ADDS_BESIDE):
+        if told is None and _name(sys._getframe(1)).startswith(_GO_BY_DEVICE):
             told = self.source.device
         return told or torch.device("meta")
 
