@@ -21,6 +21,7 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.environment import imported_packages
 from offstage.pipeline.errors import BudgetError
+from offstage.pipeline.installed_stages import declared_metrics
 from offstage.pipeline.kernel_caches import bound_kernel_caches
 from offstage.pipeline.malloc import return_freed_memory
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
@@ -52,6 +53,7 @@ def perform(
     bound_kernel_caches()
     with RunScreen(record.data) as screen, MemoryMonitor() as monitor, Ending(record, monitor) as ending, mendable():
         stages = check_config(record.config)
+        record.note_metrics(declared_metrics(record.config["stages"]))
         watch = _Watch(record, screen, group, expected)
         runner = ending.runner = Runner(
             stages, record.config, record=record, monitor=monitor, observer=watch, cache=cache

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.errors import StorageError
+from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.plain_data import walk
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.signatures import is_signed, sign
@@ -31,52 +32,6 @@ _PLACE = re.compile(r"[/\\.~]")
 _QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
 _LISTED = 8
 """How many jobs of a sweep an error names."""
-METRICS = (
-    "load_seconds",
-    "time_to_first_token_seconds",
-    "prefill_seconds",
-    "decode_seconds_per_token",
-    "decode_tokens_per_second",
-    "streamed_bytes_per_token",
-    "streamed_bytes_per_second",
-    "stall_seconds_per_token",
-    "stall_share",
-    "bound",
-    "bound_seconds_per_token",
-    "storage_read_bytes",
-    "stall_seconds",
-    "peak_host_bytes",
-    "peak_host_rss_bytes",
-    "base_host_bytes",
-)
-"""What every record has a value for, null where it isn't known. A stage may report others beside them.
-
-All are numbers in the unit that their name gives, but for ``bound``: what set the speed of decoding, as measured,
-one of ``storage``, ``link`` and ``compute``. Those a token or a second are of decoding alone, what comes after the
-first token, and so is ``stall_share``, the part of that time in which forwards waited for weights.
-``bound_seconds_per_token`` is the least that a token could have taken: what was moved for it, at the rates that were
-measured of this machine. ``time_to_first_token_seconds`` is a batch's mean, from its prompts to the first token;
-``storage_read_bytes`` and ``stall_seconds``, the time that forwards waited for weights, are of the whole run.
-``base_host_bytes`` are what the process held on the host before the first weight was there: Python, torch,
-transformers, the skeleton. It is a part of every peak that was measured with it.
-
-Where the work was measured several times, each is the median of the samples that count, which the section ``samples``
-has one by one: with who had the processor meanwhile (``busy`` where others took a tenth of it or more), how loaded the
-machine was, and how fast its storage. ``samples`` and ``busy_samples`` say how many there are, and
-``time_to_first_token_seconds_p90`` and its like are percentiles over the batches, or the tokens, of all of them.
-``decode_cpu_seconds_per_token`` are those of all threads.
-
-A mixture whose experts wait has ``expert_hit_rate`` beside them: how often one that tokens were routed to was in a
-slot, in decoding alone where there was any. ``expert_hits``, ``expert_misses`` and ``expert_evictions`` are of the
-whole run, and the section ``experts`` has them by layer, with the bytes that were streamed for it.
-The plan's ``predicted_expert_hit_rate`` assumes uniform routing: that all experts are wanted alike.
-
-What streams is told by the device that computes it too: ``link_bytes_per_token.0`` is what came to accelerator 0 for a
-token, as it crossed the link (``.cpu``: to the host, as it rests), and ``link_stall_seconds_per_token.0`` how long
-forwards waited for it there. Where there are no tokens they are a forward's; ``link_stall_seconds.0`` is of the whole
-run. ``predicted_link_bytes_per_token.0`` is what the plan had said.
-"""
-
 Status = Literal["running", "completed", "failed", "interrupted"]
 
 
@@ -143,7 +98,8 @@ class RunRecord:
             "inputs": {},
             "stages": [],
             "memory": {"budget": {}, "predicted": {}, "measured": {}},
-            "metrics": dict.fromkeys(METRICS),
+            "metrics": {},
+            "metric_table": {},
             "outputs": [],
             "experts": {},
             "samples": [],
@@ -209,6 +165,12 @@ class RunRecord:
         names = [known["name"] for known in stages]
         place = names.index(stage.name) if stage.name in names else len(stages)
         stages[place : place + 1] = [asdict(stage)]
+        self._write()
+
+    def note_metrics(self, table: MetricTable) -> None:
+        """Keep what metrics the run may come to, each null until it is known, and how they are to be read."""
+        self._content["metric_table"] = table.stored()
+        self._content["metrics"] = {**table.nulls(), **self._content["metrics"]}
         self._write()
 
     def note_sources(self, sources: SourceFiles) -> None:

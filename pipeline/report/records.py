@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.printable_text import printable
 from offstage.pipeline.provenance import Provenance
 from offstage.pipeline.record import SCHEMA_VERSION
@@ -97,7 +100,7 @@ class RunSample:
 class Run:
     """One recorded run.
 
-    ``metrics`` are those that are numbers, ``words`` the others.
+    ``metrics`` are those that are numbers, ``words`` the others; ``table`` says what each is.
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
     cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
     experts wait: layer → counts by name. ``losses`` are those of a training, step by step. ``samples`` are all that are
@@ -123,7 +126,8 @@ class Run:
     answers: tuple[Answer, ...]
     device_map: Mapping[str, Any]
     cap_bytes: Number | None
-    words: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str | None] = field(default_factory=dict)
+    table: MetricTable = field(default_factory=lambda: MetricTable({}))
     experts: Mapping[str, Mapping[str, Number | None]] = field(default_factory=dict)
     samples: tuple[RunSample, ...] = ()
     losses: tuple[Number | None, ...] = ()
@@ -166,7 +170,7 @@ class Run:
     @property
     def bound(self) -> str:
         """What set the speed of decoding (``storage``, ``link`` or ``compute``), empty where it isn't known."""
-        return self.words.get("bound", "")
+        return self.words.get("bound") or ""
 
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, None where it isn't known."""
@@ -199,7 +203,12 @@ def read_run(path: Path) -> Run:
 def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     error, memory = _mapping(content, "error"), _mapping(content, "memory")
     metrics, enforcement = _mapping(content, "metrics"), _mapping(content, "enforcement")
-    words = {name: value for name, value in metrics.items() if isinstance(value, str)}
+    table = _table(json.dumps(_mapping(content, "metric_table")))
+    words = {
+        name: value if isinstance(value, str) else None
+        for name, value in metrics.items()
+        if isinstance(value, str) or table.unit(name) == "word"
+    }
     stages = tuple(map(_stage, _dicts(content, "stages")))
     status = content["status"]
     reason = str(error.get("message") or "")
@@ -219,11 +228,12 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         predicted=_numbers(_mapping(memory, "predicted")),
         measured=_numbers(_mapping(memory, "measured")),
         series={device: _curve(points) for device, points in _mapping(memory, "series").items()},
-        metrics=_numbers({name: value for name, value in metrics.items() if name not in (*words, "bound")}),
+        metrics=_numbers({name: value for name, value in metrics.items() if name not in words}),
         answers=tuple(map(_answer, _dicts(content, "outputs"))),
         device_map=_mapping(content, "device_map"),
         cap_bytes=_number(enforcement.get("bytes")),
         words=words,
+        table=table,
         experts=_uses(_mapping(content, "experts")),
         samples=tuple(map(_sample, _dicts(content, "samples"))),
         losses=tuple(_number(step.get("loss")) for step in _dicts(content, "steps")),
@@ -234,6 +244,12 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         places=content.get("places"),
         record=content,
     )
+
+
+@lru_cache
+def _table(stored: str) -> MetricTable:
+    """Return the table of a record that has it as ``stored``, in JSON: the many records of a sweep have one."""
+    return metric_table({"metric_table": json.loads(stored)})
 
 
 def _model(entry: dict[str, Any]) -> RunModel:

@@ -11,6 +11,7 @@ from offstage.pipeline.errors import ConfigError, Fault
 from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import OPEN, PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from offstage.stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
+from offstage.stages.generate.declared_metrics import GENERATE_METRICS, SECONDS
 from offstage.stages.generate.inputs import GENERATIONS, GenerateInputs
 from offstage.stages.generate.transcript import transcript
 from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
@@ -60,7 +61,8 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     resumes = (GENERATIONS,)
     file_name = FILE_NAME
     results = "tokens"
-    seconds = "decode_seconds_per_token"
+    metrics = GENERATE_METRICS
+    seconds = SECONDS
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the prompts and the seed."""

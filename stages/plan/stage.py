@@ -27,6 +27,7 @@ from offstage.stages.plan.checks import (
     require_resident,
     require_room,
 )
+from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
@@ -74,6 +75,7 @@ class PlanStage(Stage[PlanInputs]):
     version = 29
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
+    metrics = PLAN_METRICS
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the budgets and the map, as far as neither model nor machine must be known."""
@@ -134,9 +136,9 @@ class PlanStage(Stage[PlanInputs]):
     def report(self, artifact: Artifact) -> Report:
         """Say what lies where, and what each device will hold."""
         plan = artifact.read(plans.Plan, plans.FILE_NAME)
-        metrics = {f"predicted_{name}": value for name, value in plan.forecast.items()}
+        metrics = {f"{PREDICTED}{name}": value for name, value in plan.forecast.items()}
         devices = plan.devices.items()
-        metrics |= {f"predicted_link_bytes_per_token.{name}": one.link_bytes for name, one in devices if one.link_bytes}
+        metrics |= {LINK_BYTES.on(name): one.link_bytes for name, one in devices if one.link_bytes}
         simulated = sum(one.simulated is not None for _, one in devices)
         metrics |= {"simulated_accelerators": simulated} if simulated else {}
         metrics |= {"host_layers": len(plan.host_layers)} if plan.host_layers else {}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from offstage.pipeline.installed_stages import declared_metrics
 from offstage.pipeline.measurements import measurements, remarks
 from offstage.pipeline.record import RunRecord, StageRecord
 from offstage.pipeline.stage import Report
@@ -25,6 +26,7 @@ MEASURED: dict[str, Any] = {
 
 def recorded(folder: Path, report: Report, *, cached: bool = False) -> RunRecord:
     record = RunRecord.start(folder, overrides=[], config={}, environment={})
+    record.note_metrics(declared_metrics(["plan", "generate", "forward"]))
     record.add_stage(StageRecord("last", "0" * 64, cached, 1.0, str(folder)))
     record.merge(report)
     return record
@@ -47,8 +49,8 @@ def test_what_was_measured_stands_beside_the_prediction_and_the_bound(tmp_path: 
         ["loading", "1.500", "s"],
         ["time", "to", "first", "token", "2.000", "s"],
         ["time", "a", "token", "750.0", "ms", "500.0", "ms", "250.0", "ms"],
-        ["bound", "by", "storage", "storage"],
         ["streamed", "a", "token", "500.0", "MB", "1.00", "GB"],
+        ["bound", "by", "storage", "storage"],
         ["stall", "share", "62.0", "%"],
     ]
 
@@ -122,7 +124,7 @@ LINKS = {
 
 def test_each_of_several_links_has_what_came_over_it_and_what_was_waited_for_it(tmp_path: Path) -> None:
     assert shown(tmp_path, **MEASURED, **LINKS)[-3:] == [
-        ["streamed", "to", "a", "token", "predicted", "a", "token", "stalled", "a", "token"],
+        ["streamed", "to", "a", "token", "a", "token,", "predicted", "stalled", "a", "token"],
         ["0", "300.0", "MB", "100.0", "MB", "250.0", "ms"],
         ["1", "200.0", "MB", "125.0", "ms"],
     ]
