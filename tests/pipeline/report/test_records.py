@@ -60,6 +60,7 @@ def test_a_run_that_never_ended_says_how_far_it_came(tmp_path: Path) -> None:
         ({"status": "completed", "stages": {}}, "stages: a dict where a list must be"),
         ({"status": "completed", "stages": [3]}, "stages: an entry that is no mapping"),
         ({"status": "completed", "metrics": []}, "metrics: a list where a dict must be"),
+        ({"status": "completed", "metric_table": [1]}, "metric_table: a list where a dict must be"),
         ({"status": "completed", "outputs": ["text"]}, "outputs: an entry that is no mapping"),
         ({"status": "completed", "memory": {"budget": 3}}, "budget: a int where a dict must be"),
     ],
