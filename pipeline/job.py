@@ -89,7 +89,7 @@ class Ending:
             self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
             self._record.note_series("cpu", self._monitor.series)
         if "torch" in sys.modules:  # what is served from the cache imports none of what it was made with
-            self._record.note_packages(imported_packages())
+            self._record.note(packages=imported_packages())
         if error is None:
             _log.info("completed")
             self._record.finish("completed")

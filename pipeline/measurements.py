@@ -18,6 +18,7 @@ from offstage.pipeline.metrics import Metric, MetricTable
 from offstage.pipeline.provenance import provenance
 from offstage.pipeline.report.placements import linked_devices
 from offstage.pipeline.report.quantities import scale_for, tell
+from offstage.pipeline.terminal import plain_table
 
 _DISK = "disk"
 _KINDS = ("measured", "predicted", "bound")
@@ -42,28 +43,14 @@ def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def remarks(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what must be known of the figures of ``record`` by who uses them."""
-    found, enforcement = provenance(record["stages"], record.get("samples", ())), record.get("enforcement") or {}
+    """Yield what must be known of the figures of ``record`` by who uses them, whichever stages it is of."""
+    found = provenance(record["stages"], record.get("samples", ()))
     if found.busy:
         yield (
             f"Others used the processor in {found.busy} of {found.samples} samples: the times say less of this run; "
             "measure.fresh=true measures again."
         )
-    if record["metrics"].get("speculation") == "batched":
-        yield (
-            "Several drafts were judged in one forward (generate.speculation=batched): the last bits of what is "
-            "computed, and so tokens, may differ from those of plain decoding."
-        )
-    if layers := record["metrics"].get("host_layers"):
-        yield (
-            f"{layers} layers computed on the host, where they lie (execution=fastest): the last bits of what is "
-            "computed, and so tokens, may differ from those of other placements."
-        )
     yield from record.get("compared", ())
-    if record["metrics"].get("predicted_expert_hit_rate") is not None:
-        yield ("The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted.")
-    if enforcement.get("enforced") is False:
-        yield f"No memory cap was tested: {enforcement['how']}."
 
 
 def _cell_of(kind: str, row: Sequence[Metric], metrics: Mapping[str, Any]) -> str:
@@ -111,9 +98,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[T
     shown = [place for place in range(len(headings)) if any(row[place] for row in rows)]
     if len(shown) < 2:
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for place in shown:
-        table.add_column(headings[place], justify="right" if place else "left", no_wrap=True)
+    table = plain_table([(headings[place], place > 0) for place in shown])
     for row in rows:
         table.add_row(*(escape(row[place]) for place in shown))
     yield table

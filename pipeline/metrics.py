@@ -135,10 +135,6 @@ class MetricTable:
         """Return those of each device that tables have, each with its prediction after it."""
         return tuple(metric for row in self._rows(per_device=True) for metric in row)
 
-    def leading(self) -> tuple[Metric, ...]:
-        """Return those that a sweep's table has."""
-        return tuple(metric for metric in self.metrics.values() if metric.leads)
-
     def _rows(self, *, per_device: bool) -> Iterator[tuple[Metric, ...]]:
         titled = [one for one in self.metrics.values() if one.title and one.per_device is per_device]
         rows: dict[str, list[Metric]] = {metric.name: [metric] for metric in titled if not metric.of}

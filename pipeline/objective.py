@@ -15,10 +15,8 @@ from typing import Any
 from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.installed_stages import installed_metrics, metric_table
 from offstage.pipeline.metrics import Unit
+from offstage.pipeline.replay import MEMORY
 from offstage.pipeline.typed_config import read
-
-MEMORY = ("budget", "predicted", "measured")
-"""The parts of a record's memory that a number can be named of."""
 
 
 class UnmeasuredError(ConfigError):

@@ -199,14 +199,11 @@ class RunRecord:
         for section, devices in report.memory.items():
             _update(self._content["memory"].setdefault(section, {}), devices)
         _update(self._content["metrics"], report.metrics)
-        if report.outputs:
-            self._content["outputs"] = [dict(output) for output in report.outputs]
+        for section in ("outputs", "samples", "steps"):
+            if entries := getattr(report, section):
+                self._content[section] = [dict(entry) for entry in entries]
         if report.experts:
             self._content["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
-        if report.samples:
-            self._content["samples"] = [dict(sample) for sample in report.samples]
-        if report.steps:
-            self._content["steps"] = [dict(step) for step in report.steps]
         if report.model:
             self._content["model"] = dict(report.model)
         self._write()
@@ -216,14 +213,11 @@ class RunRecord:
         self._content["memory"]["series"] = {device: [list(point) for point in points]}
         self._write()
 
-    def note_device_map(self, device_map: Mapping[str, Any]) -> None:
-        """Keep where each module went: the cache that holds the plan may be gone when somebody asks."""
-        self._content["device_map"] = device_map
-        self._write()
-
-    def note_packages(self, versions: Mapping[str, str]) -> None:
-        """Keep the ``versions`` of all that was imported, by distribution."""
-        self._content["packages"] = dict(versions)
+    def note(self, **sections: Mapping[str, Any]) -> None:
+        """Keep whole ``sections``: ``device_map``, where each module went, since the cache that holds the plan may be
+        gone when somebody asks; ``packages``, the versions of all that was imported.
+        """
+        self._content |= sections
         self._write()
 
     def note_enforcement(self, *, bytes_allowed: int | None, how: str) -> None:

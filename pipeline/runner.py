@@ -190,4 +190,4 @@ class Runner:
                 self._merged.add(name)
                 self._record.merge(self._reports[name])
                 if DEVICE_MAP in artifact.files:
-                    self._record.note_device_map(artifact.json(DEVICE_MAP))
+                    self._record.note(device_map=artifact.json(DEVICE_MAP))

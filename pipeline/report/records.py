@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.printable_text import printable
-from offstage.pipeline.provenance import Provenance
+from offstage.pipeline.provenance import Provenance, provenance
 from offstage.pipeline.record import SCHEMA_VERSION
 from offstage.pipeline.regular_files import read_json
 
@@ -145,14 +145,8 @@ class Run:
 
     @property
     def provenance(self) -> Provenance:
-        """Where the figures come from: this run, or earlier ones; those of a last stage without samples are one."""
-        if not self.counting:
-            return Provenance(int(bool(self.stages)), int(bool(self.stages) and self.stages[-1].cached))
-        return Provenance(
-            len(self.counting),
-            sum(sample.earlier for sample in self.counting),
-            sum(sample.busy for sample in self.counting),
-        )
+        """Where the figures come from: this run, or earlier ones."""
+        return provenance(_dicts(self.record, "stages"), _dicts(self.record, "samples"))
 
     @property
     def memory(self) -> Mapping[str, Bytes]:
@@ -166,11 +160,6 @@ class Run:
             return ""
         where = f"{self.failed_stage}: " if self.failed_stage else ""
         return where + (" ".join(self.reason.split()) or self.error_type or "the record gives no reason")
-
-    @property
-    def bound(self) -> str:
-        """What set the speed of decoding (``storage``, ``link`` or ``compute``), empty where it isn't known."""
-        return self.words.get("bound") or ""
 
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, None where it isn't known."""
@@ -202,7 +191,7 @@ def read_run(path: Path) -> Run:
 
 def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     error, memory = _mapping(content, "error"), _mapping(content, "memory")
-    metrics, enforcement = _mapping(content, "metrics"), _mapping(content, "enforcement")
+    metrics, enforcement, experts = (_mapping(content, key) for key in ("metrics", "enforcement", "experts"))
     table = _table(json.dumps(_mapping(content, "metric_table")))
     words = {
         name: value if isinstance(value, str) else None
@@ -213,7 +202,8 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     status = content["status"]
     reason = str(error.get("message") or "")
     if status == "running":
-        reason = f"still at work or killed: last written {written}, {_progress(stages)}"
+        progress = f"after {stages[-1].name}" if stages else "before the first stage ended"
+        reason = f"still at work or killed: last written {written}, {progress}"
     return Run(
         folder=folder,
         status=status,
@@ -234,7 +224,7 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         cap_bytes=_number(enforcement.get("bytes")),
         words=words,
         table=table,
-        experts=_uses(_mapping(content, "experts")),
+        experts={layer: _numbers(_mapping(experts, layer)) for layer in experts},
         samples=tuple(map(_sample, _dicts(content, "samples"))),
         losses=tuple(_number(step.get("loss")) for step in _dicts(content, "steps")),
         cap_untested=str(enforcement.get("how") or "") if enforcement.get("enforced") is False else "",
@@ -255,14 +245,6 @@ def _table(stored: str) -> MetricTable:
 def _model(entry: dict[str, Any]) -> RunModel:
     parameters = _numbers(_mapping(entry, "parameters"))
     return RunModel(str(entry.get("class") or ""), parameters, _number(entry.get("bytes")))
-
-
-def _uses(layers: Mapping[str, Any]) -> dict[str, dict[str, Number | None]]:
-    return {layer: _numbers(_mapping(layers, layer)) for layer in layers}
-
-
-def _progress(stages: tuple[StageTime, ...]) -> str:
-    return f"after {stages[-1].name}" if stages else "before the first stage ended"
 
 
 def _stage(entry: dict[str, Any]) -> StageTime:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 
 from offstage.pipeline.metrics import Metric, MetricTable, Unit
 from offstage.pipeline.report.differences import ABSENT, Spread
-from offstage.pipeline.report.noise import Noise, told_samples
+from offstage.pipeline.report.noise import Noise, token_times, told_samples
 from offstage.pipeline.report.placements import in_tier_order, linked_devices
 from offstage.pipeline.report.quantities import MISSING, listed, scale_for, shorten
 from offstage.pipeline.report.records import Bytes, Number, Run
@@ -65,13 +65,13 @@ def job_table(
         Column("job", "", tuple(job.name for job in jobs)),
         Column("status", "", tuple(_status(job.run) for job in jobs), sets_apart=True),
         *(
-            [Column("checkpoint", "", tuple(map(checkpoints.__getitem__, _names(jobs))), sets_apart=True)]
+            [Column("checkpoint", "", tuple(checkpoints[job.name] for job in jobs), sets_apart=True)]
             if checkpoints
             else []
         ),
         *(_setting(jobs, entry) for entry in differences if entry.key not in shown),
         *budgets,
-        _measured(jobs, "memory cap", "bytes", lambda run: run.cap_bytes),
+        _numbers("memory cap", "bytes", [job.run.cap_bytes for job in jobs]),
         *_metrics(jobs, table),
         *_samples(jobs, within, table),
         *_links(jobs, table),
@@ -79,10 +79,6 @@ def job_table(
     ]
     told = [column for column in columns if set(column.cells) - {MISSING}]
     return tuple(replace(column, cells=tuple(shorten(cell, _LONGEST) for cell in column.cells)) for column in told)
-
-
-def _names(jobs: Sequence[Job]) -> list[str]:
-    return [job.name for job in jobs]
 
 
 def _joined(tables: Iterable[MetricTable]) -> MetricTable:
@@ -126,7 +122,7 @@ def _tokens_a_pass(run: Run) -> Number | None:
 
 def _samples(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Column]:
     """Return the columns of how far the samples of a token's time lie apart, how many there are, and of the noise."""
-    times, of = [_times(job.run) for job in jobs], table.find(SECONDS)
+    times, of = [times if len(times := token_times(job)) > 1 else [] for job in jobs], table.find(SECONDS)
     title, unit = (of.title, of.unit) if of else ("", table.unit(SECONDS))
     return [
         _numbers(f"{title}, least", unit, [min(each, default=None) for each in times]),
@@ -134,12 +130,6 @@ def _samples(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Col
         Column("samples", "", tuple(told_samples(job) or MISSING for job in jobs)),
         *_noise(jobs, within),
     ]
-
-
-def _times(run: Run) -> list[Number]:
-    """Return the samples of the seconds of a token, none where there aren't several."""
-    times = [sample.token_seconds for sample in run.counting if sample.token_seconds is not None]
-    return times if len(times) > 1 else []
 
 
 def _noise(jobs: Sequence[Job], within: Noise) -> list[Column]:
@@ -193,7 +183,7 @@ def _given(run: Run, device: str) -> str:
 
 def _peaks(jobs: Sequence[Job]) -> list[Column]:
     every = devices(jobs, lambda run: run.measured)
-    return [_measured(jobs, f"peak {device}", "bytes", partial(_peak, device)) for device in every]
+    return [_numbers(f"peak {device}", "bytes", [job.run.measured.get(device) for job in jobs]) for device in every]
 
 
 def _links(jobs: Sequence[Job], table: MetricTable) -> list[Column]:
@@ -203,14 +193,6 @@ def _links(jobs: Sequence[Job], table: MetricTable) -> list[Column]:
         for device in linked_devices(table, (name for job in jobs for name in job.run.metrics))
         for metric in table.links()
     ]
-
-
-def _peak(device: str, run: Run) -> Number | None:
-    return run.measured.get(device)
-
-
-def _measured(jobs: Sequence[Job], title: str, unit: Unit, value: Callable[[Run], Number | None]) -> Column:
-    return _numbers(title, unit, [value(job.run) for job in jobs])
 
 
 def _numbers(title: str, unit: Unit, values: Sequence[Number | None]) -> Column:

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from offstage.pipeline.errors import KilledError, StorageError
 from offstage.pipeline.installed_stages import metric_table
@@ -22,12 +21,11 @@ from offstage.pipeline.record import RunRecord
 from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
 from offstage.pipeline.sweeps.trust import resume_command
-from offstage.pipeline.terminal import shorten
+from offstage.pipeline.terminal import COLOURS, plain_table, shorten
 
 LOST = "its process was lost before it could say why; see screen.log there, or .submitit in the sweep's folder"
 _MOMENT, _PATIENCE = 0.05, 10.0
 """Seconds between looks at a record that isn't closed, and how long a job is given to close it."""
-_COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "not begun": "dim"}
 
 
 def settled(folder: Path, job: SweepJob) -> Mapping[str, Any]:
@@ -58,14 +56,10 @@ def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collec
     """
     records = {job.number: _record(folder, job, has_ended=job.number in ended) for job in sweep.jobs}
     leading = _leading(list(records.values()))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("job", justify="right", no_wrap=True)
-    table.add_column("overrides", overflow="fold")
-    table.add_column("status", no_wrap=True)
-    for title in (*(metric.title or metric.name for metric in leading), "host peak"):
-        table.add_column(escape(title), justify="right", no_wrap=True)
-    for title in ("figures", "reason", "folder"):
-        table.add_column(title, overflow="fold")
+    numbers = ["job", *(metric.title or metric.name for metric in leading), "host peak"]
+    headings = ["job", "overrides", "status", *numbers[1:], "figures", "reason", "folder"]
+    folded = ("overrides", "figures", "reason", "folder")
+    table = plain_table([(title, title in numbers) for title in headings], folded=folded)
     own = own_overrides(sweep.jobs)
     for job in sorted(sweep.jobs, key=lambda job: job.number):
         cells = _cells(records[job.number], leading)
@@ -96,7 +90,7 @@ def _record(folder: Path, job: SweepJob, *, has_ended: bool) -> Mapping[str, Any
 def _leading(records: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """Return the metrics that are shown of each job: those of its stages that lead, where any job has one."""
     tables = [metric_table(record) for record in records if record.get("metrics")]
-    every = {metric.name: metric for table in tables for metric in table.leading()}
+    every = {name: metric for table in tables for name, metric in table.metrics.items() if metric.leads}
     return [each for name, each in every.items() if any(_metric(record, name) is not None for record in records)]
 
 
@@ -111,7 +105,7 @@ def _cells(record: Mapping[str, Any], leading: Sequence[Metric]) -> list[str]:
     peak = record.get("memory", {}).get("measured", {}).get("cpu")
     values = [(_metric(record, metric.name), metric.unit) for metric in leading]
     return [
-        f"[{_COLOURS.get(status, 'red')}]{escape(status)}[/]",
+        f"[{COLOURS.get(status, 'red')}]{escape(status)}[/]",
         *("" if value is None else escape(tell(value, unit)) for value, unit in values),
         tell(peak, "bytes") if peak else "",
         _figures(record),

@@ -145,7 +145,19 @@ class PlanStage(Stage[PlanInputs]):
         chosen = {"batch_size": plan.batch_size, "lockstep": plan.lockstep}
         metrics |= {name: size for name, size in chosen.items() if size}
         screen = table.render(plan)
-        return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
+        remarks = tuple(_remarks(plan))
+        return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen, remarks=remarks)
+
+
+def _remarks(plan: plans.Plan) -> Iterable[str]:
+    """Yield what must be known of what the plan predicts, and of what will be computed under it."""
+    if plan.host_layers:
+        yield (
+            f"{len(plan.host_layers)} layers computed on the host, where they lie (execution=fastest): the last bits "
+            "of what is computed, and so tokens, may differ from those of other placements."
+        )
+    if "expert_hit_rate" in plan.forecast:
+        yield "The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted."
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:

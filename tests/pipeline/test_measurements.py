@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from offstage.pipeline.installed_stages import declared_metrics
@@ -100,20 +99,9 @@ def test_several_samples_show_how_many_there_are_and_how_far_they_spread(tmp_pat
     ]
 
 
-def test_what_others_took_and_a_cap_that_nothing_tested_are_said_below(tmp_path: Path) -> None:
+def test_what_others_took_is_said_below(tmp_path: Path) -> None:
     record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True), sample(1.0))), cached=True)
     assert [line.split(":")[0] for line in remarks(record.data)] == ["Others used the processor in 1 of 2 samples"]
-    record.note_enforcement(bytes_allowed=None, how="nothing was loaded")
-    assert list(remarks(record.data))[1:] == ["No memory cap was tested: nothing was loaded."]
-    record.note_enforcement(bytes_allowed=5, how="cgroup")
-    assert len(list(remarks(record.data))) == 1
-
-
-@pytest.mark.parametrize("rate", [0.5, None])
-def test_what_a_mixtures_prediction_assumes_is_said_below(rate: float | None, tmp_path: Path) -> None:
-    record = recorded(tmp_path, Report(metrics={} if rate is None else {"predicted_expert_hit_rate": rate}))
-    said = ["The plan assumed uniform routing"] * (rate is not None)
-    assert [line.split(":")[0] for line in remarks(record.data)] == said
 
 
 LINKS = {

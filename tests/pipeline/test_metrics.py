@@ -32,7 +32,6 @@ def test_a_unit_is_what_was_declared_and_no_part_of_a_name(name: str, value: flo
 def test_a_prediction_stands_beside_what_it_is_of_and_what_is_of_each_device_apart() -> None:
     assert list(TABLE.rows()) == [(SPEED, GUESS)]
     assert TABLE.links() == (LINK,)
-    assert TABLE.leading() == (SPEED,)
     assert (SPEED.heading, GUESS.heading) == ("echoes a second", "echoes a second, predicted")
     assert TABLE.nulls() == {"speed": None}
 
