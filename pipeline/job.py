@@ -62,15 +62,11 @@ def perform(
         watch.ended()
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
     closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
-    screen.finish(reports, "\n".join([*_untested_cap(record), closing]))
+    noted = record.data["enforcement"]
+    untested = [f"no memory cap was tested: {noted['how']}"] if noted and not noted["enforced"] else []
+    screen.finish(reports, "\n".join([*untested, closing]))
     record.require()
     return 0
-
-
-def _untested_cap(record: RunRecord) -> list[str]:
-    """Return the line that says so where a cap was asked for and the run went without."""
-    noted = record.data["enforcement"]
-    return [f"no memory cap was tested: {noted['how']}"] if noted and not noted["enforced"] else []
 
 
 class Ending:

@@ -21,7 +21,6 @@ from offstage.pipeline.report.quantities import scale_for, tell
 from offstage.pipeline.terminal import plain_table
 
 _DISK = "disk"
-_KINDS = ("measured", "predicted", "bound")
 
 
 def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
@@ -30,31 +29,28 @@ def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
     The times of decoding and its bytes are a forward's, however many sequences share it.
     """
     metrics, memory, table = record["metrics"], record["memory"], metric_table(record)
-    cells = [[_cell_of(kind, row, metrics) for kind in _KINDS] for row in table.rows()]
-    planned = not any(measured for measured, *_ in cells)
+    found = [(row[0], {one.kind: _cell(one, metrics.get(one.name)) for one in row}) for row in table.rows()]
+    planned = not any(cells.get("measured") for _, cells in found)
     rows = [
-        [row[0].title, each[0], _range(record, row[0]), *each[1:]]
-        for row, each in zip(table.rows(), cells, strict=True)
-        if each[0] or (planned and any(each))
+        [of.title, cells.get("measured", ""), _range(record, of), cells.get("predicted", ""), cells.get("bound", "")]
+        for of, cells in found
+        if cells.get("measured") or (planned and any(cells.values()))
     ]
-    yield from _table(["", _how(record), "least to largest", *_KINDS[1:]], rows)
+    how = provenance(record).told() + " (accelerators simulated)" * bool(metrics.get("simulated_accelerators"))
+    yield from _table(["", how, "least to largest", "predicted", "bound"], rows)
     yield from _table(["device", "peak", "predicted"], list(_devices(memory)))
     yield from _table(["streamed to", *(metric.heading for metric in table.links())], list(_links(metrics, table)))
 
 
 def remarks(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield what must be known of the figures of ``record`` by who uses them, whichever stages it is of."""
-    found = provenance(record["stages"], record.get("samples", ()))
+    found = provenance(record)
     if found.busy:
         yield (
             f"Others used the processor in {found.busy} of {found.samples} samples: the times say less of this run; "
             "measure.fresh=true measures again."
         )
     yield from record.get("compared", ())
-
-
-def _cell_of(kind: str, row: Sequence[Metric], metrics: Mapping[str, Any]) -> str:
-    return next((_cell(metric, metrics.get(metric.name)) for metric in row if metric.kind == kind), "")
 
 
 def _cell(metric: Metric, value: float | str | None) -> str:
@@ -69,13 +65,6 @@ def _range(record: Mapping[str, Any], metric: Metric) -> str:
         return ""
     scale = scale_for(values, metric.unit)
     return f"{scale.number(min(values))} to {scale.text(max(values))}"
-
-
-def _how(record: Mapping[str, Any]) -> str:
-    """Return in words how the figures were had: in this run or in an earlier one, with real accelerators or not."""
-    simulated = bool(record["metrics"].get("simulated_accelerators"))
-    found = provenance(record["stages"], record.get("samples", ()))
-    return found.told() + " (accelerators simulated)" * simulated
 
 
 def _devices(memory: Mapping[str, Mapping[str, int | None]]) -> Iterator[list[str]]:

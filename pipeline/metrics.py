@@ -18,8 +18,6 @@ Unit = str
 (nothing); one of these, or of anything else, a second: ``bytes/s``, ``tokens/s``. ``word`` is that of a text."""
 PLAIN_UNITS: tuple[Unit, ...] = ("seconds", "bytes", "share", "count", "number", "word")
 A_SECOND = "/s"
-_MEMORY = "memory."
-"""How the name of what a record has of memory begins, where a number of it is named: ``memory.measured.cpu``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +108,14 @@ class MetricTable:
         return found if found is not None and found.per_device else None
 
     def unit(self, name: str, value: float | None = None) -> Unit:
-        """Return the unit of ``name``: a metric, or what a device holds; of one that nobody declares that of ``value``.
+        """Return the unit of ``name``: a metric, or what a device holds (``memory.measured.cpu``).
 
-        That is a number of nothing, and a whole one a count.
+        A ``value`` of what nobody declares is a number of nothing, and a whole one a count.
         """
         metric = self.find(name)
         if metric is not None:
             return metric.unit
-        return "bytes" if name.startswith(_MEMORY) else "count" if isinstance(value, int) else "number"
+        return "bytes" if name.startswith("memory.") else "count" if isinstance(value, int) else "number"
 
     def nulls(self) -> dict[str, None]:
         """Return what a record has of metrics before anything is known."""

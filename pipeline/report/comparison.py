@@ -16,8 +16,6 @@ from offstage.pipeline.report.quantities import MISSING, tell
 from offstage.pipeline.report.records import Run
 
 _SAME = "No change."
-UnitOf = Callable[[str, Any], Unit]
-"""Returns what a value is of, by its name and by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +82,14 @@ def _record(run: Run) -> Mapping[str, Any]:
     }
 
 
-def _told(place: str, value: object, unit: UnitOf | None) -> str:
+def _told(place: str, value: object, unit: Callable[[str, Any], Unit] | None) -> str:
     if unit and isinstance(value, int | float) and not isinstance(value, bool):
         return tell(value, unit(place, value))
     return MISSING if value is None or value == "" else as_text(value)
 
 
-def _section(title: str, changes: Iterable[Change], *, unit: UnitOf | None = None) -> Section:
-    """Return ``changes`` as they are written, or of numbers in the ``unit`` that each is in, with their ratio."""
+def _section(title: str, changes: Iterable[Change], *, unit: Callable[[str, Any], Unit] | None = None) -> Section:
+    """Return ``changes`` as they are written, or in the ``unit`` of a name and its value and with their ratio."""
     told = tuple(
         ChangedValue(
             change.place,

@@ -146,7 +146,7 @@ class Run:
     @property
     def provenance(self) -> Provenance:
         """Where the figures come from: this run, or earlier ones."""
-        return provenance(_dicts(self.record, "stages"), _dicts(self.record, "samples"))
+        return provenance(self.record)
 
     @property
     def memory(self) -> Mapping[str, Bytes]:
@@ -191,7 +191,8 @@ def read_run(path: Path) -> Run:
 
 def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     error, memory = _mapping(content, "error"), _mapping(content, "memory")
-    metrics, enforcement, experts = (_mapping(content, key) for key in ("metrics", "enforcement", "experts"))
+    metrics, experts, model = (_mapping(content, key) for key in ("metrics", "experts", "model"))
+    enforcement = _mapping(content, "enforcement")
     table = _table(json.dumps(_mapping(content, "metric_table")))
     words = {
         name: value if isinstance(value, str) else None
@@ -228,7 +229,9 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         samples=tuple(map(_sample, _dicts(content, "samples"))),
         losses=tuple(_number(step.get("loss")) for step in _dicts(content, "steps")),
         cap_untested=str(enforcement.get("how") or "") if enforcement.get("enforced") is False else "",
-        model=_model(_mapping(content, "model")),
+        model=RunModel(
+            str(model.get("class") or ""), _numbers(_mapping(model, "parameters")), _number(model.get("bytes"))
+        ),
         started=str(content.get("started") or ""),
         signature=str(content.get("signature") or ""),
         places=content.get("places"),
@@ -240,11 +243,6 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
 def _table(stored: str) -> MetricTable:
     """Return the table of a record that has it as ``stored``, in JSON: the many records of a sweep have one."""
     return metric_table({"metric_table": json.loads(stored)})
-
-
-def _model(entry: dict[str, Any]) -> RunModel:
-    parameters = _numbers(_mapping(entry, "parameters"))
-    return RunModel(str(entry.get("class") or ""), parameters, _number(entry.get("bytes")))
 
 
 def _stage(entry: dict[str, Any]) -> StageTime:

@@ -64,11 +64,7 @@ def job_table(
     columns = [
         Column("job", "", tuple(job.name for job in jobs)),
         Column("status", "", tuple(_status(job.run) for job in jobs), sets_apart=True),
-        *(
-            [Column("checkpoint", "", tuple(checkpoints[job.name] for job in jobs), sets_apart=True)]
-            if checkpoints
-            else []
-        ),
+        Column("checkpoint", "", tuple((checkpoints or {}).get(job.name, MISSING) for job in jobs), sets_apart=True),
         *(_setting(jobs, entry) for entry in differences if entry.key not in shown),
         *budgets,
         _numbers("memory cap", "bytes", [job.run.cap_bytes for job in jobs]),

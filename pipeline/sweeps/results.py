@@ -68,9 +68,8 @@ def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collec
     console.print(table)
     count = Counter(str(record["status"]) for record in records.values())
     console.print(f"\n{told(count)}, {escape(shorten(folder))}")
-    if count["completed"] < len(records) and (
-        sweep.foreseen or count["interrupted"]
-    ):  # a search takes failures as told
+    goes_on = sweep.foreseen or count["interrupted"]  # a search takes failures as told
+    if goes_on and count["completed"] < len(records):
         console.print(escape(f"to run what isn't completed: {resume_command(Path(shorten(folder)), sweep)}"))
 
 
@@ -117,7 +116,7 @@ def _figures(record: Mapping[str, Any]) -> str:
     """Return whether the job measured its figures itself, how often, and whether others used the processor then."""
     if record.get("status") != "completed" or not record["memory"]["measured"]:
         return ""
-    found = provenance(record["stages"], record.get("samples", ()))
+    found = provenance(record)
     return found.told() + f", {found.busy} busy" * bool(found.busy)
 
 
