@@ -136,9 +136,8 @@ class MetricTable:
     def _rows(self, *, per_device: bool) -> Iterator[tuple[Metric, ...]]:
         titled = [one for one in self.metrics.values() if one.title and one.per_device is per_device]
         rows: dict[str, list[Metric]] = {metric.name: [metric] for metric in titled if not metric.of}
-        for metric in titled:
-            if metric.of:
-                rows.setdefault(metric.of, []).append(metric)
+        for metric in sorted((one for one in titled if one.of), key=lambda one: one.kind == "bound"):
+            rows.setdefault(metric.of, []).append(metric)
         return map(tuple, rows.values())
 
 
