@@ -28,6 +28,7 @@ from offstage.stages.plan.checks import (
     require_resident,
     require_room,
 )
+from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
@@ -75,6 +76,7 @@ class PlanStage(Stage[PlanInputs]):
     version = 29
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
+    metrics = PLAN_METRICS
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the budgets and the map, as far as neither model nor machine must be known."""
@@ -135,16 +137,28 @@ class PlanStage(Stage[PlanInputs]):
     def report(self, artifact: Artifact) -> Report:
         """Say what lies where, and what each device will hold."""
         plan = artifact.read(plans.Plan, plans.FILE_NAME)
-        metrics = {f"predicted_{name}": value for name, value in plan.forecast.items()}
+        metrics = {f"{PREDICTED}{name}": value for name, value in plan.forecast.items()}
         devices = plan.devices.items()
-        metrics |= {f"predicted_link_bytes_per_token.{name}": one.link_bytes for name, one in devices if one.link_bytes}
+        metrics |= {LINK_BYTES.on(name): one.link_bytes for name, one in devices if one.link_bytes}
         simulated = sum(one.simulated is not None for _, one in devices)
         metrics |= {"simulated_accelerators": simulated} if simulated else {}
         metrics |= {"host_layers": len(plan.host_layers)} if plan.host_layers else {}
         chosen = {"batch_size": plan.batch_size, "lockstep": plan.lockstep}
         metrics |= {name: size for name, size in chosen.items() if size}
         screen = table.render(plan)
-        return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
+        remarks = tuple(_remarks(plan))
+        return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen, remarks=remarks)
+
+
+def _remarks(plan: plans.Plan) -> Iterable[str]:
+    """Yield what must be known of what the plan predicts, and of what will be computed under it."""
+    if plan.host_layers:
+        yield (
+            f"{len(plan.host_layers)} layers computed on the host, where they lie (execution=fastest): the last bits "
+            "of what is computed, and so tokens, may differ from those of other placements."
+        )
+    if "expert_hit_rate" in plan.forecast:
+        yield "The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted."
 
 
 def _measured(config: Config, cache: Path) -> tuple[Hardware, Kernels]:
