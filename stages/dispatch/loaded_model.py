@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 _CLOSED = "this model was closed, and its streamed weights are gone; load it again"
+_ASKING = ("generate", "score")
 _OPTIONS = {name: default for name, default in MODEL_KEYS.items() if name not in ("kind", "path")}
 """The keys below ``model`` that say what a checkpoint is, with their defaults."""
 
@@ -217,6 +218,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     batch_size: int = 1,
     max_length: int = 512,
+    asks: Literal["generate", "score"] = "generate",
     cache: PathLike | None = None,
     **options: Any,
 ) -> LoadedModel:
@@ -224,8 +226,9 @@ def load(
 
     ``max_memory`` are the bytes of weights that each device may hold (``{0: "12GB", "cpu": "20GB"}``); without it they
     are worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens
-    take, half of these as a prompt; the process's C library then gives freed blocks of a MiB or more back at once, and
-    few compiled kernels are kept, as what is worked out relies on. ``device_map`` is a policy, a map of module names to
+    take, half of these as a prompt, or all as windows that are scored where ``asks`` is ``"score"``; the process's C
+    library then gives freed blocks of a MiB or more back at once, and few compiled kernels are kept, as what is worked
+    out relies on. ``device_map`` is a policy, a map of module names to
     devices, the path of a ``device_map.json``, or one device. With ``execution="fastest"`` layers that lie on the host
     compute there where that is predicted to be faster than bringing them to an accelerator. ``cache`` is where
     skeletons, plans, measured rates and weights that must be converted are kept: by default
@@ -241,7 +244,7 @@ def load(
     >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
     ...     loaded.model.generate(**loaded.tokenizer("Hello", return_tensors="pt"))
     """
-    raise_faults(list(_faults(max_memory, batch_size=batch_size, max_length=max_length)))
+    raise_faults(list(_faults(max_memory, asks, batch_size=batch_size, max_length=max_length)))
     return_freed_memory()
     bound_kernel_caches()
     stages: list[Stage[Any]] = [EmptyInitStage(), PlanStage(), ShardLoadStage(), DispatchStage()]
@@ -251,11 +254,8 @@ def load(
         "device_map": _plain(device_map),
         "execution": execution,
         "max_memory": {str(device): str(size) for device, size in (max_memory or {}).items()},
-        "generate": {
-            "prompts": [[0] * max(1, max_length // 2)] * batch_size,
-            "batch_size": batch_size,
-            "max_length": max_length,
-        },
+        "stages": [*(stage.name for stage in stages), asks],
+        **_request(batch_size, max_length),
     }
     _check(stages, config)
     folder = Path(cache) if cache is not None else user_cache()
@@ -272,13 +272,22 @@ def load(
     return loaded
 
 
-def _faults(max_memory: object, **counts: object) -> Iterator[Fault]:
+def _faults(max_memory: object, asks: object, **counts: object) -> Iterator[Fault]:
     """Yield what is wrong with the arguments that have no type of the config to be held against."""
     if max_memory is not None and not isinstance(max_memory, Mapping):
         yield Fault("max_memory", f"{max_memory!r} {NO_DEVICE}")
+    if asks not in _ASKING:
+        yield Fault("asks", f"{asks!r} is none of {', '.join(_ASKING)}{closest(str(asks), _ASKING)}")
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             yield Fault(name, f"{count!r} is no count; give a whole number from 1")
+
+
+def _request(batch_size: int, max_length: int) -> dict[str, dict[str, Any]]:
+    """Return what each stage would ask of the model that it was given so many sequences of so many tokens."""
+    generate = {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length}
+    score = {"texts": [[0] * max_length] * batch_size, "window": max_length}
+    return {name: {**node, "batch_size": batch_size} for name, node in (("generate", generate), ("score", score))}
 
 
 def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:
