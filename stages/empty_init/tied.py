@@ -15,7 +15,7 @@ from offstage.stages.empty_init.skeleton import longest_prefix
 _log = logging.getLogger(__name__)
 
 
-def find_tied_parameters(model: nn.Module, **_: Any) -> list[list[str]]:
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the groups of names that share one parameter, each sorted, in the order of their first names.
 
     A parameter assigned to two modules and a submodule bound under two names are found alike, on any device, meta
