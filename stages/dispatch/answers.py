@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from offstage.pipeline.errors import BudgetError, raise_faults
 from offstage.pipeline.installed_stages import stage_class
@@ -25,14 +25,16 @@ from offstage.stages.plan.stage import PlanStage
 class Generation:
     """What came of one prompt: ``text``, null without a tokenizer, and the new ``token_ids``.
 
-    ``prompt_token_ids`` are those of the prompt as the model got it, null where there are images or recordings in it.
-    ``logprobs`` are the natural logarithms of the model's own probability of each new token, null where they weren't
-    asked for. Those with one number of a ``batch`` were computed together.
+    ``prompt_token_ids`` are those of the prompt as the model got it, null where there are images or recordings in
+    it. ``finish_reason`` is ``"stop"`` where an end token or a stop string ended the answer, ``"length"`` where no
+    more tokens were asked for. ``logprobs`` are the natural logarithms of the model's own probability of each new
+    token, null where they weren't asked for. Those with one number of a ``batch`` were computed together.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...] | None
+    finish_reason: Literal["stop", "length"]
     logprobs: tuple[float | None, ...] | None
     batch: int
 
@@ -116,6 +118,7 @@ def generations(session: Any, rows: Any) -> list[Generation]:
             text=row["text"],
             token_ids=tuple(row["token_ids"]),
             prompt_token_ids=tuple(session.encoded[row["index"]]) or None,
+            finish_reason=row["finish_reason"],
             logprobs=tuple(row["logprobs"]) if "logprobs" in row else None,
             batch=row["batch"],
         )

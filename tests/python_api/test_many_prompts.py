@@ -169,3 +169,19 @@ def test_the_defaults_are_the_command_s(loaded: offstage.LoadedModel) -> None:
     defaults = offstage.LoadedModel.generate.__kwdefaults__
     names = ("max_new_tokens", "do_sample", "batch_size", "lockstep")
     assert [defaults[name] for name in names] == [greedy[name] for name in names]
+
+
+def test_each_answer_says_why_it_ended(loaded: offstage.LoadedModel) -> None:
+    (long,) = loaded.generate(["The"], max_new_tokens=7)
+    assert (long.finish_reason, len(long.token_ids)) == ("length", 7)
+    end, text = long.token_ids[3], loaded.tokenizer.decode(long.token_ids[:5])[-3:]
+    first = long.token_ids.index(end) + 1
+    cases = [({"eos_token_id": end}, first), ({"eos_token_id": end, "max_new_tokens": first}, first)]
+    cases += [({"stop_strings": [text]}, 5), ({"stop_strings": [text], "max_new_tokens": 5}, 5)]
+    for options, most in cases:
+        (one,) = loaded.generate(["The"], **{"max_new_tokens": 8, **options})
+        assert one.finish_reason == "stop"
+        assert len(one.token_ids) <= most
+    together = loaded.generate(["The", "It"], max_new_tokens=8, stop_strings=[text], batch_size=2)
+    assert together[0].finish_reason == "stop"
+    assert together[1].finish_reason == ("length" if text not in (together[1].text or "") else "stop")
