@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from offstage.pipeline.errors import BudgetError, raise_faults
@@ -92,11 +93,14 @@ class AskContext:
         return {**self.config, "max_memory": given}
 
 
-def ask(chain: StageChain, name: str, keys: Mapping[str, Any], *, plans_anew: bool = False) -> tuple[Any, Any, Any]:
+def ask(
+    chain: StageChain, name: str, keys: Mapping[str, Any], *, plans_anew: bool = False, progress: Path | None = None
+) -> tuple[Any, Any, Any]:
     """Return the session in which the stage ``name`` asked the model of ``chain`` under ``keys``, and what it returned.
 
     That is the pass's result, and its results one by one. ``plans_anew`` says whether how many prompts go together is
-    planned where ``keys`` leave it open. Raises the errors of the stage's config, all faults together.
+    planned where ``keys`` leave it open. Results are kept in the file ``progress`` as they come, and those that are
+    there are taken. Raises the errors of the stage's config, all faults together.
     """
     stage = stage_class(name)()
     config = {**chain.config, **defaults(stage.config_class), **keys, "stages": [*chain.stages, name]}
@@ -106,7 +110,7 @@ def ask(chain: StageChain, name: str, keys: Mapping[str, Any], *, plans_anew: bo
     context = AskContext(chain, config, plans_anew=plans_anew)
     try:
         session = stage.session(stage.gather(context), context)
-        return (session, *session.ask())
+        return (session, *session.ask(progress))
     finally:
         context.release()
 

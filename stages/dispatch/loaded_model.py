@@ -107,6 +107,7 @@ class LoadedModel:
         logprobs: bool = False,
         batch_size: int | Literal["auto"] | None = None,
         lockstep: int | Literal["auto"] | None = None,
+        progress: PathLike | None = None,
         **options: Any,
     ) -> list[Generation]:
         """Return what the model answers to each of ``prompts``, in their order, as ``offstage stages=generate`` does.
@@ -118,8 +119,10 @@ class LoadedModel:
         transformers' ``GenerationConfig`` by their own names, ``chat``, ``system``, ``assistant_model``, …. Where
         tokens are sampled the first prompt has ``seed``, the next ``seed + 1``, and so on.
 
-        With ``num_return_sequences`` a prompt has so many answers, one after another. Calls of several threads take
-        turns. Raises ``ConfigError`` for options and prompts that can't be followed, and after ``close()``.
+        ``progress`` is a file in which answers are kept as they come: the same call goes on there where a script was
+        killed. With ``num_return_sequences`` a prompt has so many answers, one after another. Calls of several threads
+        take turns. Raises ``ConfigError`` for options and prompts that can't be followed, for a file of something else,
+        and after ``close()``.
 
         >>> [answer.text for answer in loaded.generate(["Once", "Twice"], max_new_tokens=8)]  # doctest: +SKIP
         """
@@ -127,7 +130,8 @@ class LoadedModel:
         options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
         is_open = "auto" in (batch_size, lockstep) or (batch_size is None and lockstep is None)
         plans_anew = is_open and (batch_size == "auto" or bool(self.plan.serving))
-        session, _, rows = self._ask("generate", {"generate": options, "seed": seed}, plans_anew=plans_anew)
+        keys, file = {"generate": options, "seed": seed}, None if progress is None else Path(progress)
+        session, _, rows = self._ask("generate", keys, plans_anew=plans_anew, progress=file)
         return generations(session, rows)
 
     def score(
@@ -171,11 +175,13 @@ class LoadedModel:
         embeddings: torch.Tensor = tensors["embeddings"]
         return embeddings
 
-    def _ask(self, stage: str, keys: Config, *, plans_anew: bool = False) -> tuple[Any, Any, Any]:
+    def _ask(
+        self, stage: str, keys: Config, *, plans_anew: bool = False, progress: Path | None = None
+    ) -> tuple[Any, Any, Any]:
         with self._turn:
             if self._is_closed:
                 raise ConfigError(f"{stage}: this model was closed; load it again")
-            return ask(self._chain, stage, keys, plans_anew=plans_anew)
+            return ask(self._chain, stage, keys, plans_anew=plans_anew, progress=progress)
 
     def report(self) -> str:
         """Return the plan as a run shows it: which modules lie where, what each device has at its peak, and why."""
