@@ -50,6 +50,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "class": (str | None, "is no text; give a class of transformers, or null"),
     "tokenizer": (str | None, "is no text; give a folder that has one, or null"),
     "adapter": (str | None, "is no text; give the folder of an adapter, or null"),
+    "attn_implementation": (str | None, "is no text; give eager, sdpa or another of transformers' names, or null"),
     "no_split": (Sequence[str] | None, "is no list of class names; give one, or null"),
     "trust_remote_code": (bool, "is neither true nor false"),
     "allow_links": (bool, "is neither true nor false"),
@@ -134,6 +135,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         yield from _check_path(model)
         yield from _check_pipeline(model)
         yield from _check_adapter(model)
+        yield from _check_attention(model.get("attn_implementation"))
         if kind == "pretrained":
             yield from _check_quantization(model)
         if multiplies_packed(config):
@@ -265,6 +267,15 @@ def _check_adapter(model: Mapping[str, Any]) -> Iterable[Fault]:
         read_settings(folder)
     except CheckpointError as error:
         yield Fault("model.adapter", str(error), CheckpointError)
+
+
+def _check_attention(name: str | None) -> Iterable[Fault]:
+    """Yield a fault where ``name`` is that of a kernel that transformers would fetch; others it judges itself."""
+    if name is not None and "/" in name:
+        yield Fault(
+            "model.attn_implementation",
+            f"{name!r} is code of the Hub, which isn't fetched; give eager, sdpa or another of transformers' own",
+        )
 
 
 def _check_pipeline(model: Mapping[str, Any]) -> Iterable[Fault]:

@@ -31,6 +31,12 @@ def load(checkpoint: Path) -> Any:
     return offstage.load(checkpoint, device_map={"": "disk"}, cache=cache, max_length=64).model
 
 
+def from_pretrained(checkpoint: Path) -> Any:
+    return offstage.from_pretrained(
+        checkpoint, device_map=ALL_ON_DISK, cache=checkpoint.with_name("cache"), max_length=64
+    )
+
+
 def load_checkpoint_and_dispatch(checkpoint: Path) -> Any:
     with offstage.init_empty_weights():
         model = LlamaForCausalLM(AutoConfig.from_pretrained(checkpoint))
@@ -62,4 +68,4 @@ def losses_of(model: Any, optimiser: torch.optim.Optimizer, tokens: torch.Tensor
     return losses
 
 
-DOORS: list[Door] = [load, load_checkpoint_and_dispatch, dispatch_model, cpu_offload, disk_offload]
+DOORS: list[Door] = [load, from_pretrained, load_checkpoint_and_dispatch, dispatch_model, cpu_offload, disk_offload]
