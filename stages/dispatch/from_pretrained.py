@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import Fault, closest, raise_faults
 from offstage.stages.dispatch.loaded_model import LoadedModel, PathLike, known_options, load
-from offstage.stages.units import DeviceId
+from offstage.stages.units import DeviceId, tier
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,9 @@ def from_pretrained(
         given["device_map"] = device_map
     loaded = load(pretrained_model_name_or_path, max_memory=max_memory, dtype=chosen, **given)
     model: Any = loaded.model
-    model.hf_device_map, model.close = dict(loaded.plan.device_map), ModelClosing(loaded)
+    # transformers' pipelines take its first device for the one that computes
+    shown = sorted(loaded.plan.device_map.items(), key=lambda entry: tier(entry[1]))
+    model.hf_device_map, model.close = dict(shown), ModelClosing(loaded)
     return loaded.model
 
 
