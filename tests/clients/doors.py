@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import offstage
 
-ALL_ON_DISK = {"model": "disk", "lm_head": "disk"}
+ALL_ON_DISK = {"": "disk"}
 Door = Callable[[Path], Any]
 
 
@@ -22,8 +23,13 @@ def make_llama(folder: Path, **options: Any) -> Path:
     return folder
 
 
+def class_of(checkpoint: Path) -> Any:
+    (name,) = AutoConfig.from_pretrained(checkpoint).architectures
+    return getattr(transformers, name)
+
+
 def plain(checkpoint: Path) -> Any:
-    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    return class_of(checkpoint).from_pretrained(checkpoint).eval()
 
 
 def load(checkpoint: Path) -> Any:
@@ -39,7 +45,7 @@ def from_pretrained(checkpoint: Path) -> Any:
 
 def load_checkpoint_and_dispatch(checkpoint: Path) -> Any:
     with offstage.init_empty_weights():
-        model = LlamaForCausalLM(AutoConfig.from_pretrained(checkpoint))
+        model = class_of(checkpoint)(AutoConfig.from_pretrained(checkpoint))
     return offstage.load_checkpoint_and_dispatch(model.eval(), checkpoint, device_map=ALL_ON_DISK)
 
 
