@@ -291,7 +291,7 @@ def load(
         "execution": execution,
         "max_memory": _budgets(max_memory, options),
         "stages": [*(stage.name for stage in stages), asks],
-        **_request(batch_size, max_length),
+        **_request(batch_size, max_length, in_lockstep=concurrency == "lockstep"),
     }
     _check(stages, config)
     folder = Path(cache) if cache is not None else user_cache()
@@ -329,11 +329,15 @@ def known_options() -> list[str]:
     return list(dict.fromkeys([*keys, *_OPTIONS, *own]))
 
 
-def _request(batch_size: int, max_length: int) -> dict[str, dict[str, Any]]:
-    """Return what each stage would ask of the model that it was given so many sequences of so many tokens."""
+def _request(batch_size: int, max_length: int, *, in_lockstep: bool) -> dict[str, dict[str, Any]]:
+    """Return what each stage would ask of the model that it was given so many sequences of so many tokens.
+
+    Those ``in_lockstep`` compute one at a time: what they take together are their caches.
+    """
     generate = {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length}
-    score = {"texts": [[0] * max_length] * batch_size, "window": max_length}
-    return {name: {**node, "batch_size": batch_size} for name, node in (("generate", generate), ("score", score))}
+    generate["lockstep" if in_lockstep else "batch_size"] = batch_size
+    score = {"texts": [[0] * max_length] * batch_size, "window": max_length, "batch_size": batch_size}
+    return {"generate": generate, "score": score}
 
 
 def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:
