@@ -4,6 +4,9 @@ One thread makes them all, in lockstep, at most so many at a time: with one it i
 which they came, join where a pass begins, and each has the bits that it has alone. A call is a future: whoever asked
 waits for it, awaits it, or cancels it, which ends it where its next pass would begin and frees its place. The thread
 ends when there has been nothing to do for a while.
+
+Random numbers are each call's own, from a seed that is drawn for it: lockstep gives all that join the same, and two
+clients who sample one prompt are to have two answers.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
+
+import torch
 
 from offstage.pipeline.errors import BusyError
 from offstage.stages.dispatch.streaming.lockstep import UNWANTED, Task
@@ -36,9 +41,9 @@ class SharedPasses(Protocol):
 class Call(Future[Any]):
     """A call that was handed over: a future that can also be cancelled while it is under way."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], seed: int) -> None:
         super().__init__()
-        self._function = function
+        self._function, self._seed = function, seed
         self._end: Exception | None = None
 
     def cancel(self) -> bool:
@@ -55,6 +60,7 @@ class Call(Future[Any]):
         if not self.set_running_or_notify_cancel():
             return
         UNWANTED.set(lambda: self._end)
+        torch.manual_seed(self._seed)
         try:
             answer = self._function()
         except Exception as error:  # noqa: BLE001 - whoever asked is told
@@ -82,6 +88,7 @@ class CallQueue(Iterator[Task | None]):
         self._changed = threading.Condition()
         self._waiting: deque[Call] = deque()
         self._under_way: list[Call] = []
+        self._seeds = torch.Generator().manual_seed(torch.initial_seed())
 
     def submit(self, function: Callable[[], Any]) -> Call:
         """Have ``function`` be called when its turn comes; a ``BusyError`` where as many wait as may."""
@@ -89,7 +96,6 @@ class CallQueue(Iterator[Task | None]):
             self._start_anew()
         if threading.current_thread() is self._thread:
             raise RuntimeError("a call that is under way can't hand over another, for which it would wait: make it")
-        call = Call(function)
         with self._changed:
             if self._refusal is not None:
                 raise RuntimeError(self._refusal)
@@ -98,6 +104,7 @@ class CallQueue(Iterator[Task | None]):
                     f"max_waiting: {self._most_waiting} calls of this model wait already; come again later, or load it "
                     "with a larger max_waiting"
                 )
+            call = Call(function, int(torch.randint(2**63 - 1, (), generator=self._seeds)))
             self._waiting.append(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="offstage-calls", daemon=True)

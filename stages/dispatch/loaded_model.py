@@ -106,7 +106,8 @@ class LoadedModel:
 
         This is for servers: threads hand over what they want, and all of it is made by one thread, in the order in
         which it came, one after another, or with ``load(…, concurrency="lockstep")`` several at once, which share what
-        streams. Each has the bits that it has alone, and gradients are off. The future is one of
+        streams. Each has the bits that it has alone, and gradients are off. Random numbers are each call's own, and
+        other ones each time: a call that is to be repeated seeds torch itself. The future is one of
         ``concurrent.futures``: ``result()`` waits, ``asyncio.wrap_future`` awaits. ``cancel()``, by which a client that
         goes away frees its place, ends one under way too, before its next token.
 

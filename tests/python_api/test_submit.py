@@ -168,6 +168,26 @@ def test_an_error_of_one_call_is_its_own(opened: Open, alone: list[list[int]]) -
     assert [call.result(60)[0].tolist() for call in sound] == alone[:4]
 
 
+@pytest.mark.parametrize("concurrency", ["queue", "lockstep"])
+def test_clients_who_sample_one_prompt_have_answers_of_their_own_unless_they_seed(
+    concurrency: str, opened: Open
+) -> None:
+    loaded = opened(concurrency=concurrency, batch_size=3)
+    sampled: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "top_k": 0}
+
+    def seeded(model: Any) -> Any:
+        torch.manual_seed(5)
+        return model.generate(ids_of(0), **sampled)
+
+    model: Any = loaded.model
+    calls = [loaded.submit(model.generate, ids_of(0), **sampled) for _ in range(4)]
+    answers = {tuple(call.result(60)[0].tolist()) for call in calls}
+    calls = [loaded.submit(seeded, model) for _ in range(4)]
+    repeated = {tuple(call.result(60)[0].tolist()) for call in calls}
+    assert len(answers) == 4
+    assert repeated == {tuple(seeded(AutoModelForCausalLM.from_pretrained(TINY).eval())[0].tolist())}
+
+
 def test_more_than_may_wait_are_refused(opened: Open) -> None:
     loaded = opened(max_waiting=2)
     gate = Gate()
