@@ -16,29 +16,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offstage.pipeline.errors import BusyError
 from offstage.stages.dispatch.streaming.lockstep import UNWANTED, Task
 from offstage.stages.dispatch.streaming.module_state import LockstepError
+from offstage.stages.dispatch.streaming.streamer import Streamer
 
 _IDLE_SECONDS = 5.0
 
 
-class SharedPasses(Protocol):
-    """What is used of a ``Streamer``."""
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether another thread waits to call the model."""
-
-    def go_together(self, tasks: Any, *, size: int) -> object:
-        """Call all ``tasks``, at most ``size`` at a time."""
-
-
-class Call(Future[Any]):
+class SubmittedCall(Future[Any]):
     """A call that was handed over: a future that can also be cancelled while it is under way."""
 
     def __init__(self, function: Callable[[], Any], seed: int) -> None:
@@ -70,13 +60,13 @@ class Call(Future[Any]):
 
 
 class CallQueue(Iterator[Task | None]):
-    """The calls that wait for ``passes``: at most ``size`` are under way, and ``most_waiting`` wait.
+    """The calls that wait for the model of ``streamer``: at most ``size`` are under way, and ``most_waiting`` wait.
 
     As an iterator it gives lockstep what joins next. All of its state is guarded by ``_changed``.
     """
 
-    def __init__(self, passes: SharedPasses, *, size: int, most_waiting: int) -> None:
-        self._passes, self._size, self._most_waiting = passes, size, most_waiting
+    def __init__(self, streamer: Streamer, *, size: int, most_waiting: int) -> None:
+        self._streamer, self._size, self._most_waiting = streamer, size, most_waiting
         self._refusal: str | None = None
         self._start_anew()
 
@@ -86,11 +76,11 @@ class CallQueue(Iterator[Task | None]):
         self._thread: threading.Thread | None = None
         self._has_begun = False  # those that go together now
         self._changed = threading.Condition()
-        self._waiting: deque[Call] = deque()
-        self._under_way: list[Call] = []
+        self._waiting: deque[SubmittedCall] = deque()
+        self._under_way: list[SubmittedCall] = []
         self._seeds = torch.Generator().manual_seed(torch.initial_seed())
 
-    def submit(self, function: Callable[[], Any]) -> Call:
+    def submit(self, function: Callable[[], Any]) -> SubmittedCall:
         """Have ``function`` be called when its turn comes; a ``BusyError`` where as many wait as may."""
         if self._process != os.getpid():
             self._start_anew()
@@ -104,7 +94,7 @@ class CallQueue(Iterator[Task | None]):
                     f"max_waiting: {self._most_waiting} calls of this model wait already; come again later, or load it "
                     "with a larger max_waiting"
                 )
-            call = Call(function, int(torch.randint(2**63 - 1, (), generator=self._seeds)))
+            call = SubmittedCall(function, int(torch.randint(2**63 - 1, (), generator=self._seeds)))
             self._waiting.append(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="offstage-calls", daemon=True)
@@ -130,7 +120,7 @@ class CallQueue(Iterator[Task | None]):
         """
         with self._changed:
             self._under_way = [call for call in self._under_way if not call.done()]
-            if not self._waiting or (self._has_begun and self._passes.is_awaited):
+            if not self._waiting or (self._has_begun and self._streamer.is_awaited):
                 return None
             self._has_begun = True
             call = self._waiting.popleft()
@@ -142,7 +132,7 @@ class CallQueue(Iterator[Task | None]):
         while self._has_calls():
             self._has_begun = False
             try:
-                self._passes.go_together(self, size=self._size)
+                self._streamer.go_together(self, size=self._size)
             except Exception as error:  # noqa: BLE001 - those under way are told
                 if isinstance(error, LockstepError):
                     self._size = 1
@@ -160,7 +150,7 @@ class CallQueue(Iterator[Task | None]):
             return bool(self._waiting)
 
 
-def _fail(call: Call, error: Exception) -> None:
+def _fail(call: SubmittedCall, error: Exception) -> None:
     """Have ``call`` end by ``error`` if it hasn't ended."""
     if not call.done() and (call.running() or call.set_running_or_notify_cancel()):
         call.set_exception(error)

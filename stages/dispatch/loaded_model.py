@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from offstage.stages.dispatch.call_queue import Call
+    from offstage.stages.dispatch.call_queue import SubmittedCall
     from offstage.stages.dispatch.stage import Dispatched
     from offstage.stages.dispatch.transfer.traffic import Traffic
 
@@ -101,7 +101,7 @@ class LoadedModel:
         """How long loading the resident weights took."""
         return self._dispatched.load_seconds
 
-    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Call:
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> SubmittedCall:
         """Have ``call(*arguments, **options)``, which uses the model, be made when its turn comes; return its future.
 
         This is for servers: threads hand over what they want, and all of it is made by one thread, in the order in

@@ -33,7 +33,8 @@ _OF_EIGHT_BITS = ("fp8", "int8")
 FORMATS_OF_LOOPS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
 """Those of ggml's formats that there are loops for."""
 _FORMATS = {name: at for at, name in enumerate(FORMATS_OF_LOOPS)}
-_LANES = 32
+LANES = 32
+"""In how many sums, side by side, each number of a product is added up."""
 _PANEL = 8
 """How many rows of a weight a thread unpacks at a time where several rows are multiplied."""
 _SHARES = 16
@@ -255,8 +256,8 @@ class Loops:
         """
         (rows, columns), (height, width), across = packed.shape, block, scales.shape[1]
         assert given.shape[1] == columns
-        assert columns % _LANES == 0
-        assert width % _LANES == 0 or width >= columns
+        assert columns % LANES == 0
+        assert width % LANES == 0 or width >= columns
         assert scales.shape == (-(-rows // height), -(-columns // width))
         work = _ProductArguments(*_pointers(packed, given, made, None, None, scales), 0, rows, columns)
         work.across, work.block_rows, work.block_columns = across, height, width

@@ -19,13 +19,11 @@ from torch import Tensor
 from offstage.stages.checkpoints.codecs.ggml_blocks import UNPACK
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import GgufCodec, swapped_places
-from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS, Places, loops
+from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS, LANES, Places, loops
 from offstage.stages.checkpoints.codecs.scaled_codes import ScaledCodes
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 
 FP8 = "fp8"
-LANES = 32
-"""How many sums each number is added up in, side by side."""
 _SCRATCH = 2**20
 """How many values torch's operators make at once."""
 _NAME = "multiply_packed"
