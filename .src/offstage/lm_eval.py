@@ -29,9 +29,13 @@ try:
         resolve_max_length,
     )
 except ModuleNotFoundError as error:
-    raise ConfigError(
+    refusal = ConfigError(
         f"offstage.lm_eval needs {error.name}, which isn't installed: pip install 'offstage-pipeline[lm-eval]'"
-    ) from error
+    )
+    if __name__ != "__main__":
+        raise refusal from error
+    sys.stderr.write(f"{refusal}\n")
+    sys.exit(refusal.exit_code)
 
 import torch
 
