@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import offstage
 
 ALL_ON_DISK = {"": "disk"}
+TINY = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
 Door = Callable[[Path], Any]
 
 
@@ -20,6 +21,21 @@ def make_llama(folder: Path, **options: Any) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64, **options}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    return folder
+
+
+def words() -> Any:
+    """Return the embedded model's tokenizer, which can pad."""
+    found = AutoTokenizer.from_pretrained(TINY)
+    found.pad_token = found.pad_token or found.eos_token
+    return found
+
+
+def make_llama_of_words(folder: Path) -> Path:
+    """Write a Llama with the tokenizer ``words``."""
+    tokenizer = words()
+    make_llama(folder, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -4,27 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, pipeline
+from transformers import pipeline
 
 import offstage
-from tests.clients.doors import Door, cpu_offload, disk_offload, load, make_llama, plain
+from tests.clients.doors import Door, cpu_offload, disk_offload, load, make_llama_of_words, plain, words
 
-TINY = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
 TEXTS = ["The value", "A list of names that", "It"]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    found = AutoTokenizer.from_pretrained(TINY)
-    found.pad_token = found.pad_token or found.eos_token
-    return found
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    folder = make_llama(tmp_path_factory.mktemp("pipelines") / "llama", vocab_size=len(tokenizer))
-    tokenizer.save_pretrained(folder)
-    return folder
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama_of_words(tmp_path_factory.mktemp("pipelines") / "llama")
 
 
 def from_pretrained(checkpoint: Path) -> Any:
@@ -36,7 +26,9 @@ def from_pretrained(checkpoint: Path) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("door", [load, from_pretrained, cpu_offload, disk_offload])
-def test_texts_and_features_are_the_plain_ones(door: Door, batch_size: int, checkpoint: Path, tokenizer: Any) -> None:
+def test_texts_and_features_are_the_plain_ones(door: Door, batch_size: int, checkpoint: Path) -> None:
+    tokenizer = words()
+
     def answers(model: Any) -> tuple[Any, Any]:
         made = pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=batch_size)
         seen = pipeline("feature-extraction", model=model, tokenizer=tokenizer)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoConfig, BertConfig, BertModel
 
 import offstage
+from tests.clients.doors import words
 
 peft = pytest.importorskip("peft")
 datasets = pytest.importorskip("datasets")
@@ -17,15 +18,13 @@ sentence_transformers = pytest.importorskip("sentence_transformers")
 modules = pytest.importorskip("sentence_transformers.models")
 losses = pytest.importorskip("sentence_transformers.losses")
 
-TINY = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
 TEXTS = ["a value", "the function returns a key", "names"]
 PAIRS = [{"anchor": f"what is {number}", "positive": f"it is {number}"} for number in range(8)]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("sentences") / "bert", AutoTokenizer.from_pretrained(TINY)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    folder, tokenizer = tmp_path_factory.mktemp("sentences") / "bert", words()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
     BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)).save_pretrained(folder)

@@ -22,11 +22,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.clients.doors import TINY
+
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "conf" / "checkpoints" / "tiny"
 CLIENTS = 32
 PROMPTS = [f"{first} {second}" for first in ("The", "A list of", "It") for second in ("key", "value", "names")]
 
