@@ -256,14 +256,14 @@ def lay_out(
     ``execution`` of modules that isn't that of their layers, are those of a map that is followed to the letter. What is
     kept ``apart`` on the host is brought for each use where the host computes, too.
     """
-    computing = execution_devices(outline, placement) if execution is None else None
+    computing = execution_devices(outline, placement) if execution is None else {}
     lines: list[Line] = []
     for layer in outline.layers:
-        if computing is None or homes is not None or apart:
-            where = execution if computing is None else dict.fromkeys(map(parent, layer.tensors), computing[layer.name])
-            lines += _lines(outline, layer, placement, where or {}, io=io, homes=homes or placement.homes, apart=apart)
-        else:
+        if execution is None and homes is None and not apart:
             lines += _lines_again(outline, layer, placement, computing[layer.name], io)
+        else:
+            where = execution or dict.fromkeys(map(parent, layer.tensors), computing[layer.name])
+            lines += _lines(outline, layer, placement, where, io=io, homes=homes or placement.homes, apart=apart)
     return Layout(outline, placement, tuple(lines), budgets or {})
 
 
