@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,8 +130,8 @@ def _compare(one: Path, other: Path, *, output: Path | None) -> None:
 def _require_libraries() -> None:
     """Say what to install where the extra is missing, before any record is read."""
     try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
+        for name in ("jinja2", "pandas", "plotly", "itables"):
+            import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"offstage-report needs {error.name}, which isn't installed: pip install 'offstage-pipeline[report]'"
