@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 
 from offstage.pipeline.command_exit import exit_at_signals
+from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.process_setup import set_up
 
 _FRAME_SLOTS = 2**15
@@ -26,8 +27,10 @@ left to all calls below, a thousand deep. No page of it is touched that isn't us
 def _enter(name: str, module: str) -> None:
     exit_at_signals(name)
     set_up(name)
+    with uncollected():
+        found = import_module(module)
     try:
-        import_module(module).main()
+        found.main()
     finally:
         gc.freeze()  # all of it ends now: to look for cycles in what torch and transformers are takes most of a second
 

@@ -59,6 +59,10 @@ class BudgetError(OffstageError, ValueError):
     exit_code = 4
 
 
+class BusyError(OffstageError, RuntimeError):
+    """More calls of a loaded model wait already than may."""
+
+
 class StorageError(OffstageError, OSError):
     """Reading or writing failed for a reason outside the config and the checkpoint."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.metrics import RUN_METRICS, MetricTable
 
 GROUP = "offstage.stages"
 OWN_PACKAGE = "offstage-pipeline"
@@ -39,6 +41,34 @@ def stage_class(name: str) -> Any:
 def any_measures(names: Iterable[str]) -> bool:
     """Return whether one of the stages is measured as the keys ``measure`` of the config say."""
     return any(getattr(stage_class(name), "measures", False) for name in names)
+
+
+def declared_metrics(names: Iterable[str]) -> MetricTable:
+    """Return the table of the metrics that the stages ``names`` declare, and of those of every run.
+
+    Raises ``ConfigError`` where two of them declare one name otherwise.
+    """
+    stages = [getattr(stage_class(name), "metrics", ()) for name in names]
+    return MetricTable.of([*(metric for metrics in stages for metric in metrics), *RUN_METRICS])
+
+
+@cache
+def installed_metrics() -> MetricTable:
+    """Return the table of all metrics that installed stages declare: where two differ, offstage's own counts.
+
+    A stage that doesn't load, or contradicts itself, has none.
+    """
+    found = MetricTable({})
+    for name in sorted(installed_stages(), key=is_own_stage, reverse=True):
+        with suppress(ConfigError):
+            found = found.joined(declared_metrics([name]))
+    return found
+
+
+def metric_table(record: Mapping[str, Any]) -> MetricTable:
+    """Return the metrics that ``record`` has a table of; of a record from before there were any all that are known."""
+    stored = record.get("metric_table")
+    return MetricTable.read(stored) if stored else installed_metrics()
 
 
 def stage_configs() -> dict[str, type[Any]]:

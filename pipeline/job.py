@@ -21,6 +21,7 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.environment import imported_packages
 from offstage.pipeline.errors import BudgetError
+from offstage.pipeline.installed_stages import declared_metrics
 from offstage.pipeline.kernel_caches import bound_kernel_caches
 from offstage.pipeline.malloc import return_freed_memory
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
@@ -52,6 +53,7 @@ def perform(
     bound_kernel_caches()
     with RunScreen(record.data) as screen, MemoryMonitor() as monitor, Ending(record, monitor) as ending, mendable():
         stages = check_config(record.config)
+        record.note_metrics(declared_metrics(record.config["stages"]))
         watch = _Watch(record, screen, group, expected)
         runner = ending.runner = Runner(
             stages, record.config, record=record, monitor=monitor, observer=watch, cache=cache
@@ -60,15 +62,11 @@ def perform(
         watch.ended()
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
     closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
-    screen.finish(reports, "\n".join([*_untested_cap(record), closing]))
+    noted = record.data["enforcement"]
+    untested = [f"no memory cap was tested: {noted['how']}"] if noted and not noted["enforced"] else []
+    screen.finish(reports, "\n".join([*untested, closing]))
     record.require()
     return 0
-
-
-def _untested_cap(record: RunRecord) -> list[str]:
-    """Return the line that says so where a cap was asked for and the run went without."""
-    noted = record.data["enforcement"]
-    return [f"no memory cap was tested: {noted['how']}"] if noted and not noted["enforced"] else []
 
 
 class Ending:
@@ -87,7 +85,7 @@ class Ending:
             self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
             self._record.note_series("cpu", self._monitor.series)
         if "torch" in sys.modules:  # what is served from the cache imports none of what it was made with
-            self._record.note_packages(imported_packages())
+            self._record.note(packages=imported_packages())
         if error is None:
             _log.info("completed")
             self._record.finish("completed")

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.installed_stages import installed_metrics, metric_table
+from offstage.pipeline.metrics import Unit
+from offstage.pipeline.replay import MEMORY
 from offstage.pipeline.typed_config import read
-
-MEMORY = ("budget", "predicted", "measured")
-"""The parts of a record's memory that a number can be named of."""
 
 
 class UnmeasuredError(ConfigError):
@@ -37,12 +37,13 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a run's ``value`` of the figure ``name`` may be: ``bound`` at most, or at least."""
+    """What a run's ``value`` of the figure ``name``, both in ``unit``, may be: ``bound`` at most, or at least."""
 
     name: str
     is_most: bool
     bound: float
     value: float
+    unit: Unit = "number"
 
     @property
     def excess(self) -> float:
@@ -52,11 +53,12 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a run came to: the ``value`` of the figure ``name``, and its limits."""
+    """What a run came to: the ``value`` of the figure ``name``, in ``unit``, and its limits."""
 
     name: str
     value: float
     limits: tuple[Limit, ...] = ()
+    unit: Unit = "number"
 
     @property
     def is_within(self) -> bool:
@@ -84,14 +86,16 @@ def check_objective(config: Mapping[str, Any]) -> Iterable[Fault]:
 
 
 def _misnamed(key: str, name: str) -> Iterable[Fault]:
+    """Yield why ``name`` can be none of a record's numbers: those of memory, and the metrics that a stage declares."""
     section, *rest = name.split(".")
-    if not rest and name:
-        return  # a metric: stages have their own, and the record shows which
-    if section != "memory" or len(rest) != 2 or rest[0] not in MEMORY or not rest[1]:
+    table, is_memory = installed_metrics(), section == "memory" and len(rest) == 2 and rest[0] in MEMORY and rest[1]
+    metric = table.find(name)
+    if not is_memory and (metric is None or metric.unit == "word"):
+        numbers = [one.name for one in table.metrics.values() if one.unit != "word"]
         yield Fault(
             key,
-            f"{name!r} names no number of a record; give a metric (decode_seconds_per_token) or "
-            f"memory.PART.DEVICE, with a part of {', '.join(MEMORY)}",
+            f"{name!r} names no number of a record{closest(name, numbers)}; give a metric that a stage declares "
+            f"(decode_seconds_per_token) or memory.PART.DEVICE, with a part of {', '.join(MEMORY)}",
         )
 
 
@@ -102,16 +106,17 @@ def objective_of(record: Mapping[str, Any]) -> Objective | None:
         UnmeasuredError: the record has the metric that the config names, and no value of it.
         ConfigError: the record has no number of a name that the config gives.
     """
-    given = read_objective(record["config"])
+    given, table = read_objective(record["config"]), metric_table(record)
     if given.figure is None:
         return None
     sides = (("objective.at_most", given.at_most), ("objective.at_least", given.at_least))
     limits = [
-        Limit(name, limits is given.at_most, bound, _number(record, key, name))
+        Limit(name, limits is given.at_most, bound, _number(record, key, name), table.unit(name))
         for key, limits in sides
         for name, bound in limits.items()
     ]
-    return Objective(given.figure, _number(record, "objective.figure", given.figure), tuple(limits))
+    value = _number(record, "objective.figure", given.figure)
+    return Objective(given.figure, value, tuple(limits), table.unit(given.figure, value))
 
 
 def require_numbers(record: Mapping[str, Any]) -> None:
@@ -127,7 +132,8 @@ def _number(record: Mapping[str, Any], key: str, name: str) -> float:
     """Return the number of that name; a ``ConfigError`` about ``key`` where there is none."""
     known = _numbers(record)
     if name not in known:
-        raise (UnmeasuredError if name in record["metrics"] else ConfigError)(
+        declared = any(table.find(name) for table in (metric_table(record), installed_metrics()))
+        raise (UnmeasuredError if declared or name in record["metrics"] else ConfigError)(
             f"{key}: this run's record has no number {name!r}{closest(name, known)}; "
             "the metrics and the memory in its run.json are what can be named"
         )

@@ -5,7 +5,7 @@ Whoever shows a figure says so, and asks here: the screen, a sweep's closing tab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,13 @@ class Provenance:
         return ", ".join(words)
 
 
-def provenance(stages: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]) -> Provenance:
-    """Return where the figures come from of a run with these ``stages`` and ``samples``, as its record has them.
+def provenance(record: Mapping[str, Any]) -> Provenance:
+    """Return where the figures of a run come from. A stage that takes no samples has one by another name: its artifact.
 
-    A stage that takes no samples has one by another name: its artifact.
+    Of ``record`` a section may be missing, as in those of before there were samples.
     """
-    counting = [sample for sample in samples if sample.get("counts")]
+    stages = record.get("stages") or []
+    counting = [sample for sample in record.get("samples") or () if sample.get("counts")]
     if not counting:
         return Provenance(int(bool(stages)), int(bool(stages) and stages[-1].get("cached") is True))
     busy = sum((sample.get("processor") or {}).get("busy") is True for sample in counting)

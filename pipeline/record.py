@@ -20,6 +20,7 @@ from typing import Any, Literal
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.errors import StorageError
+from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.plain_data import walk
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.signatures import is_signed, sign
@@ -31,52 +32,6 @@ _PLACE = re.compile(r"[/\\.~]")
 _QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
 _LISTED = 8
 """How many jobs of a sweep an error names."""
-METRICS = (
-    "load_seconds",
-    "time_to_first_token_seconds",
-    "prefill_seconds",
-    "decode_seconds_per_token",
-    "decode_tokens_per_second",
-    "streamed_bytes_per_token",
-    "streamed_bytes_per_second",
-    "stall_seconds_per_token",
-    "stall_share",
-    "bound",
-    "bound_seconds_per_token",
-    "storage_read_bytes",
-    "stall_seconds",
-    "peak_host_bytes",
-    "peak_host_rss_bytes",
-    "base_host_bytes",
-)
-"""What every record has a value for, null where it isn't known. A stage may report others beside them.
-
-All are numbers in the unit that their name gives, but for ``bound``: what set the speed of decoding, as measured,
-one of ``storage``, ``link`` and ``compute``. Those a token or a second are of decoding alone, what comes after the
-first token, and so is ``stall_share``, the part of that time in which forwards waited for weights.
-``bound_seconds_per_token`` is the least that a token could have taken: what was moved for it, at the rates that were
-measured of this machine. ``time_to_first_token_seconds`` is a batch's mean, from its prompts to the first token;
-``storage_read_bytes`` and ``stall_seconds``, the time that forwards waited for weights, are of the whole run.
-``base_host_bytes`` are what the process held on the host before the first weight was there: Python, torch,
-transformers, the skeleton. It is a part of every peak that was measured with it.
-
-Where the work was measured several times, each is the median of the samples that count, which the section ``samples``
-has one by one: with who had the processor meanwhile (``busy`` where others took a tenth of it or more), how loaded the
-machine was, and how fast its storage. ``samples`` and ``busy_samples`` say how many there are, and
-``time_to_first_token_seconds_p90`` and its like are percentiles over the batches, or the tokens, of all of them.
-``decode_cpu_seconds_per_token`` are those of all threads.
-
-A mixture whose experts wait has ``expert_hit_rate`` beside them: how often one that tokens were routed to was in a
-slot, in decoding alone where there was any. ``expert_hits``, ``expert_misses`` and ``expert_evictions`` are of the
-whole run, and the section ``experts`` has them by layer, with the bytes that were streamed for it.
-The plan's ``predicted_expert_hit_rate`` assumes uniform routing: that all experts are wanted alike.
-
-What streams is told by the device that computes it too: ``link_bytes_per_token.0`` is what came to accelerator 0 for a
-token, as it crossed the link (``.cpu``: to the host, as it rests), and ``link_stall_seconds_per_token.0`` how long
-forwards waited for it there. Where there are no tokens they are a forward's; ``link_stall_seconds.0`` is of the whole
-run. ``predicted_link_bytes_per_token.0`` is what the plan had said.
-"""
-
 Status = Literal["running", "completed", "failed", "interrupted"]
 
 
@@ -143,7 +98,8 @@ class RunRecord:
             "inputs": {},
             "stages": [],
             "memory": {"budget": {}, "predicted": {}, "measured": {}},
-            "metrics": dict.fromkeys(METRICS),
+            "metrics": {},
+            "metric_table": {},
             "outputs": [],
             "experts": {},
             "samples": [],
@@ -211,6 +167,12 @@ class RunRecord:
         stages[place : place + 1] = [asdict(stage)]
         self._write()
 
+    def note_metrics(self, table: MetricTable) -> None:
+        """Keep what metrics the run may come to, each null until it is known, and how they are to be read."""
+        self._content["metric_table"] = table.stored()
+        self._content["metrics"] = {**table.nulls(), **self._content["metrics"]}
+        self._write()
+
     def note_sources(self, sources: SourceFiles) -> None:
         """Keep which files a stage works on: sections that several stages have are put together.
 
@@ -237,14 +199,11 @@ class RunRecord:
         for section, devices in report.memory.items():
             _update(self._content["memory"].setdefault(section, {}), devices)
         _update(self._content["metrics"], report.metrics)
-        if report.outputs:
-            self._content["outputs"] = [dict(output) for output in report.outputs]
+        for section in ("outputs", "samples", "steps"):
+            if entries := getattr(report, section):
+                self._content[section] = [dict(entry) for entry in entries]
         if report.experts:
             self._content["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
-        if report.samples:
-            self._content["samples"] = [dict(sample) for sample in report.samples]
-        if report.steps:
-            self._content["steps"] = [dict(step) for step in report.steps]
         if report.model:
             self._content["model"] = dict(report.model)
         self._write()
@@ -254,14 +213,11 @@ class RunRecord:
         self._content["memory"]["series"] = {device: [list(point) for point in points]}
         self._write()
 
-    def note_device_map(self, device_map: Mapping[str, Any]) -> None:
-        """Keep where each module went: the cache that holds the plan may be gone when somebody asks."""
-        self._content["device_map"] = device_map
-        self._write()
-
-    def note_packages(self, versions: Mapping[str, str]) -> None:
-        """Keep the ``versions`` of all that was imported, by distribution."""
-        self._content["packages"] = dict(versions)
+    def note(self, **sections: Mapping[str, Any]) -> None:
+        """Keep whole ``sections``: ``device_map``, where each module went, since the cache that holds the plan may be
+        gone when somebody asks; ``packages``, the versions of all that was imported.
+        """
+        self._content |= sections
         self._write()
 
     def note_enforcement(self, *, bytes_allowed: int | None, how: str) -> None:

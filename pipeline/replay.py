@@ -16,7 +16,8 @@ from offstage.pipeline.cache.outline import Change, changes
 
 Record = Mapping[str, Any]
 TOKENS = "tokens"
-_MEMORY = ("budget", "predicted", "measured")
+MEMORY = ("budget", "predicted", "measured")
+"""The parts of a record's memory that a number can be named of."""
 _FROM_BEFORE = ("skeleton", "device_map", "plan", "weights", "placement", "checkpoint")
 """The parts of a key that stand for earlier stages or for the checkpoint: a change there is told where it began."""
 
@@ -81,7 +82,7 @@ def compare(then: Record, now: Record) -> Comparison:
         environment=tuple(_other_environment(then, now)),
         config=_changed(then, now, "config"),
         model=_changed(then, now, "model"),
-        memory=tuple(change for part in _MEMORY for change in _held(then, now, part)),
+        memory=tuple(change for part in MEMORY for change in _held(then, now, part)),
         metrics=_changed(then, now, "metrics"),
     )
 

@@ -24,11 +24,14 @@ from offstage.pipeline.command_exit import INTERRUPTED, run_command
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import KilledError, ReplayError
 from offstage.pipeline.foreign_record import load_foreign, outputs_for
+from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.job_process import supervise
+from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.regular_files import lies_in
 from offstage.pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
 from offstage.pipeline.replay_config import config_here, given_places
+from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.runner import load_stages
 from offstage.pipeline.stage import MEASURED, Artifact
 from offstage.pipeline.terminal import shorten
@@ -36,7 +39,6 @@ from offstage.pipeline.trust import REMOTE_CODE, Trust, TrustRequest, named_code
 
 NAME = "offstage-replay"
 DIFFERENT = 1
-_SPEEDS = ("load_seconds", "prefill_seconds", "decode_seconds_per_token")
 _SHOWN = 8
 """Entries of one list that are printed; the record has them all."""
 
@@ -104,8 +106,10 @@ def replay(given: argparse.Namespace) -> int:
         shutil.rmtree(cache, ignore_errors=True)
     if code:
         return INTERRUPTED if code == INTERRUPTED else ReplayError.exit_code
-    found = compare(then.data, RunRecord.load(folder).data)
-    sys.stdout.writelines(f"{line}\n" for line in (*_report(found), f"replay    {shorten(folder)}"))
+    done = RunRecord.load(folder).data
+    found = compare(then.data, done)
+    lines = (*_report(found, metric_table(done)), f"replay    {shorten(folder)}")
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0 if found.same else DIFFERENT
 
 
@@ -131,8 +135,8 @@ def _bring_measurements(source: Path, target: Path) -> None:
             write_sealed(target / MEASURED / path.name, figures)
 
 
-def _report(found: Comparison) -> Iterable[str]:
-    """Yield the lines that say what came of a replay."""
+def _report(found: Comparison, table: MetricTable) -> Iterable[str]:
+    """Yield the lines that say what came of a replay: of its metrics the times that ``table`` has a title for."""
     if found.kind:
         yield _verdict(found.kind, found.difference)
     yield f"plan      {f'{len(found.moved)} modules moved' if found.moved else 'the same'}"
@@ -142,9 +146,11 @@ def _report(found: Comparison) -> Iterable[str]:
         yield from _listed(found.why)
     yield f"machine   {'versions or hardware differ' if found.environment else 'the same versions and hardware'}"
     yield from _listed(found.environment)
-    for speed in found.metrics:
-        if speed.place in _SPEEDS and isinstance(speed.then, int | float) and isinstance(speed.now, int | float):
-            yield f"speed     {speed.place.replace('_', ' ')}: {speed.then:.4f} then, {speed.now:.4f} now"
+    times = {row[0].name: row[0] for row in table.rows() if (row[0].kind, row[0].unit) == ("measured", "seconds")}
+    for change in found.metrics:
+        metric, then, now = times.get(change.place), change.then, change.now
+        if metric and isinstance(then, int | float) and isinstance(now, int | float):
+            yield f"speed     {metric.title}: {tell(then, metric.unit)} then, {tell(now, metric.unit)} now"
 
 
 def _verdict(kind: str, difference: Difference | None) -> str:

@@ -19,7 +19,7 @@ from offstage.pipeline.command_exit import discard_output
 from offstage.pipeline.measurements import measurements, remarks
 from offstage.pipeline.printable_text import printable
 from offstage.pipeline.stage import Report
-from offstage.pipeline.terminal import Screen, announce
+from offstage.pipeline.terminal import Screen, announce, plain_table
 
 
 class RunScreen:
@@ -58,8 +58,9 @@ class RunScreen:
         for figures in measurements(self._record):
             self._screen.print()
             self._screen.print(figures)
-        for remark in remarks(self._record):
-            self._screen.print(f"\n{remark}", markup=False)
+        told = [remark for report in reports.values() for remark in report.remarks]
+        for remark in (*told, *remarks(self._record)):
+            self._screen.print(f"\n{printable(remark)}", markup=False)
         self._screen.print(f"\n{closing}", markup=False)
 
     def _show_stages(self, reports: Mapping[str, Report]) -> None:
@@ -75,7 +76,7 @@ class RunScreen:
 
     def _table(self, reports: Mapping[str, Report]) -> Table:
         """Return a row for each of ``reports``; the columns are as wide whichever these are."""
-        table = Table(box=None, pad_edge=False, header_style="dim", show_header=not self._shown)
+        table = plain_table(header=not self._shown)
         names = [str(name) for name in self._record["config"].get("stages", ())]
         table.add_column("stage", no_wrap=True, min_width=max(map(len, names), default=0))
         table.add_column("seconds", justify="right", no_wrap=True, min_width=len("seconds"))

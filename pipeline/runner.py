@@ -8,12 +8,13 @@ stage asks for one, and let go when no stage that remains will.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.config import check, made_sound
 from offstage.pipeline.errors import Fault, raise_faults
+from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.installed_stages import any_measures, installed_stages, stage_class
 from offstage.pipeline.measure import refuse_unmeasured
 from offstage.pipeline.memory_monitor import MemoryMonitor
@@ -64,11 +65,18 @@ def check_config(config: Config) -> list[Stage[Any]]:
     stages, sound = load_stages(config), made_sound(config, faults)
     if not any_measures(config["stages"]):
         faults += refuse_unmeasured(sound, config["stages"])
-    faults += [fault for stage in stages for fault in stage.check(sound)]
-    if faults:
-        faults += [fault for stage in stages for fault in stage.examine(sound)]
-    raise_faults(list({fault.key: fault for fault in reversed(faults)}.values())[::-1])  # two stages may see one fault
+    for stage in stages:
+        faults += _untold(stage.check(sound), faults)
+    for stage in stages if faults else ():
+        faults += _untold(stage.examine(sound), faults)
+    raise_faults(faults)
     return stages
+
+
+def _untold(found: Iterable[Fault], faults: Sequence[Fault]) -> list[Fault]:
+    """Return those ``found`` of keys without ``faults`` so far: two stages may see one, and say it in other words."""
+    told = {fault.key for fault in faults}
+    return [fault for fault in found if fault.key not in told]
 
 
 class Runner:
@@ -142,7 +150,7 @@ class Runner:
         self._observer.shows(self.at_work, text, dict(self._reports))
 
     def _examine(self, name: str) -> Sequence[Fault]:
-        with self._meter.charge(name):
+        with self._meter.charge(name), uncollected():  # it imports what the model's code needs
             return list(self.chain.stages[name].examine(self.chain.config))
 
     def _find_cached(self) -> None:
@@ -190,4 +198,4 @@ class Runner:
                 self._merged.add(name)
                 self._record.merge(self._reports[name])
                 if DEVICE_MAP in artifact.files:
-                    self._record.note_device_map(artifact.json(DEVICE_MAP))
+                    self._record.note(device_map=artifact.json(DEVICE_MAP))

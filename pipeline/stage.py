@@ -82,11 +82,13 @@ class Report:
     """What a stage's artifact adds to the run record and to the summary on the screen.
 
     ``summary`` is one short line. ``memory``, ``metrics``, ``outputs``, ``experts``, ``samples`` and ``steps`` go under
-    those names of ``run.json``; ``screen`` is shown after the summary table. ``experts`` is what those of each layer
-    came to, where a mixture's wait until they are wanted: layer → counts by name. ``samples`` has each time that the
+    those names of ``run.json``; ``screen`` is shown after the summary table, and ``remarks``, what must be known of the
+    metrics by who uses them, below these. ``experts`` is what those of each layer came to, where a mixture's wait until
+    they are wanted: layer → counts by name. ``samples`` has each time that the
     stage's work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of
     it. ``steps`` are those of a training: loss, norm of the gradient, seconds and bytes held, in their order. ``model``
-    says what was run: its ``class``, how many ``parameters`` by dtype, and its ``bytes``.
+    says what was run: its ``class``, how many ``parameters`` by dtype, and its ``bytes``. A metric that the stage
+    doesn't declare is kept as a number of nothing, and no table has it.
     """
 
     summary: str = ""
@@ -94,6 +96,7 @@ class Report:
     metrics: Mapping[str, float | int | str | None] = field(default_factory=dict)
     outputs: tuple[Mapping[str, Any], ...] = ()
     screen: str = ""
+    remarks: tuple[str, ...] = ()
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     samples: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[Mapping[str, Any], ...] = ()
@@ -153,6 +156,9 @@ class Stage(Protocol[Inputs]):
     A stage with an attribute ``resumes``, names of files, gets those that a build left that was killed or interrupted,
     and goes on there; others begin with an empty folder. Names that begin with a dot are of folders that the build has
     for itself: they last until all of the artifact is on the disk, and are no part of it.
+
+    One with an attribute ``metrics``, a sequence of ``Metric``, declares those that it reports: by that they have their
+    units and their places in every table, in exports, comparisons and trackers, and a search can go by them.
 
     One with an attribute ``measures`` that is true is measured as the keys ``measure`` of the config say, beyond what
     its artifact came with: see ``lacks_figures`` and ``measure``.

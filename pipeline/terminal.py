@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container, Iterable
 from pathlib import Path
 from shutil import get_terminal_size
+from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from offstage.pipeline.command_exit import discard_output
 
@@ -25,6 +29,25 @@ class Screen(Console):
         """Go on without an output: what is asked for is the run, and its record."""
         self.quiet = True
         discard_output()
+
+
+COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "running": "yellow", "not begun": "dim"}
+"""Those of how a run ended."""
+
+
+def plain_table(
+    headings: Iterable[tuple[str, bool]] = (), *, folded: Container[str] = (), header: bool = True
+) -> Table:
+    """Return a table without lines, with a column for each of ``headings``: plain text, and whether it is of numbers.
+
+    What is too long for a line is cut, but for the columns that are ``folded``.
+    """
+    table = Table(box=None, pad_edge=False, header_style="dim", show_header=header)
+    for heading, is_numeric in headings:
+        justify: Literal["right", "left"] = "right" if is_numeric else "left"
+        overflow: Literal["fold", "ellipsis"] = "fold" if heading in folded else "ellipsis"
+        table.add_column(escape(heading), justify=justify, no_wrap=heading not in folded, overflow=overflow)
+    return table
 
 
 def announce(stage: str) -> None:

@@ -1,5 +1,6 @@
 from offstage.pipeline.errors import (
     BudgetError as BudgetError,
+    BusyError as BusyError,
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
     DisagreementError as DisagreementError,

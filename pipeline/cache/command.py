@@ -27,7 +27,7 @@ from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.printable_text import printable
-from offstage.pipeline.terminal import Screen
+from offstage.pipeline.terminal import Screen, plain_table
 
 NAME = "offstage-cache"
 Work = Callable[[Path, argparse.Namespace], int]
@@ -105,7 +105,8 @@ def _list(root: Path, given: argparse.Namespace) -> int:
         _say(json.dumps([_told(entry) for entry in found], indent=1))
         return 0
     packs = any(entry.unpacked for entry in found)
-    table = _table("stage", "key", "model", "size", "last used", *["packed"] * packs)
+    headings = ["stage", "key", "model", "size", "last used", *["packed"] * packs]
+    table = plain_table((name, name == "size") for name in headings)
     for entry in found:
         model = Path(entry.model).name if Path(entry.model).is_absolute() else entry.model
         used = f"{datetime.fromtimestamp(entry.used):%F %T}"
@@ -131,7 +132,7 @@ def _told(entry: CacheEntry) -> dict[str, str | int | None]:
 
 def _du(root: Path, _given: argparse.Namespace) -> int:
     found = housekeeping.entries(root)
-    table = _table("stage", "artifacts", "size", "last used")
+    table = plain_table([("stage", False), ("artifacts", True), ("size", True), ("last used", False)])
     for stage in dict.fromkeys(sorted(entry.stage for entry in found)):
         own = [entry for entry in found if entry.stage == stage]
         used = datetime.fromtimestamp(max(entry.used for entry in own))
@@ -206,13 +207,6 @@ def _store(folder: Path) -> Path:
 def _amount(found: Sequence[CacheEntry]) -> str:
     one = "" if len(found) == 1 else "s"
     return f"{len(found)} artifact{one} ({decimal(sum(entry.bytes for entry in found))})"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        table.add_column(name, no_wrap=True, justify="right" if name in ("size", "artifacts") else "left")
-    return table
 
 
 def _print(table: Table) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.cache.outline import Change
+from offstage.pipeline.metrics import Unit
 from offstage.pipeline.replay import Comparison, compare
 from offstage.pipeline.report.differences import as_text
 from offstage.pipeline.report.placements import read_layers
-from offstage.pipeline.report.quantities import MISSING, tell_figure
+from offstage.pipeline.report.quantities import MISSING, tell
 from offstage.pipeline.report.records import Run
-from offstage.pipeline.report.speed import BOUND, PREDICTED_BOUND
 
 _SAME = "No change."
-_WORDS = {BOUND: "bound by", PREDICTED_BOUND: "predicted bound"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +49,22 @@ class RunComparison:
 
 def compare_runs(before: Run, after: Run) -> RunComparison:
     """Return what changed from ``before`` to ``after``."""
-    runs = (before, after)
+    runs, table = (before, after), after.table.joined(before.table)
     found = compare(*(_record(run) for run in runs))
     status = [(run.status, " ".join(run.reason.split())) for run in runs]
     ended = [
         Change(name, *pair) for name, *pair in zip(("status", "reason"), *status, strict=True) if len(set(pair)) > 1
     ]
+    held = [replace(change, place=change.place.replace(".", " ", 1)) for change in found.memory]
     sections = (
         _section("Status", ended),
         _section("Config", found.config),
         _section("Environment", found.environment),
-        _section("Model", found.model, tell=_figure),
+        _section("Model", found.model, unit=lambda key, _: "bytes" if key == "bytes" else "count"),
         _plan(found, before, after),
         _section("Inputs", found.why),
-        _section("Memory", found.memory, tell=_bytes, numeric=True),
-        _section("Speed", found.metrics, tell=_figure, numeric=True),
+        _section("Memory", held, unit=lambda place, _: table.unit(f"memory.{place}")),
+        _section("Speed", found.metrics, unit=table.unit),
         Section("Tokens", (), _outputs(found, before, after)),
     )
     return RunComparison(before.folder, after.folder, sections)
@@ -82,36 +82,24 @@ def _record(run: Run) -> Mapping[str, Any]:
     }
 
 
-def _text(_key: str, value: object) -> str:
+def _told(place: str, value: object, unit: Callable[[str, Any], Unit] | None) -> str:
+    if unit and isinstance(value, int | float) and not isinstance(value, bool):
+        return tell(value, unit(place, value))
     return MISSING if value is None or value == "" else as_text(value)
 
 
-def _figure(key: str, value: object) -> str:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return tell_figure(key, value) if known else _text(key, value)  # type: ignore[arg-type]
-
-
-def _bytes(_key: str, value: object) -> str:
-    return _figure("bytes", value)
-
-
-def _section(
-    title: str, changes: Iterable[Change], *, tell: Callable[[str, object], str] = _text, numeric: bool = False
-) -> Section:
+def _section(title: str, changes: Iterable[Change], *, unit: Callable[[str, Any], Unit] | None = None) -> Section:
+    """Return ``changes`` as they are written, or in the ``unit`` of a name and its value and with their ratio."""
     told = tuple(
         ChangedValue(
-            _title(change.place, is_memory=tell is _bytes),
-            tell(change.place, change.then),
-            tell(change.place, change.now),
-            _ratio(change) if numeric else "",
+            change.place,
+            _told(change.place, change.then, unit),
+            _told(change.place, change.now, unit),
+            _ratio(change) if unit else "",
         )
         for change in changes
     )
-    return Section(title, told, () if told else (_SAME,), numeric)
-
-
-def _title(place: str, *, is_memory: bool) -> str:
-    return place.replace(".", " ", 1) if is_memory else _WORDS.get(place, place)
+    return Section(title, told, () if told else (_SAME,), unit is not None)
 
 
 def _ratio(change: Change) -> str:

@@ -50,8 +50,7 @@ def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
     row |= settings
     for section, held in run.memory.items():
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
-    row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
-    row |= {f"metrics.{name}": value for name, value in {"bound": None, **run.words}.items()}
+    row |= {f"metrics.{name}": value for name, value in {**run.metrics, **run.words}.items()}
     row |= {"model.class": run.model.class_name, "model.parameters": run.model.count}
     row["figures"] = run.provenance.told() if run.measured else ""
     row["bound_seconds_per_token"] = bound_seconds(run)
@@ -113,7 +112,8 @@ def _job(job: Job) -> dict[str, Any]:
         "overrides": list(run.overrides),
         "model": {"class": run.model.class_name, "parameters": dict(run.model.parameters), "bytes": run.model.bytes},
         "memory": {section: dict(held) for section, held in run.memory.items()},
-        "metrics": {**run.metrics, "bound": None, **run.words, "bound_seconds_per_token": bound_seconds(run)},
+        "metrics": {**run.metrics, **run.words, "bound_seconds_per_token": bound_seconds(run)},
+        "units": {name: run.table.unit(name, value) for name, value in run.metrics.items()},
         "experts": {layer: dict(use) for layer, use in run.experts.items()},
         "losses": list(run.losses),
         "samples": [asdict(sample) for sample in run.samples],

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.record import is_own_config
 from offstage.pipeline.regular_files import lies_in, read_object
 from offstage.pipeline.report.records import Run
@@ -49,6 +50,17 @@ def tier(device: str) -> tuple[int, int]:
 def in_tier_order(devices: Iterable[str]) -> list[str]:
     """Return ``devices`` without repeats, in the order of the tiers."""
     return sorted(set(devices), key=lambda device: (*tier(device), device))
+
+
+def linked_devices(table: MetricTable, metrics: Iterable[str]) -> list[str]:
+    """Return the devices that ``metrics``, by their names, tell links of, in the order of the tiers; none where one is.
+
+    What the only link carries is all that is streamed.
+    """
+    linked = {metric.name for metric in table.links()}
+    parts = (name.partition(".") for name in metrics)
+    devices = in_tier_order(device for metric, _, device in parts if device and metric in linked)
+    return devices if len(devices) > 1 else []
 
 
 def device_title(device: str) -> str:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
+from offstage.pipeline.metrics import A_SECOND, Unit
 from offstage.pipeline.report.records import Number
 
-Kind = Literal["bytes", "seconds", "rate", "share", "number", "count"]
+Kind = Unit
+"""What pictures call a unit; a ``rate`` is a number that a label says the unit of."""
 MISSING = "\N{EN DASH}"
 
-_UNITS: dict[str, tuple[tuple[float, str], ...]] = {
+_UNITS: dict[Unit, tuple[tuple[float, str], ...]] = {
     "bytes": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")),
     "seconds": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "rate": ((1, ""),),
     "share": ((0.01, "%"),),
     "number": ((1, ""),),
     "count": ((1, ""),),
+    "word": ((1, ""),),
 }
-
-_SHARES = ("_share", "_rate", "_precision", "_acceptance")
-"""How the names of figures end that are parts of a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,13 @@ class Scale:
         return self.number(value) if value is None or not self.unit else f"{self.number(value)} {self.unit}"
 
 
-def scale_for(values: Iterable[Number | None], kind: Kind) -> Scale:
-    """Return the unit in which the largest of ``values`` reads best."""
+def scale_for(values: Iterable[Number | None], kind: Unit) -> Scale:
+    """Return the unit in which the largest of ``values``, which are in the unit ``kind``, reads best."""
+    if kind.endswith(A_SECOND):
+        base = kind.removesuffix(A_SECOND)
+        known = base in _UNITS
+        scale = scale_for(values, base if known else "rate")
+        return replace(scale, unit=f"{scale.unit}{A_SECOND}" if known else kind)
     largest = max((abs(value) for value in values if value is not None), default=0)
     units = _UNITS[kind]
     size, unit = next(((size, unit) for size, unit in units if largest >= size), units[-1])
@@ -63,26 +67,9 @@ def scale_for(values: Iterable[Number | None], kind: Kind) -> Scale:
     return Scale(size, unit, 3 if unit == "s" and largest < 10 else 2 if largest / size < 100 else 1)
 
 
-def tell(value: Number | None, kind: Kind) -> str:
+def tell(value: Number | None, kind: Unit) -> str:
     """Return one number in the unit that suits it."""
     return scale_for([value], kind).text(value)
-
-
-def tell_figure(name: str, value: Number | None) -> str:
-    """Return the value of the figure ``name`` of a record, in the unit that its name says, or as the number it is."""
-    if value is None:
-        return MISSING
-    if "bytes_per_second" in name:
-        return f"{tell(value, 'bytes')}/s"
-    if "per_second" in name:
-        return f"{value:,.2f} /s"
-    if "bytes" in name:
-        return tell(value, "bytes")
-    if "seconds" in name:
-        return tell(value, "seconds")
-    if name.endswith(_SHARES):
-        return tell(value, "share")
-    return tell(value, "count" if isinstance(value, int) else "number")
 
 
 def listed(names: Sequence[str], *, most: int = 8) -> str:

@@ -10,11 +10,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.printable_text import printable
-from offstage.pipeline.provenance import Provenance
+from offstage.pipeline.provenance import Provenance, provenance
 from offstage.pipeline.record import SCHEMA_VERSION
 from offstage.pipeline.regular_files import read_json
 
@@ -97,7 +100,7 @@ class RunSample:
 class Run:
     """One recorded run.
 
-    ``metrics`` are those that are numbers, ``words`` the others.
+    ``metrics`` are those that are numbers, ``words`` the others; ``table`` says what each is.
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
     cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
     experts wait: layer → counts by name. ``losses`` are those of a training, step by step. ``samples`` are all that are
@@ -123,7 +126,8 @@ class Run:
     answers: tuple[Answer, ...]
     device_map: Mapping[str, Any]
     cap_bytes: Number | None
-    words: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str | None] = field(default_factory=dict)
+    table: MetricTable = field(default_factory=lambda: MetricTable({}))
     experts: Mapping[str, Mapping[str, Number | None]] = field(default_factory=dict)
     samples: tuple[RunSample, ...] = ()
     losses: tuple[Number | None, ...] = ()
@@ -141,14 +145,8 @@ class Run:
 
     @property
     def provenance(self) -> Provenance:
-        """Where the figures come from: this run, or earlier ones; those of a last stage without samples are one."""
-        if not self.counting:
-            return Provenance(int(bool(self.stages)), int(bool(self.stages) and self.stages[-1].cached))
-        return Provenance(
-            len(self.counting),
-            sum(sample.earlier for sample in self.counting),
-            sum(sample.busy for sample in self.counting),
-        )
+        """Where the figures come from: this run, or earlier ones."""
+        return provenance(self.record)
 
     @property
     def memory(self) -> Mapping[str, Bytes]:
@@ -162,11 +160,6 @@ class Run:
             return ""
         where = f"{self.failed_stage}: " if self.failed_stage else ""
         return where + (" ".join(self.reason.split()) or self.error_type or "the record gives no reason")
-
-    @property
-    def bound(self) -> str:
-        """What set the speed of decoding (``storage``, ``link`` or ``compute``), empty where it isn't known."""
-        return self.words.get("bound", "")
 
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, None where it isn't known."""
@@ -198,13 +191,20 @@ def read_run(path: Path) -> Run:
 
 def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     error, memory = _mapping(content, "error"), _mapping(content, "memory")
-    metrics, enforcement = _mapping(content, "metrics"), _mapping(content, "enforcement")
-    words = {name: value for name, value in metrics.items() if isinstance(value, str)}
+    metrics, experts, model = (_mapping(content, key) for key in ("metrics", "experts", "model"))
+    enforcement = _mapping(content, "enforcement")
+    table = _table(json.dumps(_mapping(content, "metric_table")))
+    words = {
+        name: value if isinstance(value, str) else None
+        for name, value in metrics.items()
+        if isinstance(value, str) or table.unit(name) == "word"
+    }
     stages = tuple(map(_stage, _dicts(content, "stages")))
     status = content["status"]
     reason = str(error.get("message") or "")
     if status == "running":
-        reason = f"still at work or killed: last written {written}, {_progress(stages)}"
+        progress = f"after {stages[-1].name}" if stages else "before the first stage ended"
+        reason = f"still at work or killed: last written {written}, {progress}"
     return Run(
         folder=folder,
         status=status,
@@ -219,16 +219,19 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         predicted=_numbers(_mapping(memory, "predicted")),
         measured=_numbers(_mapping(memory, "measured")),
         series={device: _curve(points) for device, points in _mapping(memory, "series").items()},
-        metrics=_numbers({name: value for name, value in metrics.items() if name not in (*words, "bound")}),
+        metrics=_numbers({name: value for name, value in metrics.items() if name not in words}),
         answers=tuple(map(_answer, _dicts(content, "outputs"))),
         device_map=_mapping(content, "device_map"),
         cap_bytes=_number(enforcement.get("bytes")),
         words=words,
-        experts=_uses(_mapping(content, "experts")),
+        table=table,
+        experts={layer: _numbers(_mapping(experts, layer)) for layer in experts},
         samples=tuple(map(_sample, _dicts(content, "samples"))),
         losses=tuple(_number(step.get("loss")) for step in _dicts(content, "steps")),
         cap_untested=str(enforcement.get("how") or "") if enforcement.get("enforced") is False else "",
-        model=_model(_mapping(content, "model")),
+        model=RunModel(
+            str(model.get("class") or ""), _numbers(_mapping(model, "parameters")), _number(model.get("bytes"))
+        ),
         started=str(content.get("started") or ""),
         signature=str(content.get("signature") or ""),
         places=content.get("places"),
@@ -236,17 +239,10 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     )
 
 
-def _model(entry: dict[str, Any]) -> RunModel:
-    parameters = _numbers(_mapping(entry, "parameters"))
-    return RunModel(str(entry.get("class") or ""), parameters, _number(entry.get("bytes")))
-
-
-def _uses(layers: Mapping[str, Any]) -> dict[str, dict[str, Number | None]]:
-    return {layer: _numbers(_mapping(layers, layer)) for layer in layers}
-
-
-def _progress(stages: tuple[StageTime, ...]) -> str:
-    return f"after {stages[-1].name}" if stages else "before the first stage ended"
+@lru_cache
+def _table(stored: str) -> MetricTable:
+    """Return the table of a record that has it as ``stored``, in JSON: the many records of a sweep have one."""
+    return metric_table({"metric_table": json.loads(stored)})
 
 
 def _stage(entry: dict[str, Any]) -> StageTime:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.objective import Objective, objective_of
 from offstage.pipeline.regular_files import read_object
-from offstage.pipeline.report.quantities import tell_figure
+from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.report.records import Run
 from offstage.pipeline.report.run_folders import Job
 
@@ -29,26 +29,20 @@ def search_facts(jobs: Sequence[Job]) -> Iterator[tuple[str, str, str]]:
             yield ("search", "no answer", f"none of {made} completed within the objective's limits")
         else:
             why = f"{best.name}, best of {made}: {tell_objective(objective)}"
-            yield ("search", told(objective.name, objective.value), why)
+            yield ("search", tell(objective.value, objective.unit), why)
 
 
 def tell_objective(objective: Objective) -> str:
     """Return in words what a run came to, and its limits."""
-    words = [f"{objective.name} {told(objective.name, objective.value)}"]
+    words = [f"{objective.name} {tell(objective.value, objective.unit)}"]
     for limit in objective.limits:
-        side = "at most" if limit.is_most else "at least"
-        words.append(f"{limit.name} {told(limit.name, limit.value)} ({side} {told(limit.name, limit.bound)})")
+        side, bound = "at most" if limit.is_most else "at least", tell(limit.bound, limit.unit)
+        words.append(f"{limit.name} {tell(limit.value, limit.unit)} ({side} {bound})")
     return ", ".join(words)
 
 
-def told(name: str, value: float) -> str:
-    """Return ``value`` in the unit that ``name``, of a figure, says."""
-    return tell_figure("bytes" if name.startswith("memory.") else name, float(value))
-
-
 def _objective(run: Run) -> Objective | None:
-    memory = {"budget": run.budget, "predicted": run.predicted, "measured": run.measured}
     try:
-        return objective_of({"config": run.config, "metrics": run.metrics, "memory": memory})
+        return objective_of({**run.record, "config": run.config, "metrics": run.metrics, "memory": run.memory})
     except (ConfigError, TypeError):
         return None

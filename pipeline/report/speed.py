@@ -16,17 +16,10 @@ from offstage.pipeline.report.run_folders import Job
 SECONDS = "decode_seconds_per_token"
 RATE = "decode_tokens_per_second"
 STREAMED = "streamed_bytes_per_token"
-STREAMING = "streamed_bytes_per_second"
-STALLED = "stall_seconds_per_token"
-STALL_SHARE = "stall_share"
-HIT_RATE = "expert_hit_rate"
-FIRST_TOKEN = "time_to_first_token_seconds"
 BOUND_SECONDS = "bound_seconds_per_token"
 BANDWIDTHS = ("storage_bandwidth_bytes_per_second", "predicted_storage_bandwidth_bytes_per_second")
 """Where a record may hold the storage's speed: measured by the run, or what its plan reckoned with."""
 PREDICTED_SECONDS = "predicted_seconds_per_token"
-PREDICTED_STREAMED = "predicted_streamed_bytes_per_token"
-BOUND = "bound"
 PREDICTED_BOUND = "predicted_bound"
 DISK = "disk"
 MOST_SERIES = 6

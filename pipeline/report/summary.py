@@ -97,7 +97,7 @@ def group_facts(group: CheckpointGroup) -> list[Fact]:
     timed = [(seconds, job) for job in group.jobs if (seconds := job.run.metric(SECONDS)) is not None]
     if timed:
         seconds, job = min(timed, key=lambda pair: pair[0])
-        facts.append(("fastest token", tell(seconds, "seconds"), _of_which(job, group.noise)))
+        facts.append(("fastest token", tell(seconds, job.run.table.unit(SECONDS)), _of_which(job, group.noise)))
     if group.front.points:
         least = group.front.points[0]
         facts.append(("least memory", tell(least.x, "bytes"), f"{least.job}, measured peak"))
@@ -110,6 +110,6 @@ def group_facts(group: CheckpointGroup) -> list[Fact]:
 
 def _of_which(job: Job, within: Noise) -> str:
     rate, like = job.run.metric(RATE), within.like.get(job.name)
-    note = f"{job.name}, {rate:,.1f} tokens/s" if rate is not None else job.name
+    note = f"{job.name}, {tell(rate, job.run.table.unit(RATE))}" if rate is not None else job.name
     note += f"; within the noise of {listed(like)}" if like else ""
     return note + ("; measured earlier" if job.run.provenance.is_cached else "")

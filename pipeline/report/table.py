@@ -5,47 +5,23 @@ Why a job didn't complete isn't in it: that is told beside it, once for all jobs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import reduce
 
+from offstage.pipeline.metrics import Metric, MetricTable, Unit
 from offstage.pipeline.report.differences import ABSENT, Spread
-from offstage.pipeline.report.links import LINK_FIGURES, linked_devices
-from offstage.pipeline.report.noise import Noise, told_samples
-from offstage.pipeline.report.placements import in_tier_order
-from offstage.pipeline.report.quantities import MISSING, Kind, listed, scale_for, shorten
+from offstage.pipeline.report.noise import Noise, token_times, told_samples
+from offstage.pipeline.report.placements import in_tier_order, linked_devices
+from offstage.pipeline.report.quantities import MISSING, listed, scale_for, shorten
 from offstage.pipeline.report.records import Bytes, Number, Run
 from offstage.pipeline.report.run_folders import Job
-from offstage.pipeline.report.speed import (
-    BOUND,
-    DISK,
-    FIRST_TOKEN,
-    HIT_RATE,
-    PREDICTED_BOUND,
-    PREDICTED_SECONDS,
-    PREDICTED_STREAMED,
-    RATE,
-    SECONDS,
-    STALL_SHARE,
-    STALLED,
-    STREAMED,
-    STREAMING,
-    bound_seconds,
-)
+from offstage.pipeline.report.speed import BOUND_SECONDS, DISK, SECONDS, bound_seconds
 
 UNLIMITED = "unlimited"
 _UNLIMITED_BYTES = 2.0**63
 """What a budget without a limit is sorted by: more than any that a record has."""
-BETWEEN_TOKENS = "time_between_tokens_seconds_p90"
-PERPLEXITY = "perplexity"
-BITS = "bits_per_byte"
-SCORED = "scored_tokens_per_second"
-STREAMED_FORWARD = "streamed_bytes_per_forward"
-PASSES = "passes"
-TOKENS_A_PASS = "tokens_per_pass"
-SPECULATION = "speculation"
-ACCEPTANCE = "draft_acceptance"
-HOST_LAYERS = "host_layers"
+PASSES, TOKENS_A_PASS = "passes", "tokens_per_pass"
 _LONGEST = 600
 """So many characters of a cell are kept: a prompt may have thousands, and the table has it once for each job."""
 _OF_CHECKPOINT = ("model.kind", "model.path", "model._target_")
@@ -74,60 +50,54 @@ def job_table(
 
     ``within`` says which jobs can't be told apart; ``checkpoints`` has the name of each job's, where there are several.
     """
-    budgets = _budgets(jobs)
+    budgets, table = _budgets(jobs), _joined(job.run.table for job in jobs)
     shown = {f"max_memory.{column.title.removeprefix('budget ')}" for column in budgets}
     shown |= set(_OF_CHECKPOINT if checkpoints else ())
     columns = [
         Column("job", "", tuple(job.name for job in jobs)),
         Column("status", "", tuple(_status(job.run) for job in jobs), sets_apart=True),
-        *(
-            [Column("checkpoint", "", tuple(map(checkpoints.__getitem__, _names(jobs))), sets_apart=True)]
-            if checkpoints
-            else []
-        ),
+        Column("checkpoint", "", tuple((checkpoints or {}).get(job.name, MISSING) for job in jobs), sets_apart=True),
         *(_setting(jobs, entry) for entry in differences if entry.key not in shown),
         *budgets,
-        _measured(jobs, "memory cap", "bytes", lambda run: run.cap_bytes),
-        _measured(jobs, "first token", "seconds", lambda run: run.metric(FIRST_TOKEN)),
-        _measured(jobs, "time a token", "seconds", lambda run: run.metric(SECONDS)),
-        _measured(jobs, "least", "seconds", lambda run: min(_times(run), default=None)),
-        _measured(jobs, "largest", "seconds", lambda run: max(_times(run), default=None)),
-        _measured(jobs, "between tokens, p90", "seconds", lambda run: run.metric(BETWEEN_TOKENS)),
-        Column("samples", "", tuple(told_samples(job) or MISSING for job in jobs)),
-        *_noise(jobs, within),
-        _measured(jobs, "predicted", "seconds", lambda run: run.metric(PREDICTED_SECONDS)),
-        _measured(jobs, "bound", "seconds", bound_seconds),
-        _measured(jobs, "speed", "rate", lambda run: run.metric(RATE), unit="tokens/s"),
-        _measured(jobs, "perplexity", "number", lambda run: run.metric(PERPLEXITY)),
-        _measured(jobs, "bits a byte", "number", lambda run: run.metric(BITS)),
-        _measured(jobs, "scored", "rate", lambda run: run.metric(SCORED), unit="tokens/s"),
-        _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
-        *_predicted_bytes(jobs),
-        _measured(jobs, "experts in slots", "share", lambda run: run.metric(HIT_RATE)),
-        _measured(jobs, "layers on the host", "count", lambda run: run.metric(HOST_LAYERS)),
-        _measured(jobs, "passes", "count", lambda run: run.metric(PASSES)),
-        _words(jobs, "drafts judged", SPECULATION),
-        _measured(jobs, "drafts accepted", "share", lambda run: run.metric(ACCEPTANCE)),
-        _measured(jobs, "tokens a pass", "rate", _tokens_a_pass),
-        _measured(jobs, "streamed a forward", "bytes", lambda run: run.metric(STREAMED_FORWARD)),
-        _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
-        _measured(jobs, "stalled a token", "seconds", lambda run: run.metric(STALLED)),
-        _measured(jobs, "stalled", "share", lambda run: run.metric(STALL_SHARE)),
-        *_links(jobs),
-        _words(jobs, "bound by", BOUND),
-        _words(jobs, "predicted bound", PREDICTED_BOUND),
+        _numbers("memory cap", "bytes", [job.run.cap_bytes for job in jobs]),
+        *_metrics(jobs, table),
+        *_samples(jobs, within, table),
+        *_links(jobs, table),
         *_peaks(jobs),
     ]
     told = [column for column in columns if set(column.cells) - {MISSING}]
     return tuple(replace(column, cells=tuple(shorten(cell, _LONGEST) for cell in column.cells)) for column in told)
 
 
-def _names(jobs: Sequence[Job]) -> list[str]:
-    return [job.name for job in jobs]
+def _joined(tables: Iterable[MetricTable]) -> MetricTable:
+    """Return all metrics of ``tables``, most of which are one and the same."""
+    return reduce(MetricTable.joined, {id(table): table for table in tables}.values(), MetricTable({}))
 
 
-def _words(jobs: Sequence[Job], title: str, metric: str) -> Column:
-    return Column(title, "", tuple(job.run.words.get(metric) or MISSING for job in jobs), sets_apart=True)
+def _metrics(jobs: Sequence[Job], table: MetricTable) -> list[Column]:
+    """Return the columns of all that ``table`` has titles for; not of a prediction that came true in each job."""
+    return [
+        _metric(jobs, metric, metric.name)
+        for row in table.rows()
+        for metric in row
+        if metric.kind != "predicted" or any(_came(job.run, metric.name) != _came(job.run, metric.of) for job in jobs)
+    ]
+
+
+def _came(run: Run, name: str) -> Number | str | None:
+    """Return what ``run`` came to by the name of a metric; what records of before lack follows from what they have."""
+    derived = {BOUND_SECONDS: bound_seconds, TOKENS_A_PASS: _tokens_a_pass}.get(name)
+    return derived(run) if derived else run.words.get(name) or run.metric(name)
+
+
+def _metric(jobs: Sequence[Job], metric: Metric, name: str, *, before: str = "") -> Column:
+    """Return the column of ``metric``, which records have under ``name``."""
+    values = [_came(job.run, name) for job in jobs]
+    numbers = [None if isinstance(value, str) else value for value in values]
+    if metric.unit != "word":
+        return _numbers(before + metric.heading, metric.unit, numbers)
+    words = tuple(MISSING if value is None else str(value) for value in values)
+    return Column(before + metric.heading, "", words, sets_apart=True)
 
 
 def _tokens_a_pass(run: Run) -> Number | None:
@@ -138,10 +108,16 @@ def _tokens_a_pass(run: Run) -> Number | None:
     return sum(len(answer.token_ids) for answer in run.answers) / passes if passes else None
 
 
-def _times(run: Run) -> list[Number]:
-    """Return the samples of the seconds of a token, none where there aren't several."""
-    times = [sample.token_seconds for sample in run.counting if sample.token_seconds is not None]
-    return times if len(times) > 1 else []
+def _samples(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Column]:
+    """Return the columns of how far the samples of a token's time lie apart, how many there are, and of the noise."""
+    times, of = [times if len(times := token_times(job)) > 1 else [] for job in jobs], table.find(SECONDS)
+    title, unit = (of.title, of.unit) if of else ("", table.unit(SECONDS))
+    return [
+        _numbers(f"{title}, least", unit, [min(each, default=None) for each in times]),
+        _numbers(f"{title}, largest", unit, [max(each, default=None) for each in times]),
+        Column("samples", "", tuple(told_samples(job) or MISSING for job in jobs)),
+        *_noise(jobs, within),
+    ]
 
 
 def _noise(jobs: Sequence[Job], within: Noise) -> list[Column]:
@@ -155,12 +131,6 @@ def _noise(jobs: Sequence[Job], within: Noise) -> list[Column]:
 def devices(jobs: Sequence[Job], held: Callable[[Run], Bytes]) -> list[str]:
     """Return every device but the disk that ``held`` has a number for, in the order of the tiers."""
     return [device for device in in_tier_order(name for job in jobs for name in held(job.run)) if device != DISK]
-
-
-def _predicted_bytes(jobs: Sequence[Job]) -> list[Column]:
-    """Return the column of the bytes a token that the plans predict, none where each came true as it was told."""
-    column = _measured(jobs, "predicted to stream", "bytes", lambda run: run.metric(PREDICTED_STREAMED))
-    return [] if all(job.run.metric(PREDICTED_STREAMED) == job.run.metric(STREAMED) for job in jobs) else [column]
 
 
 def _setting(jobs: Sequence[Job], entry: Spread) -> Column:
@@ -201,34 +171,22 @@ def _given(run: Run, device: str) -> str:
 
 def _peaks(jobs: Sequence[Job]) -> list[Column]:
     every = devices(jobs, lambda run: run.measured)
-    return [_measured(jobs, f"peak {device}", "bytes", partial(_peak, device)) for device in every]
+    return [_numbers(f"peak {device}", "bytes", [job.run.measured.get(device) for job in jobs]) for device in every]
 
 
-def _links(jobs: Sequence[Job]) -> list[Column]:
-    """Return a column for each figure of each link, where there are several."""
-    figures = [
-        (f"to {device}, {figure.title}", figure.kind, figure.name(device))
-        for device in linked_devices(name for job in jobs for name in job.run.metrics)
-        for figure in LINK_FIGURES
+def _links(jobs: Sequence[Job], table: MetricTable) -> list[Column]:
+    """Return a column for each metric of each link, where there are several."""
+    return [
+        _metric(jobs, metric, metric.on(device), before=f"to {device}, ")
+        for device in linked_devices(table, (name for job in jobs for name in job.run.metrics))
+        for metric in table.links()
     ]
-    return [_measured(jobs, title, kind, partial(_metric, name)) for title, kind, name in figures]
 
 
-def _metric(name: str, run: Run) -> Number | None:
-    return run.metric(name)
-
-
-def _peak(device: str, run: Run) -> Number | None:
-    return run.measured.get(device)
-
-
-def _measured(
-    jobs: Sequence[Job], title: str, kind: Kind, value: Callable[[Run], Number | None], *, unit: str = "", per: str = ""
-) -> Column:
-    """Return a column of numbers: their ``unit`` is given, or the one that suits them, ``per`` something."""
-    values = [value(job.run) for job in jobs]
-    scale = scale_for(values, kind)
-    return Column(title, unit or scale.unit + per, tuple(map(scale.number, values)), numeric=True, values=tuple(values))
+def _numbers(title: str, unit: Unit, values: Sequence[Number | None]) -> Column:
+    """Return a column of numbers, in the unit of that kind that suits them."""
+    scale = scale_for(values, unit)
+    return Column(title, scale.unit, tuple(map(scale.number, values)), numeric=True, values=tuple(values))
 
 
 def _status(run: Run) -> str:

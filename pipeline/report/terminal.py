@@ -14,13 +14,13 @@ from offstage.pipeline.report.comparison import RunComparison, Section
 from offstage.pipeline.report.quantities import listed, shorten
 from offstage.pipeline.report.summary import Summary
 from offstage.pipeline.report.table import Column
+from offstage.pipeline.terminal import COLOURS, plain_table
 
 MOST_ROWS = 60
 """So many jobs are listed: more of them run off a screen."""
 _WIDEST = 28
 """So many characters of a cell are shown."""
 _GAP = 2
-_COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "running": "yellow"}
 
 
 def show_summary(screen: Console, summary: Summary) -> None:
@@ -61,12 +61,9 @@ def _width(column: Column) -> int:
 
 
 def _table(columns: Sequence[Column]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        heading = (
-            f"{escape(column.title)}\n{column.unit}" if any(each.unit for each in columns) else escape(column.title)
-        )
-        table.add_column(heading, justify="right" if column.numeric else "left", overflow="fold")
+    has_units = any(each.unit for each in columns)
+    headings = [(f"{each.title}\n{each.unit}" if has_units else each.title, each.numeric) for each in columns]
+    table = plain_table(headings, folded=[heading for heading, _ in headings])
     for row in zip(*(column.cells for column in columns), strict=True):
         cells = (_coloured(column, escape(cell)) for column, cell in zip(columns, row, strict=True))
         table.add_row(*cells)
@@ -74,7 +71,7 @@ def _table(columns: Sequence[Column]) -> Table:
 
 
 def _coloured(column: Column, cell: str) -> str:
-    colour = _COLOURS.get(cell.partition(",")[0]) if column.title == "status" else None
+    colour = COLOURS.get(cell.partition(",")[0]) if column.title == "status" else None
     return f"[{colour}]{cell}[/]" if colour else cell
 
 
@@ -90,10 +87,8 @@ def show_comparison(screen: Console, comparison: RunComparison) -> None:
 
 
 def _changes(section: Section) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
     headings = ["", "A", "B", "B ÷ A"] if section.numeric else ["", "A", "B"]
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if section.numeric and place else "left", overflow="fold")
+    table = plain_table([(heading, section.numeric and heading != "") for heading in headings], folded=headings)
     for change in section.changes:
         cells = [change.key, change.before, change.after, change.ratio]
         table.add_row(*map(escape, cells[: len(headings)]))

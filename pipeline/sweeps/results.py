@@ -10,24 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
-from rich.table import Table
 
 from offstage.pipeline.errors import KilledError, StorageError
+from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.job_folder import may_be_at_work
+from offstage.pipeline.metrics import Metric
 from offstage.pipeline.provenance import provenance
 from offstage.pipeline.record import RunRecord
+from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
 from offstage.pipeline.sweeps.trust import resume_command
-from offstage.pipeline.terminal import shorten
+from offstage.pipeline.terminal import COLOURS, plain_table, shorten
 
 LOST = "its process was lost before it could say why; see screen.log there, or .submitit in the sweep's folder"
-_FIGURES = {"s/token": "decode_seconds_per_token", "perplexity": "perplexity"}
-"""What is shown of each job, where any has it: the metric by its title."""
 _MOMENT, _PATIENCE = 0.05, 10.0
 """Seconds between looks at a record that isn't closed, and how long a job is given to close it."""
-_COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "not begun": "dim"}
 
 
 def settled(folder: Path, job: SweepJob) -> Mapping[str, Any]:
@@ -57,26 +55,21 @@ def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collec
     Of the jobs whose numbers have ``ended`` one without a record was lost; another hasn't begun.
     """
     records = {job.number: _record(folder, job, has_ended=job.number in ended) for job in sweep.jobs}
-    figures = {title: name for title, name in _FIGURES.items() if any(_metric(one, name) for one in records.values())}
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("job", justify="right", no_wrap=True)
-    table.add_column("overrides", overflow="fold")
-    table.add_column("status", no_wrap=True)
-    for title in (*figures, "host peak"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for title in ("figures", "reason", "folder"):
-        table.add_column(title, overflow="fold")
+    leading = _leading(list(records.values()))
+    numbers = ["job", *(metric.title or metric.name for metric in leading), "host peak"]
+    headings = ["job", "overrides", "status", *numbers[1:], "figures", "reason", "folder"]
+    folded = ("overrides", "figures", "reason", "folder")
+    table = plain_table([(title, title in numbers) for title in headings], folded=folded)
     own = own_overrides(sweep.jobs)
     for job in sorted(sweep.jobs, key=lambda job: job.number):
-        cells = _cells(records[job.number], list(figures.values()))
+        cells = _cells(records[job.number], leading)
         lies = escape(shorten(folder / job.folder)) if job.folder is not None else ""
         table.add_row(str(job.number), escape(own[job.number]), *cells, lies)
     console.print(table)
     count = Counter(str(record["status"]) for record in records.values())
     console.print(f"\n{told(count)}, {escape(shorten(folder))}")
-    if count["completed"] < len(records) and (
-        sweep.foreseen or count["interrupted"]
-    ):  # a search takes failures as told
+    goes_on = sweep.foreseen or count["interrupted"]  # a search takes failures as told
+    if goes_on and count["completed"] < len(records):
         console.print(escape(f"to run what isn't completed: {resume_command(Path(shorten(folder)), sweep)}"))
 
 
@@ -93,20 +86,27 @@ def _record(folder: Path, job: SweepJob, *, has_ended: bool) -> Mapping[str, Any
     return record.data if record is not None else {"status": "not begun"}
 
 
+def _leading(records: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    """Return the metrics that are shown of each job: those of its stages that lead, where any job has one."""
+    tables = [metric_table(record) for record in records if record.get("metrics")]
+    every = {name: metric for table in tables for name, metric in table.metrics.items() if metric.leads}
+    return [each for name, each in every.items() if any(_metric(record, name) is not None for record in records)]
+
+
 def _metric(record: Mapping[str, Any], name: str) -> float | None:
-    found: float | None = record.get("metrics", {}).get(name)
-    return found
+    found = record.get("metrics", {}).get(name)
+    return found if isinstance(found, int | float) else None
 
 
-def _cells(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
-    """Return a job's status, the metrics that ``figures`` names, host peak, where they come from, and reason."""
+def _cells(record: Mapping[str, Any], leading: Sequence[Metric]) -> list[str]:
+    """Return a job's status, the metrics that are ``leading``, host peak, where they come from, and reason."""
     status = str(record["status"])
     peak = record.get("memory", {}).get("measured", {}).get("cpu")
-    values = [_metric(record, name) for name in figures]
+    values = [(_metric(record, metric.name), metric.unit) for metric in leading]
     return [
-        f"[{_COLOURS.get(status, 'red')}]{escape(status)}[/]",
-        *(f"{value:.4f}" if value else "" for value in values),
-        decimal(peak) if peak else "",
+        f"[{COLOURS.get(status, 'red')}]{escape(status)}[/]",
+        *("" if value is None else escape(tell(value, unit)) for value, unit in values),
+        tell(peak, "bytes") if peak else "",
         _figures(record),
         escape(reason(record)),
     ]
@@ -116,7 +116,7 @@ def _figures(record: Mapping[str, Any]) -> str:
     """Return whether the job measured its figures itself, how often, and whether others used the processor then."""
     if record.get("status") != "completed" or not record["memory"]["measured"]:
         return ""
-    found = provenance(record["stages"], record.get("samples", ()))
+    found = provenance(record)
     return found.told() + f", {found.busy} busy" * bool(found.busy)
 
 

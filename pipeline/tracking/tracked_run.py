@@ -148,7 +148,7 @@ def _step_points(record: Mapping[str, Any], ended: int) -> Iterator[MetricPoint]
 def _tags(record: RunRecord, host: str | None) -> Iterator[tuple[str, str]]:
     """Yield what runs are found and told apart by: what was asked for, where it ran, and how each stage ended."""
     data, config = record.data, record.config
-    found = provenance(data["stages"], data.get("samples", ()))
+    found = provenance(data)
     error = data["error"] or {}
     told = {
         "overrides": " ".join(data["overrides"]),

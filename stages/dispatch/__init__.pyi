@@ -35,6 +35,7 @@ from .accelerate_api.offloaded_params import (
 )
 from .answers import Generation as Generation, Score as Score
 from .dispatch_plan import DispatchPlan as DispatchPlan, make_dispatch_plan as make_dispatch_plan
+from .from_pretrained import from_pretrained as from_pretrained
 from .loaded_model import LoadedModel as LoadedModel, load as load
 from .shared_passes import lockstep as lockstep
 from .streaming.streamer import Streamer as Streamer

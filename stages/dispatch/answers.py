@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from offstage.pipeline.errors import BudgetError, raise_faults
 from offstage.pipeline.installed_stages import stage_class
@@ -25,14 +26,16 @@ from offstage.stages.plan.stage import PlanStage
 class Generation:
     """What came of one prompt: ``text``, null without a tokenizer, and the new ``token_ids``.
 
-    ``prompt_token_ids`` are those of the prompt as the model got it, null where there are images or recordings in it.
-    ``logprobs`` are the natural logarithms of the model's own probability of each new token, null where they weren't
-    asked for. Those with one number of a ``batch`` were computed together.
+    ``prompt_token_ids`` are those of the prompt as the model got it, null where there are images or recordings in
+    it. ``finish_reason`` is ``"stop"`` where an end token or a stop string ended the answer, ``"length"`` where no
+    more tokens were asked for. ``logprobs`` are the natural logarithms of the model's own probability of each new
+    token, null where they weren't asked for. Those with one number of a ``batch`` were computed together.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...] | None
+    finish_reason: Literal["stop", "length"]
     logprobs: tuple[float | None, ...] | None
     batch: int
 
@@ -90,11 +93,14 @@ class AskContext:
         return {**self.config, "max_memory": given}
 
 
-def ask(chain: StageChain, name: str, keys: Mapping[str, Any], *, plans_anew: bool = False) -> tuple[Any, Any, Any]:
+def ask(
+    chain: StageChain, name: str, keys: Mapping[str, Any], *, plans_anew: bool = False, progress: Path | None = None
+) -> tuple[Any, Any, Any]:
     """Return the session in which the stage ``name`` asked the model of ``chain`` under ``keys``, and what it returned.
 
     That is the pass's result, and its results one by one. ``plans_anew`` says whether how many prompts go together is
-    planned where ``keys`` leave it open. Raises the errors of the stage's config, all faults together.
+    planned where ``keys`` leave it open. Results are kept in the file ``progress`` as they come, and those that are
+    there are taken. Raises the errors of the stage's config, all faults together.
     """
     stage = stage_class(name)()
     config = {**chain.config, **defaults(stage.config_class), **keys, "stages": [*chain.stages, name]}
@@ -104,7 +110,7 @@ def ask(chain: StageChain, name: str, keys: Mapping[str, Any], *, plans_anew: bo
     context = AskContext(chain, config, plans_anew=plans_anew)
     try:
         session = stage.session(stage.gather(context), context)
-        return (session, *session.ask())
+        return (session, *session.ask(progress))
     finally:
         context.release()
 
@@ -116,6 +122,7 @@ def generations(session: Any, rows: Any) -> list[Generation]:
             text=row["text"],
             token_ids=tuple(row["token_ids"]),
             prompt_token_ids=tuple(session.encoded[row["index"]]) or None,
+            finish_reason=row["finish_reason"],
             logprobs=tuple(row["logprobs"]) if "logprobs" in row else None,
             batch=row["batch"],
         )

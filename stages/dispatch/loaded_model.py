@@ -7,9 +7,10 @@ was worked out for one load is found by the next.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
+from inspect import Parameter, signature
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
@@ -28,21 +29,26 @@ from offstage.stages.dispatch.answers import Generation, Score, ask, generations
 from offstage.stages.dispatch.stage import DispatchStage
 from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.empty_init.stage import EmptyInitStage
+from offstage.stages.machine.hardware import local_accelerators
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.stage import PlanStage
 from offstage.stages.plan.table import render, summary
 from offstage.stages.shard_load.stage import ShardLoadStage
-from offstage.stages.units import DeviceId
+from offstage.stages.units import CPU, DeviceId
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from offstage.stages.dispatch.call_queue import Call
     from offstage.stages.dispatch.stage import Dispatched
     from offstage.stages.dispatch.transfer.traffic import Traffic
 
 PathLike = str | os.PathLike[str]
 _CLOSED = "this model was closed, and its streamed weights are gone; load it again"
+_STAGES = (EmptyInitStage, PlanStage, ShardLoadStage, DispatchStage)
+_ASKING = ("generate", "score")
+_TORCH_S_OWN = "cuda"
 _OPTIONS = {name: default for name, default in MODEL_KEYS.items() if name not in ("kind", "path")}
 """The keys below ``model`` that say what a checkpoint is, with their defaults."""
 
@@ -56,10 +62,13 @@ class LoadedModel:
     tokenizer``.
     """
 
-    def __init__(self, chain: StageChain) -> None:
+    def __init__(self, chain: StageChain, *, together: int = 1, max_waiting: int = 64) -> None:
+        from offstage.stages.dispatch.call_queue import CallQueue  # after the stages, which may not need torch
+
         self._chain = chain
         self._dispatched: Dispatched = chain.live(DispatchStage.name)
         self._turn, self._is_closed = RLock(), False
+        self._calls = CallQueue(self._dispatched.streamer, size=together, most_waiting=max_waiting)
 
     @property
     def model(self) -> nn.Module:
@@ -92,6 +101,22 @@ class LoadedModel:
         """How long loading the resident weights took."""
         return self._dispatched.load_seconds
 
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Call:
+        """Have ``call(*arguments, **options)``, which uses the model, be made when its turn comes; return its future.
+
+        This is for servers: threads hand over what they want, and all of it is made by one thread, in the order in
+        which it came, one after another, or with ``load(…, concurrency="lockstep")`` several at once, which share what
+        streams. Each has the bits that it has alone, and gradients are off. The future is one of
+        ``concurrent.futures``: ``result()`` waits, ``asyncio.wrap_future`` awaits. ``cancel()``, by which a client that
+        goes away frees its place, ends one under way too, before its next token.
+
+        Raises ``BusyError`` where ``max_waiting`` calls wait. A call that waits for something else than the model holds
+        up all others.
+
+        >>> future = loaded.submit(loaded.model.generate, ids, max_new_tokens=64)  # doctest: +SKIP
+        """
+        return self._calls.submit(partial(call, *arguments, **options))
+
     def generate(
         self,
         prompts: Sequence[Any] | str,
@@ -102,6 +127,7 @@ class LoadedModel:
         logprobs: bool = False,
         batch_size: int | Literal["auto"] | None = None,
         lockstep: int | Literal["auto"] | None = None,
+        progress: PathLike | None = None,
         **options: Any,
     ) -> list[Generation]:
         """Return what the model answers to each of ``prompts``, in their order, as ``offstage stages=generate`` does.
@@ -113,8 +139,10 @@ class LoadedModel:
         transformers' ``GenerationConfig`` by their own names, ``chat``, ``system``, ``assistant_model``, …. Where
         tokens are sampled the first prompt has ``seed``, the next ``seed + 1``, and so on.
 
-        With ``num_return_sequences`` a prompt has so many answers, one after another. Calls of several threads take
-        turns. Raises ``ConfigError`` for options and prompts that can't be followed, and after ``close()``.
+        ``progress`` is a file in which answers are kept as they come: the same call goes on there where a script was
+        killed. With ``num_return_sequences`` a prompt has so many answers, one after another. Calls of several threads
+        take turns. Raises ``ConfigError`` for options and prompts that can't be followed, for a file of something else,
+        and after ``close()``.
 
         >>> [answer.text for answer in loaded.generate(["Once", "Twice"], max_new_tokens=8)]  # doctest: +SKIP
         """
@@ -122,7 +150,8 @@ class LoadedModel:
         options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
         is_open = "auto" in (batch_size, lockstep) or (batch_size is None and lockstep is None)
         plans_anew = is_open and (batch_size == "auto" or bool(self.plan.serving))
-        session, _, rows = self._ask("generate", {"generate": options, "seed": seed}, plans_anew=plans_anew)
+        keys, file = {"generate": options, "seed": seed}, None if progress is None else Path(progress)
+        session, _, rows = self._ask("generate", keys, plans_anew=plans_anew, progress=file)
         return generations(session, rows)
 
     def score(
@@ -166,11 +195,13 @@ class LoadedModel:
         embeddings: torch.Tensor = tensors["embeddings"]
         return embeddings
 
-    def _ask(self, stage: str, keys: Config, *, plans_anew: bool = False) -> tuple[Any, Any, Any]:
+    def _ask(
+        self, stage: str, keys: Config, *, plans_anew: bool = False, progress: Path | None = None
+    ) -> tuple[Any, Any, Any]:
         with self._turn:
             if self._is_closed:
                 raise ConfigError(f"{stage}: this model was closed; load it again")
-            return ask(self._chain, stage, keys, plans_anew=plans_anew)
+            return ask(self._chain, stage, keys, plans_anew=plans_anew, progress=progress)
 
     def report(self) -> str:
         """Return the plan as a run shows it: which modules lie where, what each device has at its peak, and why."""
@@ -199,10 +230,11 @@ class LoadedModel:
     def close(self) -> None:
         """Give back what streaming holds: hooks, threads, open files, staging and pinned memory.
 
-        It waits for the pass that another thread is in. What was streamed is on meta then, so a model that had such
-        weights refuses all use. Closing again does nothing.
+        It waits for the pass that another thread is in; calls that were submitted end before their next. What was
+        streamed is on meta then, so a model that had such weights refuses all use. Closing again does nothing.
         """
         self._is_closed = True
+        self._calls.close(_CLOSED)
         streamed = bool(self.plan.serving) and self._dispatched.streamer.is_attached
         self._dispatched.streamer.remove(refusal=_CLOSED if streamed else None)
         self._chain.release()
@@ -211,29 +243,35 @@ class LoadedModel:
 def load(
     path_or_hub_id: PathLike,
     *,
-    max_memory: Mapping[DeviceId, int | str] | None = None,
-    device_map: str | int | Mapping[str, Any] = "optimal",
+    max_memory: Mapping[DeviceId, int | str] | int | str | None = None,
+    device_map: str | int | torch.device | Mapping[str, Any] = "optimal",
     execution: Literal["exact", "fastest"] = "exact",
     dtype: str | torch.dtype = "auto",
     batch_size: int = 1,
     max_length: int = 512,
+    concurrency: Literal["queue", "lockstep"] = "queue",
+    max_waiting: int = 64,
+    asks: Literal["generate", "score"] = "generate",
     cache: PathLike | None = None,
     **options: Any,
 ) -> LoadedModel:
     """Load the checkpoint in a folder, or of a Hub id, and return it dispatched: what doesn't fit is streamed.
 
-    ``max_memory`` are the bytes of weights that each device may hold (``{0: "12GB", "cpu": "20GB"}``); without it they
-    are worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens
-    take, half of these as a prompt; the process's C library then gives freed blocks of a MiB or more back at once, and
-    few compiled kernels are kept, as what is worked out relies on. ``device_map`` is a policy, a map of module names to
-    devices, the path of a ``device_map.json``, or one device. With ``execution="fastest"`` layers that lie on the host
-    compute there where that is predicted to be faster than bringing them to an accelerator. ``cache`` is where
+    ``max_memory`` are the bytes of weights that each device may hold (``{0: "12GB", "cpu": "20GB"}``), or one size:
+    that of the first accelerator, or of the host where there is none, and no other memory is used. Without it they are
+    worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens take,
+    half of these as a prompt, or all as windows that are scored where ``asks`` is ``"score"``; the process's C library
+    then gives freed blocks of a MiB or more back at once, and few compiled kernels are kept, as what is worked out
+    relies on. ``device_map`` is a policy, a map of module names to devices, the path of a ``device_map.json``, or one
+    device. With ``execution="fastest"`` layers that lie on the host compute there where that is predicted to be faster
+    than bringing them to an accelerator. ``concurrency`` is how calls go that threads ``submit``: one after another, or
+    ``batch_size`` of them in lockstep, and ``max_waiting`` how many may wait. ``cache`` is where
     skeletons, plans, measured rates and weights that must be converted are kept: by default
     ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
 
     ``options`` are keys of the config by their own names, nested ones as dicts: ``offload_folder``, ``strict``,
     ``storage={"io": "direct"}``, ``hardware``, …; and those of its ``model``: ``revision``, ``tokenizer``,
-    ``trust_remote_code``, ``adapter``, ….
+    ``trust_remote_code``, ``adapter``, ``attn_implementation``, ….
 
     Raises ``ConfigError`` for options that can't be followed, ``CheckpointError`` for a checkpoint that is missing,
     damaged or not the model's, ``BudgetError`` for budgets that can't hold the plan, ``StorageError`` for a disk.
@@ -241,21 +279,19 @@ def load(
     >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
     ...     loaded.model.generate(**loaded.tokenizer("Hello", return_tensors="pt"))
     """
-    raise_faults(list(_faults(max_memory, batch_size=batch_size, max_length=max_length)))
+    counts = {"batch_size": batch_size, "max_length": max_length, "max_waiting": max_waiting}
+    raise_faults(list(_faults(max_memory, asks, concurrency, counts)))
     return_freed_memory()
     bound_kernel_caches()
-    stages: list[Stage[Any]] = [EmptyInitStage(), PlanStage(), ShardLoadStage(), DispatchStage()]
+    stages: list[Stage[Any]] = [stage() for stage in _STAGES]
     config = _config(stages, located(os.fspath(path_or_hub_id)), options)
     config |= {
         "dtype": dtype_name(dtype),
         "device_map": _plain(device_map),
         "execution": execution,
-        "max_memory": {str(device): str(size) for device, size in (max_memory or {}).items()},
-        "generate": {
-            "prompts": [[0] * max(1, max_length // 2)] * batch_size,
-            "batch_size": batch_size,
-            "max_length": max_length,
-        },
+        "max_memory": _budgets(max_memory, options),
+        "stages": [*(stage.name for stage in stages), asks],
+        **_request(batch_size, max_length, in_lockstep=concurrency == "lockstep"),
     }
     _check(stages, config)
     folder = Path(cache) if cache is not None else user_cache()
@@ -267,26 +303,49 @@ def load(
         from torch import inference_mode  # after the stages, which may not need torch
 
         with inference_mode(False):  # the model is there for calls with gradients too, and threads read into it
-            loaded = LoadedModel(chain)
+            together = batch_size if concurrency == "lockstep" else 1
+            loaded = LoadedModel(chain, together=together, max_waiting=max_waiting)
         undo.pop_all()
     return loaded
 
 
-def _faults(max_memory: object, **counts: object) -> Iterator[Fault]:
+def _faults(max_memory: object, asks: object, concurrency: object, counts: Mapping[str, object]) -> Iterator[Fault]:
     """Yield what is wrong with the arguments that have no type of the config to be held against."""
-    if max_memory is not None and not isinstance(max_memory, Mapping):
+    if isinstance(max_memory, bool) or not isinstance(max_memory, Mapping | int | str | None):
         yield Fault("max_memory", f"{max_memory!r} {NO_DEVICE}")
+    if concurrency not in ("queue", "lockstep"):
+        yield Fault("concurrency", f"{concurrency!r} is no way for calls to go; give 'queue' or 'lockstep'")
+    if asks not in _ASKING:
+        yield Fault("asks", f"{asks!r} is none of {', '.join(_ASKING)}{closest(str(asks), _ASKING)}")
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             yield Fault(name, f"{count!r} is no count; give a whole number from 1")
 
 
+def known_options() -> list[str]:
+    """Return the names of all that ``load`` takes beside the checkpoint."""
+    keys = key_names(stage.config_class for stage in _STAGES)
+    own = (name for name, each in signature(load).parameters.items() if each.kind is Parameter.KEYWORD_ONLY)
+    return list(dict.fromkeys([*keys, *_OPTIONS, *own]))
+
+
+def _request(batch_size: int, max_length: int, *, in_lockstep: bool) -> dict[str, dict[str, Any]]:
+    """Return what each stage would ask of the model that it was given so many sequences of so many tokens.
+
+    Those ``in_lockstep`` compute one at a time: what they take together are their caches.
+    """
+    generate = {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length}
+    generate["lockstep" if in_lockstep else "batch_size"] = batch_size
+    score = {"texts": [[0] * max_length] * batch_size, "window": max_length, "batch_size": batch_size}
+    return {"generate": generate, "score": score}
+
+
 def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config that ``options`` and the defaults of the stages come to."""
-    keys = key_names(stage.config_class for stage in stages)
-    unknown = [name for name in options if name not in keys and name not in _OPTIONS]
+    keys, known = key_names(stage.config_class for stage in stages), known_options()
+    unknown = [name for name in options if name not in known]
     if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], [*keys, *_OPTIONS])}")
+        raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], known)}")
     node = {name: _text(options.get(name, default)) for name, default in _OPTIONS.items()}
     config = {key: value for stage in stages for key, value in defaults(stage.config_class).items()}
     config |= {name: value for name, value in options.items() if name in keys}
@@ -309,13 +368,26 @@ def _text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _budgets(max_memory: Any, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the budgets as a config has them; one size is that of the device that computes."""
+    if max_memory is None or isinstance(max_memory, Mapping):
+        return {str(device): str(size) for device, size in (max_memory or {}).items()}
+    described = options.get("hardware")
+    listed = described.get("devices") if isinstance(described, Mapping) else None
+    accelerators = local_accelerators() if listed is None else listed
+    return {"0" if accelerators else str(CPU): str(max_memory)}
+
+
 def _plain(device_map: Any) -> Any:
-    return (
-        {str(name): _id(device) for name, device in device_map.items()}
-        if isinstance(device_map, Mapping)
-        else device_map
-    )
+    """Return the map, or what makes it, as a config has it; one device may be torch's."""
+    if isinstance(device_map, Mapping):
+        return {str(name): _id(device) for name, device in device_map.items()}
+    is_name = isinstance(device_map, str) and device_map != _TORCH_S_OWN
+    return device_map if is_name or device_map is None else _id(device_map)
 
 
 def _id(device: Any) -> Any:
-    return device if isinstance(device, (int, float)) else str(device)
+    """Return a device id as a config has it; torch's default accelerator is the first."""
+    if isinstance(device, (int, float)):
+        return device
+    return 0 if str(device) == _TORCH_S_OWN else str(device)

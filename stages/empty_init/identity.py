@@ -37,7 +37,7 @@ from offstage.stages.empty_init.source_code import code_identity, hashes, import
 
 MODEL_KEYS: Mapping[str, object] = {
     "kind": "pretrained", "path": None, "revision": None, "class": None, "tokenizer": None, "no_split": None,
-    "trust_remote_code": False, "allow_links": False, "adapter": None,
+    "trust_remote_code": False, "allow_links": False, "adapter": None, "attn_implementation": None,
 }  # fmt: skip
 """What may stand under ``model`` where it is a checkpoint, with its default."""
 
@@ -82,6 +82,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         "torch": torch,
         "code": remote_code(folder, "config.json") if model.get("trust_remote_code") else {},
         "adapter": _adapter(model),
+        **({"attention": model["attn_implementation"]} if model.get("attn_implementation") else {}),
     }
 
 

@@ -71,11 +71,22 @@ def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
     check_numbers(folder / "config.json", described)
     with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"):
         config, model_class = read_class(node)
-        with init_empty_weights(), _as_loaded():
-            model = model_class._from_config(config, dtype=torch_dtype(dtype))
+        with init_empty_weights(), _as_loaded(), _attention(node) as attention:
+            model = model_class._from_config(config, dtype=torch_dtype(dtype), **attention)
         model.tie_weights()
         _apply_dtype_plan(model, torch_dtype(dtype))
     return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _attention(node: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield the argument that says how attention is computed, if ``node`` does; what refuses it is told by its key."""
+    name = node.get("attn_implementation")
+    if name is None:
+        yield {}
+        return
+    with foreign(ConfigError, f"model.attn_implementation: {name!r} isn't served"):
+        yield {"attn_implementation": name}
 
 
 @contextmanager
@@ -93,8 +104,9 @@ def _as_loaded() -> Iterator[None]:
 
 
 def _build_diffusers(node: Mapping[str, Any], described: Mapping[str, Any], dtype: str) -> nn.Module:
-    if node.get("class"):
-        raise ConfigError(f"model.class: {node['class']!r} has no say in a model of diffusers, whose config names it")
+    for key in ("class", "attn_implementation"):
+        if node.get(key):
+            raise ConfigError(f"model.{key}: {node[key]!r} has no say in a model of diffusers; leave it null")
     from offstage.stages.empty_init.diffusers_model import build_diffusers
 
     return build_diffusers(ModelSource.of(node).folder, described, torch_dtype(dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,9 +17,11 @@ from torch.nn import functional
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
-from offstage.stages.checkpoints.codecs.gguf import GgufCodec
+from offstage.stages.checkpoints.codecs.fp8_weights import SCALE
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
-from offstage.stages.checkpoints.codecs.products import can_multiply, multiply_packed, unpack_rows
+from offstage.stages.checkpoints.codecs.products import FP8, can_multiply, layout_of, multiply_packed, unpack_rows
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.names import name_tensors
@@ -29,16 +32,21 @@ KEY = "quantized.products"
 
 
 class PackedLinear(nn.Module):
-    """In the place of ``linear``: its ``weight`` is what the checkpoint's tensor ``source`` rests in, by ``codec``.
+    """In the place of ``linear``: its ``weight`` is what the checkpoint's tensor ``source`` rests in, ``packed``.
 
-    Products are added up in float32, the bias too, and rounded once to the dtype of what is given.
+    Codes that have scales have them beside, under the name that the checkpoint has for them. Products are added up in
+    float32, the bias too, and rounded once to the dtype of what is given.
     """
 
-    def __init__(self, linear: nn.Linear, weight: nn.Parameter, codec: GgufCodec, source: str) -> None:
+    weight_scale_inv: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, weight: nn.Parameter, packed: PackedTensor, source: str) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.source, self.kind, self.swapped = source, codec.name, codec.arrangement.swapped or ()
+        self.source, self.kind, self.layout = source, packed.codec.name, layout_of(packed)
         self.weight, self.bias = weight, linear.bias
+        scales = _on_meta(packed.parts[1], torch_dtype(packed.parts[1].dtype)) if self.kind == FP8 else None
+        self.register_parameter("weight" + SCALE, scales)
         self.training = linear.training
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -46,7 +54,8 @@ class PackedLinear(nn.Module):
         if given.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"{KEY}=fused has no gradients; load the model with {KEY}=exact")
         rows = given.reshape(-1, self.in_features).float().contiguous()
-        made = multiply_packed(rows, self.weight, self.kind, self.swapped)
+        scales = None if self.weight_scale_inv is None else self.weight_scale_inv.float().contiguous()
+        made = multiply_packed(rows, self.weight, self.kind, self.layout, scales)
         if self.bias is not None:
             made += self.bias
         return made.to(given.dtype).view(*given.shape[:-1], self.out_features)
@@ -59,10 +68,10 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Embedding):
     """In the place of ``embedding``, likewise: the rows that are looked up are unpacked, to the dtype that it has."""
 
-    def __init__(self, embedding: nn.Embedding, weight: nn.Parameter, codec: GgufCodec, source: str) -> None:
+    def __init__(self, embedding: nn.Embedding, weight: nn.Parameter, packed: PackedTensor, source: str) -> None:
         count, width = embedding.num_embeddings, embedding.embedding_dim
         super().__init__(count, width, embedding.padding_idx, _weight=embedding.weight, _freeze=True)
-        self.source, self.kind, self.dtype = source, codec.name, embedding.weight.dtype
+        self.source, self.kind, self.dtype = source, packed.codec.name, embedding.weight.dtype
         self.weight = weight
         self.training = embedding.training
 
@@ -96,28 +105,38 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
         names = users[id(tensor)]
         modules = [(parent(name), model.get_submodule(parent(name))) for name in names]
         fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
-        if fits and all(type(module) in (nn.Linear, nn.Embedding) for _, module in modules):
+        kinds = _kinds_for(entry, source, checkpoint)
+        if fits and all(type(module) in kinds for _, module in modules):
             _replace(model, modules, entry, source)
     if not any(isinstance(module, PackedLinear) for module in packed_modules(model).values()):
         raise ConfigError(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in "
-            f"{', '.join(FORMATS_OF_LOOPS)}; take 'exact'"
+            f"{', '.join((*FORMATS_OF_LOOPS, FP8))}; take 'exact'"
         )
 
 
-def _replace(model: nn.Module, modules: Modules, entry: PackedTensor, source: str) -> None:
+def _kinds_for(packed: PackedTensor, source: str, checkpoint: Checkpoint) -> Sequence[type[nn.Module]]:
+    """Return the classes that can use the tensor ``source`` as it rests; embeddings need the rows as the file has them.
+
+    Scales are known by one name, the format's own: what its makers call otherwise is unpacked.
+    """
+    if packed.codec.name == FP8:
+        return (nn.Linear,) if source + SCALE in checkpoint.entries else ()
+    return (nn.Linear,) if layout_of(packed) else (nn.Linear, nn.Embedding)
+
+
+def _replace(model: nn.Module, modules: Modules, packed: PackedTensor, source: str) -> None:
     """Put modules that share one packed weight in the place of ``modules``, which share what it is unpacked to."""
-    codec = entry.codec
-    assert isinstance(codec, GgufCodec)
-    if codec.arrangement.swapped and any(isinstance(module, nn.Embedding) for _, module in modules):
-        return
-    packed = torch.empty(entry.parts[0].shape, dtype=torch.uint8, device="meta")
-    weight = nn.Parameter(packed, requires_grad=False)
+    weight = _on_meta(packed.parts[0], torch.uint8)
     for place, module in modules:
         if isinstance(module, nn.Embedding):
-            model.set_submodule(place, PackedEmbedding(module, weight, codec, source))
+            model.set_submodule(place, PackedEmbedding(module, weight, packed, source))
         elif isinstance(module, nn.Linear):
-            model.set_submodule(place, PackedLinear(module, weight, codec, source))
+            model.set_submodule(place, PackedLinear(module, weight, packed, source))
+
+
+def _on_meta(part: Extent, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(part.shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 def _of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
@@ -131,10 +150,16 @@ def _of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
 def as_they_rest(model: nn.Module, entries: Mapping[str, AtRest]) -> Mapping[str, AtRest]:
     """Return the checkpoint's ``entries``, those that ``model`` keeps packed as the bytes that they are on disk."""
     kept = {module.source for module in packed_modules(model).values()}
-    return {
-        name: entry.parts[0] if name in kept and isinstance(entry, PackedTensor) else entry
-        for name, entry in entries.items()
-    }
+    found: dict[str, AtRest] = {}
+    for name, entry in entries.items():
+        if name in kept and isinstance(entry, PackedTensor):
+            codes, *scales = entry.parts
+            found[name] = replace(codes, dtype="uint8")
+            if scales:
+                found[name + SCALE] = scales[0]
+        else:
+            found[name] = entry
+    return found
 
 
 def packed_modules(model: nn.Module) -> dict[str, PackedLinear | PackedEmbedding]:

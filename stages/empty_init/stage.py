@@ -18,6 +18,7 @@ from offstage.stages.checkpoints.adapters import adapter_folder, read_settings
 from offstage.stages.checkpoints.bounds import bounded
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.model_source import ModelSource, is_hub_id, located
+from offstage.stages.checkpoints.quantization import method_of, quantization_of
 from offstage.stages.checkpoints.shard_files import check_texts
 from offstage.stages.checkpoints.weight_files import gguf_file
 from offstage.stages.empty_init.identity import (
@@ -49,6 +50,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "class": (str | None, "is no text; give a class of transformers, or null"),
     "tokenizer": (str | None, "is no text; give a folder that has one, or null"),
     "adapter": (str | None, "is no text; give the folder of an adapter, or null"),
+    "attn_implementation": (str | None, "is no text; give eager, sdpa or another of transformers' names, or null"),
     "no_split": (Sequence[str] | None, "is no list of class names; give one, or null"),
     "trust_remote_code": (bool, "is neither true nor false"),
     "allow_links": (bool, "is neither true nor false"),
@@ -133,6 +135,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         yield from _check_path(model)
         yield from _check_pipeline(model)
         yield from _check_adapter(model)
+        yield from _check_attention(model.get("attn_implementation"))
         if kind == "pretrained":
             yield from _check_quantization(model)
         if multiplies_packed(config):
@@ -266,6 +269,15 @@ def _check_adapter(model: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault("model.adapter", str(error), CheckpointError)
 
 
+def _check_attention(name: str | None) -> Iterable[Fault]:
+    """Yield a fault where ``name`` is that of a kernel that transformers would fetch; others it judges itself."""
+    if name is not None and "/" in name:
+        yield Fault(
+            "model.attn_implementation",
+            f"{name!r} is code of the Hub, which isn't fetched; give eager, sdpa or another of transformers' own",
+        )
+
+
 def _check_pipeline(model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield a fault where the folder holds several models, none of which is named."""
     path = model.get("path")
@@ -287,13 +299,29 @@ def _check_quantization(model: Mapping[str, Any]) -> Iterable[Fault]:
 
 def _check_products(model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield why weights of ``model`` can't be multiplied as they rest."""
-    path = model.get("path")
-    if model["kind"] != "pretrained" or not path or is_hub_id(path) or gguf_file(Path(path)) is None:
-        yield Fault("quantized.products", f"{FUSED!r} is for GGUF files, and the model is none; take 'exact'")
+    if not _rests_in_products(model):
+        yield Fault(
+            "quantized.products",
+            f"{FUSED!r} is for GGUF files and FP8 checkpoints, and the model is none; take 'exact'",
+        )
     if adapter_folder(model) is not None:
         yield Fault(
             "quantized.products", f"{FUSED!r} takes no adapter: its layers stand on unpacked ones; take 'exact'"
         )
+
+
+def _rests_in_products(model: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoint is of a kind that has weights which can be multiplied as they rest."""
+    path = model.get("path")
+    if model["kind"] != "pretrained" or not path:
+        return False
+    if not is_hub_id(path) and gguf_file(Path(path)) is not None:
+        return True
+    try:
+        source = ModelSource.of(model)
+        return source.is_here() and method_of(quantization_of(source.folder)) == "fp8"
+    except CheckpointError:
+        return True  # said of the folder, or of its config as the model is built
 
 
 def _check_texts(key: str, folder: object) -> Iterable[Fault]:

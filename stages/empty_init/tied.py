@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +15,11 @@ from offstage.stages.empty_init.skeleton import longest_prefix
 _log = logging.getLogger(__name__)
 
 
-def find_tied_parameters(model: nn.Module) -> list[list[str]]:
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the groups of names that share one parameter, each sorted, in the order of their first names.
 
     A parameter assigned to two modules and a submodule bound under two names are found alike, on any device, meta
-    included: what counts is that the names lead to one ``Parameter`` object.
+    included: what counts is that the names lead to one ``Parameter`` object. Other arguments change nothing.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

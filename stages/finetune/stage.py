@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.errors import Fault
+from offstage.pipeline.metrics import Metric
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
 from offstage.pipeline.typed_config import PATHS, absolute, read
 from offstage.stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
+from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, WHOLE_RUN, earlier
 from offstage.stages.inference.inputs import gather_model, inference_sources
 from offstage.stages.inference.progress import earlier_told, read_rows
 from offstage.stages.inputs.finetune_options import TEXT, FinetuneOptions, check_training
@@ -47,6 +49,21 @@ class FinetuneStage(Stage[FinetuneInputs]):
     needs: tuple[str, ...] = ("dispatch",)
     config_class = FinetuneConfig
     resumes = (STEPS, STATE)
+    metrics = (
+        *LOADING,
+        Metric("trained_parameters", "count"),
+        Metric("sequences", "count"),
+        Metric("taken_steps", "count"),
+        Metric("train_seconds", "seconds", "training"),
+        Metric("trained_tokens_per_second", "tokens/s", "trained", leads=True),
+        Metric("offload_ratio", "share"),
+        # Of what the last forward saved: the activations that stayed where they were made, and those that went.
+        Metric("kept_activation_bytes", "bytes", optional=True),
+        Metric("offloaded_activation_bytes", "bytes", optional=True),
+        *FORWARDS,
+        *WHOLE_RUN,
+        earlier("steps"),
+    )
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the text, the sizes and the rates, as far as the model needn't be known."""

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import ConfigError, Fault
+from offstage.pipeline.metrics import Metric
 from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import read
 from offstage.stages.calls.options import ForwardConfig, check_options, identity, is_given
 from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
+from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, SAMPLES, WHOLE_RUN
 from offstage.stages.inference.inputs import gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inputs.media_files import media_libraries
@@ -36,6 +38,16 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
     file_name = FILE_NAME
     results = "outputs"
     seconds = "forward_seconds"
+    metrics = (
+        *LOADING,
+        Metric(seconds, "seconds", "forwards", leads=True),
+        Metric("forwards", "count"),
+        Metric("rows", "count"),
+        Metric("rows_per_second", "rows/s", "rows a second"),
+        *FORWARDS,
+        *WHOLE_RUN,
+        *SAMPLES,
+    )
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with what is given, as far as the model need not be known."""

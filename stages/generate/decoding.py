@@ -217,10 +217,31 @@ class Decoding:
         ]
         answers = [decode.trim([int(token) for token in row], ends) for row in tokens]
         rows: list[Row] = [
-            {"token_ids": ids, **({"logprobs": logprobs.of(place, len(ids))} if logprobs else {})}
+            {
+                "token_ids": ids,
+                "finish_reason": "stop" if self._is_stopped(ids, given, ends, asked) else "length",
+                **({"logprobs": logprobs.of(place, len(ids))} if logprobs else {}),
+            }
             for place, ids in enumerate(answers)
         ]
         return rows, spans
+
+    def _is_stopped(
+        self, ids: Sequence[int], given: Mapping[str, Any], ends: Sequence[int], asked: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Return whether the new tokens ``ids`` came to an end of their own: an end token, a stop string, or whatever
+        ended them before as many were there as may be.
+        """
+        if ids and ids[-1] in ends:
+            return True
+        most = given.get("max_new_tokens", self._default("max_new_tokens"))
+        longest = given.get("max_length", self._default("max_length"))
+        if most is None and longest is not None:
+            most = longest - (asked["input_ids"].shape[1] if self._side == "left" and "input_ids" in asked else 1)
+        stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None) or ()
+        text = self._tokenizer.decode(ids) if stops and self._tokenizer is not None else ""
+        strings = [stops] if isinstance(stops, str) else stops
+        return (most is not None and len(ids) < most) or any(stop in text for stop in strings)
 
     def _tensors(self, batch: Sequence[Asked], *, pad: int) -> Mapping[str, torch.Tensor]:
         """Return what the model is given for ``batch``, by name: of a prompt with media what its processor makes."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from offstage.stages.inference.inputs import InferenceInputs
 from offstage.stages.inputs.generate_options import GenerateOptions
@@ -30,3 +30,8 @@ class GenerateInputs(InferenceInputs):
     seed: int
     decoders: Mapping[str, str | None] = field(default_factory=dict)
     assistant: Mapping[str, object] | None = None
+
+    def wherever_it_lies(self) -> Self:
+        """Return these without what changes no result; how many prompts go in lockstep doesn't either."""
+        options = {name: value for name, value in self.options.items() if name != "lockstep"}
+        return replace(InferenceInputs.wherever_it_lies(self), options=options)

@@ -11,12 +11,13 @@ from offstage.pipeline.errors import ConfigError, Fault
 from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import OPEN, PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from offstage.stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
+from offstage.stages.generate.declared_metrics import GENERATE_METRICS, SECONDS
 from offstage.stages.generate.inputs import GENERATIONS, GenerateInputs
 from offstage.stages.generate.transcript import transcript
 from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
-from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
+from offstage.stages.inputs.generate_options import BATCHED, GenerateOptions, read_generate
 from offstage.stages.inputs.media_files import media_libraries
 from offstage.stages.inputs.prompts import check_prompts, check_seed, located_prompts, read_prompts
 
@@ -60,7 +61,8 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     resumes = (GENERATIONS,)
     file_name = FILE_NAME
     results = "tokens"
-    seconds = "decode_seconds_per_token"
+    metrics = GENERATE_METRICS
+    seconds = SECONDS
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the prompts and the seed."""
@@ -72,6 +74,9 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield the generation options that transformers doesn't know, and those that a run can't serve."""
+        from offstage.stages.empty_init.transformers_import import import_models
+
+        import_models()
         from offstage.stages.generate.options import check_options, check_own_options, check_served
         from offstage.stages.generate.prompts import check_encoded
 
@@ -126,6 +131,15 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     def screen(self, data: Mapping[str, Any], artifact: Artifact) -> str:
         """Return the texts."""
         return "\n\n".join(_screen(data, artifact.path(GENERATIONS)))
+
+    def remarks(self, metrics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Say where drafts were judged together."""
+        if metrics.get("speculation") != BATCHED:
+            return ()
+        return (
+            "Several drafts were judged in one forward (generate.speculation=batched): the last bits of what is "
+            "computed, and so tokens, may differ from those of plain decoding.",
+        )
 
     def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: how many tokens there are, and how fast they came."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from offstage.pipeline.plain_data import walk
 from offstage.pipeline.stage import Config, Context, SourceFiles
@@ -41,6 +41,10 @@ class InferenceInputs:
     libraries: Mapping[str, str]
     kernels: Mapping[str, str]
     model: Mapping[str, Any] = field(compare=False)
+
+    def wherever_it_lies(self) -> Self:
+        """Return these without what changes no result, only what it costs."""
+        return replace(self, placement="", trace=False)
 
 
 def gather_model(context: Context) -> dict[str, Any]:

@@ -41,6 +41,10 @@ class MeasuredStage(Stage[Inputs]):
     def screen(self, data: Mapping[str, Any], artifact: Artifact) -> str:
         """Return what a terminal shows of the artifact, whose file has ``data``."""
 
+    def remarks(self, metrics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return what must be known of the ``metrics`` by who uses them."""
+        return ()
+
     def outputs(self, data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Return what the record has of what came out."""
         found: Sequence[Mapping[str, Any]] = data["outputs"]
@@ -76,6 +80,7 @@ class MeasuredStage(Stage[Inputs]):
             experts=data.get("experts", {}),
             outputs=tuple(outputs),
             screen=self.screen(data, artifact),
+            remarks=self.remarks(data["metrics"]),
         )
 
     def lacks_figures(self, context: Context) -> bool:

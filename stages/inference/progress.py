@@ -16,9 +16,10 @@ from typing import Any
 from offstage.pipeline.atomic_files import write_whole
 from offstage.pipeline.cache.manifest import DamagedError
 from offstage.pipeline.cache.sealed_files import read_sealed_line, sealed_line
-from offstage.pipeline.errors import named
+from offstage.pipeline.errors import ConfigError, named
 from offstage.pipeline.regular_files import read_regular
 
+_ASKED = "asked"
 _log = logging.getLogger("offstage")
 
 Row = Mapping[str, Any]
@@ -28,15 +29,22 @@ Row = Mapping[str, Any]
 class Progress:
     """The results in ``file``, which is made where it isn't there; ``done`` has the whole batches by number.
 
-    Without a file they are in memory alone.
+    Without a file they are in memory alone. One that a user names (``asked`` then stands for what is asked) may be of
+    something else: a ``ConfigError`` says so, and it is left as it is.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file
+    def __init__(self, file: Path | None = None, *, asked: str | None = None) -> None:
+        self._file, self._asked = file, asked
         self.done: dict[int, list[Row]] = {}
         found: dict[int, list[Row]] = defaultdict(list)
         lines = read_regular(file).splitlines(keepends=True) if file and file.exists() else []
-        for row in _read_all(lines):
+        rows = _read_all(lines)
+        if asked is not None and lines and {row.get(_ASKED) for row in rows} != {asked}:
+            raise ConfigError(
+                f"progress: {str(file)!r} doesn't hold answers to these prompts under these options by this model; "
+                "give another file, or delete it"
+            )
+        for row in rows:
             found[row["batch"]].append(row)
         self.done = {number: rows for number, rows in found.items() if len(rows) == rows[0]["rows"]}
         self.earlier = len({row["index"] for rows in self.done.values() for row in rows})
@@ -51,6 +59,7 @@ class Progress:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Append the ``rows`` of a batch, and have them on the disk."""
+        rows = rows if self._asked is None else [{**row, _ASKED: self._asked} for row in rows]
         self.done[rows[0]["batch"]] = list(rows)
         if self._file is None:
             return

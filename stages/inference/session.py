@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.errors import named
 from offstage.pipeline.memory_monitor import held_bytes
 from offstage.pipeline.stage import Context
@@ -109,9 +110,14 @@ class ModelSession(ABC, Generic[Given]):
 
             yield again
 
-    def ask(self) -> tuple[PassResult, list[Row]]:
-        """Return what all that is asked comes to, and its results one by one: nothing is kept, nor timed."""
-        progress = Progress()
+    def ask(self, file: Path | None = None) -> tuple[PassResult, list[Row]]:
+        """Return what all that is asked comes to, and its results one by one: nothing is timed.
+
+        They are kept in ``file`` as they come, if there is one, and those that are there are taken. A ``ConfigError``
+        where it is of something else.
+        """
+        progress = Progress(file, asked=None if file is None else fingerprint(self.inputs.wherever_it_lies()))
+        say_earlier(progress.earlier, self.count, self.units)
         with self.answering() as answer:
             found = answer(progress, self.task)
         return found, progress.settle()

@@ -96,11 +96,14 @@ def _best(outline: Outline, budgets: Budgets, filling: Filling, *, slots: int) -
 
 
 def _candidates(budgets: Budgets) -> Iterator[tuple[DeviceId, dict[DeviceId, int | None]]]:
-    """Yield each device that can be the main one, with the budgets that weights may then use."""
+    """Yield each device that can be the main one, with the budgets that weights may then use.
+
+    Of accelerators with one budget that only compute, the first does for all.
+    """
     accelerators = budgeted_accelerators(budgets)
     for index, main in enumerate(accelerators):
         yield main, {**budgets, **dict.fromkeys(accelerators[:index], 0)}
-    for main in accelerators:
+    for main in sorted({budgets[main]: main for main in reversed(accelerators)}.values()):
         yield main, {**budgets, **dict.fromkeys(accelerators, 0)}
     yield CPU, {CPU: 0, **budgets, **dict.fromkeys(accelerators, 0)}
 

@@ -25,7 +25,7 @@ from offstage.pipeline.stage import MEASURED
 from offstage.pipeline.typed_config import NO_DEVICE
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.empty_init.describe import describe
-from offstage.stages.empty_init.skeleton import upward
+from offstage.stages.empty_init.skeleton import longest_prefix, upward
 from offstage.stages.machine.devices import device_id
 from offstage.stages.machine.hardware import Hardware, local_accelerators
 from offstage.stages.machine.host_memory import host_memory
@@ -111,9 +111,12 @@ def infer_auto_device_map(
     """Return the device map that fills the devices in order: module or tensor name → device id.
 
     A device that ``max_memory`` doesn't list holds nothing; disk is unlimited unless it is listed. With
-    ``clean_result`` a module that lies on one device is one entry. ``offload_buffers`` and ``fallback_allocation``
-    change nothing: buffers are always planned, and the reserve is never more than what is streamed needs. Raises
-    ``BudgetError``, with the least budget that would work, where a device can't hold its reserve.
+    ``clean_result`` a module that lies on one device is one entry. Maps are accelerate's, but where that keeps room
+    that nothing is streamed into: on the host too where the disk holds something, and for a layer that is resident.
+    And of a module of which a tensor is tied, accelerate moves the others too. ``offload_buffers`` and
+    ``fallback_allocation`` change nothing: buffers are always planned, and the reserve is never more than what is
+    streamed needs. Raises ``BudgetError``, with the least budget that would work, where a device can't hold its
+    reserve.
     """
     budgets = _UNLISTED | get_max_memory(max_memory)
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
@@ -122,7 +125,7 @@ def infer_auto_device_map(
         for device, count in resident_bytes(outline, homes).items():
             _log.info("%s holds %d bytes", device, count)
     if clean_result:
-        return fold(all_homes(outline, homes))
+        return _with_empty_modules(model, fold(all_homes(outline, homes)))
     return {layer.name: homes[outline.skeleton.leader(layer.tensors[0])] for layer in outline.layers}
 
 
@@ -171,6 +174,21 @@ def clean_device_map(device_map: Mapping[str, DeviceId], module_name: str = "") 
     for child in dict.fromkeys(".".join(name.split(".")[:depth]) for name in inside if name != module_name):
         folded = clean_device_map(folded, child)
     return folded
+
+
+def _with_empty_modules(model: nn.Module, device_map: dict[str, DeviceId]) -> dict[str, DeviceId]:
+    """Return ``device_map`` with the modules without a tensor that lie below none of its entries, a dropout between
+    two of them, each where lies what is registered before it.
+    """
+    found, last = dict(device_map), next(iter(device_map.values()), CPU)
+    for name, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        entry = longest_prefix(f"{name}.{own[-1][0]}".lstrip(".") if own else name, device_map)
+        if entry is not None:
+            last = device_map[entry] if own else last
+        elif name and not own and not any(module.children()):
+            found[name] = last
+    return found
 
 
 def _homes(outline: Outline, policy: str, budgets: Budgets) -> Homes:

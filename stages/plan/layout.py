@@ -12,13 +12,13 @@ experts a device that computes some which lie elsewhere needs room for a slot or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from offstage.stages.empty_init.skeleton import DeviceUnpacking, parent
 from offstage.stages.plan.expert_slots import LEAST, Pool, pools, slot_bytes
-from offstage.stages.plan.outline import Outline, most_unpacking_bytes
+from offstage.stages.plan.outline import Layer, Outline, most_unpacking_bytes
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_devices
 from offstage.stages.plan.reserves import needed_rooms
 from offstage.stages.plan.row_blocks import block_rows, least_sizes
@@ -256,36 +256,68 @@ def lay_out(
     ``execution`` of modules that isn't that of their layers, are those of a map that is followed to the letter. What is
     kept ``apart`` on the host is brought for each use where the host computes, too.
     """
-    computing = execution_devices(outline, placement) if execution is None else {}
-    homes = placement.homes if homes is None else homes
-    lines = []
+    computing = execution_devices(outline, placement) if execution is None else None
+    lines: list[Line] = []
     for layer in outline.layers:
-        for name in layer.tensors:
-            leader = outline.skeleton.leader(name)
-            home = homes[name] if name in homes else homes[leader]
-            made = home == DISK and name in outline.computed
-            # No checkpoint has it: it is where the constructor made it.
-            home = CPU if made else home
-            computes = computing[layer.name] if execution is None else execution[parent(name)]
-            rests = home == DISK or (home == CPU and leader in placement.packed)
-            packed = outline.packed.get(name) if rests else None
-            served = _serving(outline, name, home, computes, io=io, homes=homes, packed=placement.packed)
-            lines.append(
-                Line(
-                    name=name,
-                    home=home,
-                    computes=computes,
-                    bytes=(outline.rest_sizes if rests else outline.sizes)[name],
-                    used=outline.sizes[name],
-                    leader=leader,
-                    layer=layer.name,
-                    serving="copy" if served is None and name in apart else served,
-                    codec=packed.codec if packed else None,
-                    made=made,
-                    routed=_routed(outline, name, served),
-                )
-            )
+        if computing is None or homes is not None or apart:
+            where = execution if computing is None else dict.fromkeys(map(parent, layer.tensors), computing[layer.name])
+            lines += _lines(outline, layer, placement, where or {}, io=io, homes=homes or placement.homes, apart=apart)
+        else:
+            lines += _lines_again(outline, layer, placement, computing[layer.name], io)
     return Layout(outline, placement, tuple(lines), budgets or {})
+
+
+def _lines_again(outline: Outline, layer: Layer, placement: Placement, computes: DeviceId, io: Io) -> Sequence[Line]:
+    """Return the lines of ``layer`` as ``placement`` has it. (Of the placements that are tried, thousands by some ten
+    thousand tensors, most have most layers as another had them.)
+    """
+    leaders = outline.leaders_of[layer.name]
+    homes = tuple(map(placement.homes.__getitem__, leaders))
+    key = layer.name, computes, io, homes, placement.packed and placement.packed.intersection(leaders)
+    found = outline.lines.get(key)
+    if found is None:
+        where = dict.fromkeys(map(parent, layer.tensors), computes)
+        found = outline.lines[key] = _lines(outline, layer, placement, where, io=io, homes=placement.homes, apart=())
+    return found
+
+
+def _lines(
+    outline: Outline,
+    layer: Layer,
+    placement: Placement,
+    execution: Mapping[str, DeviceId],
+    *,
+    io: Io,
+    homes: Mapping[str, DeviceId],
+    apart: Collection[str],
+) -> list[Line]:
+    """Return the lines of ``layer``, whose modules compute as ``execution`` says; see ``lay_out``."""
+    lines = []
+    for name in layer.tensors:
+        leader, computes = outline.skeleton.leader(name), execution[parent(name)]
+        home = homes[name] if name in homes else homes[leader]
+        made = home == DISK and name in outline.computed
+        # No checkpoint has it: it is where the constructor made it.
+        home = CPU if made else home
+        rests = home == DISK or (home == CPU and leader in placement.packed)
+        packed = outline.packed.get(name) if rests else None
+        served = _serving(outline, name, home, computes, io=io, homes=homes, packed=placement.packed)
+        lines.append(
+            Line(
+                name=name,
+                home=home,
+                computes=computes,
+                bytes=(outline.rest_sizes if rests else outline.sizes)[name],
+                used=outline.sizes[name],
+                leader=leader,
+                layer=layer.name,
+                serving="copy" if served is None and name in apart else served,
+                codec=packed.codec if packed else None,
+                made=made,
+                routed=_routed(outline, name, served),
+            )
+        )
+    return lines
 
 
 def _serving(

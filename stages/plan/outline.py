@@ -11,11 +11,12 @@ follows it with its other tensors too (the bias of a tied head lies beside the e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offstage.stages.empty_init.skeleton import DeviceUnpacking, ExpertsSpec, PackedSpec, Skeleton, parent, upward
+from offstage.stages.plan.serving import Line
 
 PARTS, PARTS_UNPACKED = 2, 4
 """How many of the largest parts are to have room at once: one computes while others are read, or read and unpacked."""
@@ -259,9 +260,19 @@ class Outline:
         )
 
     @cached_property
+    def leaders_of(self) -> dict[str, tuple[str, ...]]:
+        """The leaders of each layer's tensors, by its name."""
+        return {layer.name: tuple(map(self.skeleton.leader, layer.tensors)) for layer in self.layers}
+
+    @cached_property
+    def lines(self) -> dict[Hashable, Sequence[Line]]:
+        """The lines of layers that were laid out, by all that they hang on: ``layout`` fills it."""
+        return {}
+
+    @cached_property
     def drawn_by(self) -> dict[str, tuple[str, ...]]:
         """The tensors that draw each layer to a device, by its name: its own, else those of others that it uses."""
-        leaders = {layer.name: tuple(dict.fromkeys(map(self.skeleton.leader, layer.tensors))) for layer in self.layers}
+        leaders = {name: tuple(dict.fromkeys(found)) for name, found in self.leaders_of.items()}
         return {
             layer.name: tuple(name for name in leaders[layer.name] if name in layer.owned) or leaders[layer.name]
             for layer in self.layers

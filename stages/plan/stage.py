@@ -16,6 +16,7 @@ from offstage.pipeline.typed_config import read
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import FUSED, EmptyInitStage, multiplies_packed
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
+from offstage.stages.machine.kernels import Kernels
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import (
@@ -27,6 +28,7 @@ from offstage.stages.plan.checks import (
     require_resident,
     require_room,
 )
+from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
@@ -74,6 +76,7 @@ class PlanStage(Stage[PlanInputs]):
     version = 29
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
+    metrics = PLAN_METRICS
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the budgets and the map, as far as neither model nor machine must be known."""
@@ -106,7 +109,7 @@ class PlanStage(Stage[PlanInputs]):
     def gather(self, context: Context) -> PlanInputs:
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         config, stored = context.config, context.artifact("empty_init")
-        machine = known_machine(config, context.cache)
+        machine, kernels = _measured(config, context.cache)
         outline = Outline(stored.read(skeletons.Skeleton, skeletons.FILE_NAME))
         packing = possible_packing(read(PlanConfig, config).storage, outline, config, context.cache)
         rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
@@ -117,7 +120,7 @@ class PlanStage(Stage[PlanInputs]):
             config,
             machine=machine,
             rates=rates,
-            kernels=host_kernels(config, context.cache),
+            kernels=kernels,
             skeleton=stored.key,
             measured=measure(config, context.cache, skeleton=stored.key, live=live) if measure else None,
             packing=packing,
@@ -134,16 +137,37 @@ class PlanStage(Stage[PlanInputs]):
     def report(self, artifact: Artifact) -> Report:
         """Say what lies where, and what each device will hold."""
         plan = artifact.read(plans.Plan, plans.FILE_NAME)
-        metrics = {f"predicted_{name}": value for name, value in plan.forecast.items()}
+        metrics = {f"{PREDICTED}{name}": value for name, value in plan.forecast.items()}
         devices = plan.devices.items()
-        metrics |= {f"predicted_link_bytes_per_token.{name}": one.link_bytes for name, one in devices if one.link_bytes}
+        metrics |= {LINK_BYTES.on(name): one.link_bytes for name, one in devices if one.link_bytes}
         simulated = sum(one.simulated is not None for _, one in devices)
         metrics |= {"simulated_accelerators": simulated} if simulated else {}
         metrics |= {"host_layers": len(plan.host_layers)} if plan.host_layers else {}
         chosen = {"batch_size": plan.batch_size, "lockstep": plan.lockstep}
         metrics |= {name: size for name, size in chosen.items() if size}
         screen = table.render(plan)
-        return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
+        remarks = tuple(_remarks(plan))
+        return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen, remarks=remarks)
+
+
+def _remarks(plan: plans.Plan) -> Iterable[str]:
+    """Yield what must be known of what the plan predicts, and of what will be computed under it."""
+    if plan.host_layers:
+        yield (
+            f"{len(plan.host_layers)} layers computed on the host, where they lie (execution=fastest): the last bits "
+            "of what is computed, and so tokens, may differ from those of other placements."
+        )
+    if "expert_hit_rate" in plan.forecast:
+        yield "The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted."
+
+
+def _measured(config: Config, cache: Path) -> tuple[Hardware, Kernels]:
+    """Return the machine, and what its kernels take. Where neither is known a process measures each, side by side."""
+    from concurrent.futures import ThreadPoolExecutor  # most runs find both
+
+    with ThreadPoolExecutor(1) as beside:
+        kernels = beside.submit(host_kernels, config, cache)
+        return known_machine(config, cache), kernels.result()
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:

@@ -65,7 +65,7 @@ def score_windows(model: nn.Module, windows: Sequence[Window], device: torch.dev
 
 def _call(model: Any, windows: Sequence[Window], device: torch.device) -> Any:
     """Return what ``model`` makes of the windows. None is padded that is alone, and then there is no mask."""
-    batch = make_batch([window.ids for window in windows], pad=_PAD, side="right")
+    batch = make_batch([window.seen for window in windows], pad=_PAD, side="right")
     config = getattr(model, "config", None)
     if config is None:
         return model(batch.input_ids.to(device))

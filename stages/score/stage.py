@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import Fault
+from offstage.pipeline.metrics import Metric
 from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
+from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, SAMPLES, WHOLE_RUN, earlier
 from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
@@ -54,6 +56,19 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
     file_name = FILE_NAME
     results = "scores"
     seconds = "score_seconds"
+    metrics = (
+        *LOADING,
+        Metric("perplexity", "number", "perplexity", leads=True),
+        Metric("bits_per_byte", "number", "bits a byte"),
+        Metric("log_likelihood", "number"),
+        Metric("scored_tokens", "count"),
+        Metric(seconds, "seconds", "scoring"),
+        Metric("scored_tokens_per_second", "tokens/s", "scored"),
+        *FORWARDS,
+        *WHOLE_RUN,
+        *SAMPLES,
+        earlier("windows"),
+    )
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the texts and the windows, as far as the model needn't be known."""

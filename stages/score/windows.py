@@ -25,12 +25,14 @@ _INSTEAD = "score.texts=[[5,6,7]]"
 class EncodedText:
     """``ids`` are what the model that foretells tokens gets, ``first`` is the first of them that may be scored.
 
-    ``source`` is what an encoder gets beside; it is empty for a model without one.
+    ``source`` is what an encoder gets beside; it is empty for a model without one. One that ``is_whole`` isn't cut:
+    the model sees all of the context when it foretells what continues it.
     """
 
     ids: Sequence[int]
     first: int
     source: Sequence[int] = ()
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Window:
     """The tokens ``begin`` to ``end`` of text number ``text``: ``ids``, of which those from ``first`` on are scored.
 
     ``index`` counts the windows of all texts; ``first`` counts from the text's beginning, as ``begin`` and ``end`` do.
+    The last of the ids need not be seen to be foretold: where it has no room it is ``unseen``.
     """
 
     index: int
@@ -47,6 +50,12 @@ class Window:
     first: int
     ids: Sequence[int]
     source: Sequence[int] = ()
+    unseen: int = 0
+
+    @property
+    def seen(self) -> Sequence[int]:
+        """The token ids that the model is given."""
+        return self.ids[: len(self.ids) - self.unseen]
 
     @property
     def scored(self) -> Sequence[int]:
@@ -71,7 +80,7 @@ def encode(name: str, text: ScoredText, tokenizer: Any, *, has_encoder: bool) ->
         ids, first = [*_ids(context), *content], max(1, len(_ids(context)))
     if len(ids) < 2:
         raise ConfigError(f"{name}: {content!r} is one token, and nothing is before it to foretell it; give more")
-    return EncodedText(ids, first)
+    return EncodedText(ids, first, is_whole=context is not None)
 
 
 def _encode_halves(name: str, text: ScoredText, tokenizer: Any) -> EncodedText:
@@ -84,8 +93,8 @@ def _encode_halves(name: str, text: ScoredText, tokenizer: Any) -> EncodedText:
     if isinstance(content, str) and isinstance(context, str):
         source = encode_text(f"{name}.context", context, tokenizer, instead=_INSTEAD)
         ids = encode_text(f"{name}.continuation", content, tokenizer, instead=_INSTEAD, special=False)
-        return EncodedText(ids, 0, source)
-    return EncodedText(_ids(content), 0, _ids(context))
+        return EncodedText(ids, 0, source, is_whole=True)
+    return EncodedText(_ids(content), 0, _ids(context), is_whole=True)
 
 
 def _ids(tokens: object) -> list[int]:
@@ -110,15 +119,18 @@ def _encode_pair(name: str, context: str, continuation: str, tokenizer: Any) -> 
 
 
 def cut(texts: Iterable[EncodedText], *, window: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of ``texts``, each at most ``window`` tokens; what an encoder reads is one with its text."""
+    """Yield the windows of ``texts``, of each of which the model sees at most ``window`` tokens; what continues a
+    context is one with it.
+    """
     index = 0
     for number, text in enumerate(texts):
         done, size = text.first, len(text.ids)
-        for begin in range(0, size, size if text.source else stride):
-            end = size if text.source else min(begin + window, size)
+        for begin in range(0, size, size if text.is_whole else stride):
+            end = size if text.is_whole else min(begin + window, size)
             first = done if text.source else max(done, begin + 1)
+            unseen = 0 if text.source else max(0, end - begin - window)
             if first < end:
-                yield Window(index, number, begin, end, first, text.ids[begin:end], text.source)
+                yield Window(index, number, begin, end, first, text.ids[begin:end], text.source, unseen)
                 index += 1
             done = max(done, end)
             if end == size:
@@ -145,19 +157,20 @@ def check_encoded_texts(options: ScoreOptions, model: Mapping[str, Any], *, has_
     try:
         for name, text in texts.items():
             encoded = encode(name, text, tokenizer, has_encoder=has_encoder)
-            yield from _faults(name, encoded, window=window, words=geometry.vocabulary, whole=text.context is not None)
+            yield from _faults(name, encoded, window=window, words=geometry.vocabulary)
     except ConfigError as error:
         yield Fault.of(error)
 
 
-def _faults(name: str, encoded: EncodedText, *, window: int, words: int, whole: bool) -> Iterator[Fault]:
-    """Yield what is wrong with the tokens of one text, of which all must be in one window if it is to be ``whole``."""
+def _faults(name: str, encoded: EncodedText, *, window: int, words: int) -> Iterator[Fault]:
+    """Yield what is wrong with the tokens of one text, of which all must be in one window if it is whole."""
     largest, longest = max(*encoded.ids, *encoded.source, 0), max(len(encoded.ids), len(encoded.source))
+    room = window if encoded.source else window + 1  # the last token is foretold without being seen
     if 0 < words <= largest:
         yield Fault(name, f"token id {largest} is beyond the model's {words} words; give ids below")
-    if whole and longest > window:
+    if encoded.is_whole and longest > room:
         yield Fault(
             name,
-            f"context and continuation have {longest} tokens, more than a window of {window}, and aren't cut; shorten "
-            "them, or raise score.window",
+            f"context and continuation have {longest} tokens, more than the {room} of a window of {window}, and aren't "
+            "cut; shorten them, or raise score.window",
         )

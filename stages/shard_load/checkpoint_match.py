@@ -152,10 +152,10 @@ def prepare(
     if any(isinstance(entry, PackedTensor) for entry in reader.entries.values()):
         loops.build()  # now, before any weight is there: a compiler takes memory too
     scales = checkpoint.entries.keys() - reader.entries.keys()
-    if any(spec.name in scales for spec in skeleton.tensors):
-        reader = open_stored_reader(checkpoint)
-    elif packed_modules(model):
+    if packed_modules(model):
         reader = SafetensorsReader(as_they_rest(model, reader.entries))
+    elif any(spec.name in scales for spec in skeleton.tensors):
+        reader = open_stored_reader(checkpoint)
     naming = name_tensors(model, reader.entries)
     return _matched(Load(model, skeleton, checkpoint, reader, {}), naming, strict=strict, partial=partial)
 

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--capped", action="store_true", help="each first one again under its peak and 5%%")
     parser.add_argument("--option", action="append", default=[], help="an override, e.g. storage.io=direct")
     given = parser.parse_args()
-    checkpoint = _checkpoint(given.model, given.folder)
+    checkpoint = checkpoint_of(given.model, given.folder)
     options = [*([] if given.greedy else SAMPLED), *given.option]
     setup = Setup(checkpoint, given.folder / f"predictions-{checkpoint.name}", given.tokens, options, given.capped)
     rows = [measure(setup, budget, request) for budget, request in itertools.product(given.budgets, given.requests)]
@@ -112,7 +112,7 @@ def measure(setup: Setup, budget: str, request: str) -> list[float]:
     return errors
 
 
-def _checkpoint(model: str, folder: Path) -> Path:
+def checkpoint_of(model: str, folder: Path) -> Path:
     """Return the folder of the checkpoint ``model``, which is made in ``folder`` where it is a name."""
     if model in SHAPES:
         return make(model, folder / model)

@@ -1,14 +1,15 @@
-"""Products with packed blocks beside products with what they are unpacked to, of one GGUF file, in turn.
+"""Products with packed weights beside products with what they are unpacked to, of one checkpoint, in turn.
 
     python -m tests.benchmarks.products 1.1b --rounds 3
     python -m tests.benchmarks.products 1.1b --rounds 5 --budgets all 3GB 1GB
+    python -m tests.benchmarks.products 1.1b --format fp8
 
-Needs the extra ``bench`` and room in ``--folder`` for a checkpoint of bfloat16 and the file of Q8_0 that is made of it.
-Each round runs every side once, the first one another each time: ``quantized.products`` exact and fused, with each of
-``--budgets`` for weights; ``all`` has all of them in memory. In the end a table of medians: seconds a token, bytes
-streamed for one, the peak beside what was predicted. Beside it the least that the bytes of the file allow: what reading
-them once from memory takes, by the rate at which torch adds up a large tensor here. The rounds stay in ``--folder`` as
-JSON.
+Needs the extra ``bench`` and room in ``--folder`` for a checkpoint of bfloat16 and what is made of it: a file of Q8_0,
+or FP8 by blocks of 128 by 128. Each round runs every side once, the first one another each time: the plain checkpoint,
+and ``quantized.products`` exact and fused, with each of ``--budgets`` for weights; ``all`` has them in memory. In the
+end a table of medians: seconds a token, bytes streamed for one, the peak beside what was predicted. Beside it the least
+that the bytes of the file allow: what reading them once from memory takes, by the rate at which torch adds up a large
+tensor here. The rounds stay in ``--folder`` as JSON.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from offstage.stages.units import format_bytes
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.gguf_checkpoints import make_gguf
 from tests.benchmarks.offload import keep, say
+from tests.benchmarks.packed_checkpoints import make_fp8
 from tests.benchmarks.sides import in_turn, offstage_record
 
 ALL = "all"
 PRODUCTS = ("exact", "fused")
+PLAIN = "plain"
+"""The side of the checkpoint in bfloat16 that the other was made of."""
 _ELEMENTS = 2**27
 _READS = 5
 
@@ -43,28 +47,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=17)
     parser.add_argument("--budgets", nargs="*", default=[ALL], help=f"what weights may take, or {ALL}")
+    parser.add_argument("--format", choices=["q8_0", "fp8"], default="q8_0")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
-    path = make_gguf(make(arguments.size, folder / arguments.size), folder / f"{arguments.size}-gguf")
+    plain = make(arguments.size, folder / arguments.size)
+    if arguments.format == "fp8":
+        path = make_fp8(plain, folder / f"{arguments.size}-fp8")
+    else:
+        path = make_gguf(plain, folder / f"{arguments.size}-gguf")
     rounds: list[Round] = []
     for number in range(arguments.rounds):
-        rounds.append(_round(path, folder / "products", arguments, number))
+        rounds.append(_round({PLAIN: plain, **dict.fromkeys(PRODUCTS, path)}, folder / "products", arguments, number))
         keep(folder / f"results-products-{arguments.size}.json", arguments, rounds)
     rate = memory_rate()
-    for line in (*lines(rounds), limit(path.stat().st_size, rate)):
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    for line in (*lines(rounds), limit(sum(file.stat().st_size for file in files), rate)):
         say(line)
 
 
-def _round(path: Path, work: Path, arguments: argparse.Namespace, number: int) -> Round:
+def _round(paths: Mapping[str, Path], work: Path, arguments: argparse.Namespace, number: int) -> Round:
     """Run every side once and return what each has told."""
-    names = [f"{products} {budget}" for budget in arguments.budgets for products in PRODUCTS]
+    names = [f"{products} {budget}" for budget in arguments.budgets for products in paths]
     found = {}
     for name in in_turn(names, number):
         products, budget = name.split()
-        options = [f"quantized.products={products}"]
+        options = [f"quantized.products={products}"] if products != PLAIN else []
         options += ["device_map=cpu"] if budget == ALL else [f"max_memory={{cpu: {budget}}}"]
-        record = offstage_record(path, work, tokens=arguments.tokens, options=options)
+        record = offstage_record(paths[products], work, tokens=arguments.tokens, options=options)
         metrics = record["metrics"]
         found[name] = {
             "seconds": metrics["decode_seconds_per_token"],

@@ -6,24 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import offstage
 
-ALL_ON_DISK = {"model": "disk", "lm_head": "disk"}
+ALL_ON_DISK = {"": "disk"}
 Door = Callable[[Path], Any]
 
 
 def make_llama(folder: Path, **options: Any) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64, **sizes, **options)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes |= {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64, **options}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     return folder
 
 
+def class_of(checkpoint: Path) -> Any:
+    (name,) = AutoConfig.from_pretrained(checkpoint).architectures
+    return getattr(transformers, name)
+
+
 def plain(checkpoint: Path) -> Any:
-    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    return class_of(checkpoint).from_pretrained(checkpoint).eval()
 
 
 def load(checkpoint: Path) -> Any:
@@ -31,9 +37,15 @@ def load(checkpoint: Path) -> Any:
     return offstage.load(checkpoint, device_map={"": "disk"}, cache=cache, max_length=64).model
 
 
+def from_pretrained(checkpoint: Path) -> Any:
+    return offstage.from_pretrained(
+        checkpoint, device_map=ALL_ON_DISK, cache=checkpoint.with_name("cache"), max_length=64
+    )
+
+
 def load_checkpoint_and_dispatch(checkpoint: Path) -> Any:
     with offstage.init_empty_weights():
-        model = LlamaForCausalLM(AutoConfig.from_pretrained(checkpoint))
+        model = class_of(checkpoint)(AutoConfig.from_pretrained(checkpoint))
     return offstage.load_checkpoint_and_dispatch(model.eval(), checkpoint, device_map=ALL_ON_DISK)
 
 
@@ -62,4 +74,4 @@ def losses_of(model: Any, optimiser: torch.optim.Optimizer, tokens: torch.Tensor
     return losses
 
 
-DOORS: list[Door] = [load, load_checkpoint_and_dispatch, dispatch_model, cpu_offload, disk_offload]
+DOORS: list[Door] = [load, from_pretrained, load_checkpoint_and_dispatch, dispatch_model, cpu_offload, disk_offload]

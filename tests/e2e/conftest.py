@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import pytest
 
+from offstage.pipeline.installed_stages import metric_table
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
 
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
@@ -38,7 +39,10 @@ class Finished:
     @property
     def record(self) -> dict[str, Any]:
         assert len(self.records) == 1, (len(self.records), self.err)
-        return self.records[0]
+        (record,) = self.records
+        undeclared = [name for name in record["metrics"] if metric_table(record).find(name) is None]
+        assert not undeclared, "each metric is declared by the stage that reports it"
+        return record
 
     @property
     def tokens(self) -> list[list[int]]:

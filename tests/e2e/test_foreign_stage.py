@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline.installed_stages import installed_stages
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.report.command import run as report
+from offstage.pipeline.tracking.tracked_run import TrackedRun
+
 ROOT = Path(__file__).parents[2]
 
 PYPROJECT = """
@@ -37,6 +42,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from offstage.pipeline.errors import Fault
+from offstage.pipeline.metrics import Metric
 from offstage.pipeline.stage import Report
 from offstage.pipeline.typed_config import read
 
@@ -62,6 +68,14 @@ class EchoInputs:
 
 class EchoStage:
     name, version, needs, config_class = "echo", 1, ("dispatch",), EchoConfig
+    metrics = (
+        Metric("echo_time", "seconds", "echoing", leads=True),
+        Metric("planned_echo_time", "seconds", "echoing", kind="predicted", of="echo_time"),
+        Metric("alike", "share", "echoes alike"),
+        Metric("loudness", "shouts/s", "loudness"),
+        Metric("mood", "word", "mood"),
+        Metric("silences", "count", optional=True),
+    )
 
     def check(self, config):
         if read(EchoConfig, config).echo.times < 1:
@@ -86,7 +100,12 @@ class EchoStage:
 
     def report(self, artifact):
         tokens = artifact.json("echo.json")
-        return Report(f"{len(tokens)} echoes", outputs=({"prompt": "", "text": None, "token_ids": tokens},))
+        metrics = {
+            "echo_time": len(tokens) / 4, "planned_echo_time": 0.25, "alike": 1 / len(tokens), "loudness": 12,
+            "mood": "calm", "whispers": len(tokens),
+        }
+        outputs = ({"prompt": "", "text": None, "token_ids": tokens},)
+        return Report(f"{len(tokens)} echoes", metrics=metrics, outputs=outputs)
 '''
 
 
@@ -102,12 +121,12 @@ kept, told = Path("outputs/cache/hardware"), []
 write_sealed(kept / FILE_NAME, {identity(): {"host": 300_000_000}})
 for arguments in json.load(sys.stdin):
     GlobalHydra.instance().clear()
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    said, shown = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
         try:
             main(arguments)
         except SystemExit as ended:
-            told.append([ended.code, said.getvalue()])
+            told.append([ended.code, said.getvalue(), shown.getvalue()])
 json.dump(told, sys.stdout)
 """
 """Runs the command again and again in one process, for the seconds of its imports; what that holds isn't measured."""
@@ -142,7 +161,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fresh
 
 
-Ran = tuple[Path, list[tuple[int, str]]]
+Ran = tuple[Path, list[tuple[int, str, str]]]
 IN_PLACE = "stages=[empty_init,plan,shard_load,dispatch,echo]"
 
 
@@ -161,7 +180,16 @@ REFUSED = [
     (["echo.share=half"], ["echo.share: 'half' is no number or null"]),
     (["echo=3"], ["echo: 3 is no group of the keys times, prompt, style, share"]),
     (["echo.times=0"], ["echo.times: give a whole number from 1"]),
+    (["objective.figure=echo_tim"], ["objective.figure: 'echo_tim' names no number", "did you mean 'echo_time'"]),
+    (["objective.figure=mood"], ["objective.figure: 'mood' names no number"]),
+    (["objective.figure=whispers"], ["objective.figure: 'whispers' names no number", "a metric that a stage declares"]),
 ]
+SEARCH = [
+    "-m", IN_PLACE, "hydra/sweeper=optuna", "hydra/launcher=basic", "hydra.sweeper.n_trials=2",
+    "hydra.sweeper.direction=minimize", "objective.figure=echo_time", "objective.at_most.alike=0.75",
+    "echo.times=choice(2,3)",
+]  # fmt: skip
+"""What this process, which has no such stage, is to read: the records of its jobs."""
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +197,10 @@ def ran(python: Path, described: Path, tmp_path_factory: pytest.TempPathFactory)
     """Return the folder of ``RUNS`` and those that are ``REFUSED``, and of each its exit code and what it said."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(described / "hardware", folder / "outputs/cache/hardware")
-    commands = [*RUNS, *([IN_PLACE, *arguments] for arguments, _ in REFUSED)]
+    commands = [*RUNS, *([IN_PLACE, *arguments] for arguments, _ in REFUSED), SEARCH]
     done = run([python, "-P", "-c", IN_TURN], folder, json.dumps(commands))
     assert done.returncode == 0, done.stderr
-    return folder, [(code, said) for code, said in json.loads(done.stdout)]
+    return folder, [(code, said, shown) for code, said, shown in json.loads(done.stdout)]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -181,7 +209,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def test_it_runs_in_place_of_generate_with_its_own_keys_and_is_cached_by_them(ran: Ran) -> None:
     folder, told = ran
-    assert [code for code, _ in told[: len(RUNS)]] == [0] * len(RUNS), told
+    assert [code for code, *_ in told[: len(RUNS)]] == [0] * len(RUNS), told
     first, three, again, other, _ = records(folder)[: len(RUNS)]
     assert [len(record["outputs"][0]["token_ids"]) for record in (first, three, again)] == [2, 3, 3]
     assert len(set(three["outputs"][0]["token_ids"])) == 1
@@ -202,8 +230,63 @@ def test_its_keys_are_there_before_it_runs_and_do_not_disturb_a_run_without_it(
 
 def test_wrong_keys_and_types_are_refused_in_one_line(ran: Ran) -> None:
     _, told = ran
-    for (code, said), (_, words) in zip(told[len(RUNS) :], REFUSED, strict=True):
+    for (code, said, _), (_, words) in zip(told[len(RUNS) : -1], REFUSED, strict=True):
         assert code == 2, said
         (line,) = said.splitlines()
         assert line.startswith("offstage: ")
         assert all(word in line for word in words), line
+
+
+def lines(shown: str) -> list[str]:
+    """Return the lines of ``shown``, their words with single spaces between."""
+    return [" ".join(line.split()) for line in shown.splitlines()]
+
+
+def test_what_it_measures_stands_in_the_closing_table_beside_what_was_predicted(ran: Ran) -> None:
+    shown = lines(ran[1][0][2])
+    assert {"echoing 500.0 ms 250.0 ms", "echoes alike 50.0 %", "loudness 12.00 shouts/s", "mood calm"} <= set(shown)
+
+
+def test_its_record_says_what_its_metrics_are(ran: Ran) -> None:
+    first, *_ = records(ran[0])
+    assert first["metric_table"]["alike"] == {"unit": "share", "title": "echoes alike"}
+    assert "whispers" not in first["metric_table"], "nobody declared it"
+    assert (first["metrics"]["whispers"], first["metrics"]["peak_host_bytes"] > 0) == (2, True)
+    assert "silences" not in first["metrics"], "it is optional"
+
+
+def test_a_sweep_shows_what_leads_and_a_search_goes_by_it(ran: Ran) -> None:
+    code, said, shown = ran[1][-1]
+    assert code == 0, said
+    assert any(line.startswith("job overrides status echoing host peak") for line in lines(shown)), shown
+    assert "500.0 ms" in shown
+    assert "750.0 ms" in shown
+    assert "echo_time 500.0 ms, alike 50.0 % (at most 75.0 %)" in shown
+
+
+def test_who_receives_its_records_reads_its_metrics_without_the_package(
+    ran: Ran, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "echo" not in installed_stages()
+    (sweep,) = ran[0].glob("outputs/multirun/*/*")
+    report([str(sweep), "--output", str(tmp_path)])
+    shown, page = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    for heading in ("echoing", "echoing, predicted", "echoes alike", "loudness", "mood"):
+        assert heading in shown, shown
+        assert heading in page
+    assert "shouts/s" in page
+    headings, *rows = (tmp_path / "report.csv").read_text().splitlines()
+    assert {"metrics.echo_time", "metrics.alike", "metrics.mood", "metrics.whispers"} <= set(headings.split(","))
+    assert len(rows) == 2
+    units = json.loads((tmp_path / "report.json").read_text())["jobs"][0]["units"]
+    assert (units["echo_time"], units["alike"], units["whispers"]) == ("seconds", "share", "count")
+    two, three = sorted(sweep.glob("*/run.json"), key=lambda path: json.loads(path.read_text())["metrics"]["echo_time"])
+    report(["--compare", str(two.parent), str(three.parent), "--output", str(tmp_path / "compared")])
+    compared = lines(capsys.readouterr().out)
+    assert {"echo_time 500.0 ms 750.0 ms 1.50", "alike 50.0 % 33.3 % 0.67", "whispers 2 3 1.50"} <= set(compared)
+
+
+def test_a_tracker_is_told_its_metrics(ran: Ran) -> None:
+    path, *_ = sorted(ran[0].glob("outputs/runs/*/*/run.json"))
+    told = {point.name: point.value for point in TrackedRun.of(RunRecord.load(path)).points}
+    assert (told["echo_time"], told["alike"], told["loudness"]) == (0.5, 0.5, 12.0)

@@ -181,7 +181,7 @@ BAD = [
     (["score.window=4096"], "score.window: 4096 tokens are more than the model's context of 2048"),
     (["score.window=8", "score.stride=9"], "score.stride: 9 tokens are more than a window of 8"),
     (["score.texts=[{context: a, continuation: ''}]"], "score.texts[0].continuation: '' is empty"),
-    (["score.window=8", "score.texts=[{context: [5,6,7,8,9], continuation: [5,6,7,8]}]"], "more than a window of 8"),
+    (["score.window=8", "score.texts=[{context: [5,6,7,8,9,5], continuation: [5,6,7,8]}]"], "more than the 9 of"),
     (["score.batch_size=many"], "score.batch_size: 'many' is"),
     (["score.textfile=x"], "score.textfile"),
     (["model.class=LlamaModel"], "model.class: LlamaModel gives no logits of the token that comes next"),

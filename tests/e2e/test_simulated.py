@@ -94,7 +94,7 @@ def test_a_plan_that_an_accelerator_cannot_hold_is_refused_before_a_weight_is_re
     assert "shard_load" not in done.cached
 
 
-MACHINES = {"2x24gb": 2, "4x24gb": 4, "4x80gb": 4, "8x80gb": 8, "24gb-12gb": 2}
+MACHINES = {"1x24gb": 1, "2x24gb": 2, "4x24gb": 4, "4x80gb": 4, "8x80gb": 8, "24gb-12gb": 2}
 
 
 @pytest.mark.parametrize(("name", "count"), MACHINES.items(), ids=MACHINES)

@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 from offstage.pipeline.foreign_record import load_foreign
+from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.job import perform
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.replay import compare
@@ -49,7 +50,7 @@ def _attempt_reading(folder: Path, pristine: Path) -> str:
         refuse_untrusted(found, config_here(found, folder / "outputs", {}), folder / "outputs/runs/day/time", ())
         whole = RunRecord.load(pristine / "runs" / name)
         for first, second in ((found, whole), (whole, found)):
-            text = "\n".join(_report(compare(first.data, second.data)))
+            text = "\n".join(_report(compare(first.data, second.data), metric_table(second.data)))
             require("tokens" in text, text)
     return RIGHT
 
@@ -89,7 +90,8 @@ def _attempt_replay(folder: Path, pristine: Path) -> str:
             perform(now, started=0.0, expected=then, cache=folder / "outputs" / "cache")
     finally:
         require(RunRecord.load(place).data["status"] != "running", "left running")
-    list(_report(compare(then.data, RunRecord.load(place).data)))
+    now = RunRecord.load(place)
+    list(_report(compare(then.data, now.data), metric_table(now.data)))
     same = {key: then.config[key] for key in then.config} == RunRecord.load(pristine / "runs" / "one").config
     if same:
         wanted = RunRecord.load(pristine / "runs" / "one").data["outputs"]

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from offstage.pipeline.errors import CheckpointError, StorageError
+from offstage.pipeline.installed_stages import declared_metrics, metric_table
+from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.record import RunRecord, StageRecord, is_own_config, never_left_running
 from offstage.pipeline.stage import Report
 
@@ -45,24 +47,6 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
     start(folder)
-    metrics = [
-        "load_seconds",
-        "time_to_first_token_seconds",
-        "prefill_seconds",
-        "decode_seconds_per_token",
-        "decode_tokens_per_second",
-        "streamed_bytes_per_token",
-        "streamed_bytes_per_second",
-        "stall_seconds_per_token",
-        "stall_share",
-        "bound",
-        "bound_seconds_per_token",
-        "storage_read_bytes",
-        "stall_seconds",
-        "peak_host_bytes",
-        "peak_host_rss_bytes",
-        "base_host_bytes",
-    ]
     found = read(folder)
     assert datetime.fromisoformat(found.pop("started")).tzinfo is not None
     assert found == {
@@ -80,7 +64,8 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "places": {"run": str(folder), "folder": str(Path.cwd()), "conf": str(resources.files("offstage.conf"))},
         "stages": [],
         "memory": {"budget": {}, "predicted": {}, "measured": {}},
-        "metrics": dict.fromkeys(metrics),
+        "metrics": {},
+        "metric_table": {},
         "outputs": [],
         "experts": {},
         "samples": [],
@@ -91,6 +76,24 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["run.json"]
     assert is_own_config(found["config"], found["signature"], found["places"])
     assert not is_own_config(found["config"], found["signature"], {**found["places"], "folder": "/elsewhere"})
+
+
+def test_a_record_has_the_table_of_its_metrics_and_a_null_for_each_that_is_not_optional(folder: Path) -> None:
+    record = start(folder)
+    record.merge(Report(metrics={"load_seconds": 1.0}))
+    record.note_metrics(declared_metrics(["plan", "generate"]))
+    found = read(folder)
+    assert {name for name, value in found["metrics"].items() if value is None} == {
+        "time_to_first_token_seconds", "prefill_seconds", "decode_seconds_per_token", "decode_tokens_per_second",
+        "streamed_bytes_per_token", "streamed_bytes_per_second", "stall_seconds_per_token", "stall_share", "bound",
+        "bound_seconds_per_token", "storage_read_bytes", "stall_seconds", "peak_host_bytes", "peak_host_rss_bytes",
+        "base_host_bytes",
+    }  # fmt: skip
+    assert found["metrics"]["load_seconds"] == 1.0
+    assert found["metric_table"]["stall_share"] == {"unit": "share", "title": "stall share"}
+    assert (
+        metric_table(record.data) == MetricTable.read(found["metric_table"]) == declared_metrics(["plan", "generate"])
+    )
 
 
 def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:

@@ -13,7 +13,7 @@ from offstage.pipeline.stage import Report
 
 FIRST, LAST = "plan", "generate"
 PLAN = Report(summary="cpu 1 B [bold]", screen="[red] what lies \x1b[2Jwhere")
-ANSWER = Report(summary="2 tokens", screen="Once upon a time")
+ANSWER = Report(summary="2 tokens", screen="Once upon a time", remarks=("Other [bits] may come.",))
 
 
 @pytest.fixture
@@ -48,6 +48,8 @@ def test_a_run_ends_with_its_stages_what_they_have_to_show_and_what_was_measured
         "         measured",
         "loading   1.000 s",
         "",
+        "Other [bits] may come.",
+        "",
         "closing [line]",
     ]
 
@@ -72,7 +74,7 @@ def test_what_a_stage_shows_at_work_stands_below_the_stages_before_it_and_not_ag
         "generate    12.50  made     100.0 MB  2 tokens",
         "",
     ]
-    assert lines[9:] == ["         measured", "loading   1.000 s", "", "closing"]
+    assert lines[9:] == ["         measured", "loading   1.000 s", "", *ANSWER.remarks, "", "closing"]
 
 
 def cut_short(record: RunRecord) -> None:

@@ -15,6 +15,7 @@ from offstage.pipeline.memory_monitor import MemoryMonitor
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.runner import Observer, Runner, check_config, installed_stages, load_stages
 from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
+from tests.e2e.pipelines import config_for
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,18 @@ def test_all_faults_of_all_stages_come_as_one_error(tmp_path: Path) -> None:
         "did you mean 'balanced'",
     ]
     assert all(word in text for word in [*words, "generate.prompts", "generate.beams"]), text
+
+
+def test_two_faults_of_one_key_are_both_told(tmp_path: Path) -> None:
+    limits = {"decode_second": 1, "perplexty": 2}
+    config = {
+        **config_for(tmp_path, tmp_path),
+        "objective": {"figure": "load_seconds", "at_most": limits, "at_least": {}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        check_config(config)
+    told = [line for line in str(caught.value).splitlines() if line.startswith("objective.at_most: ")]
+    assert [name for name, line in zip(limits, told, strict=True) if f"'{name}' names no number" in line] == [*limits]
 
 
 def test_faults_of_one_kind_keep_their_class(tmp_path: Path) -> None:

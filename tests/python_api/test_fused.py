@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from offstage.stages.shard_load.stage import ShardLoadStage
 
 pytest.importorskip("gguf")
 
+from tests.e2e.fp8_checkpoints import CONFIGS, rewrite, save_fp8, tensors_in
 from tests.operator_threads import in_threads
 from tests.stages.checkpoints.ggufs import make_gguf
 from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
@@ -26,6 +28,10 @@ from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
 RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
 """Given, so that nothing is measured."""
 TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8], [9, 2, 33, 120, 4, 4, 61]])
+FP8_SIZES: Mapping[str, int] = {
+    "vocab_size": 320, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
 PLACES: Mapping[str, dict[str, Any]] = {
     "in memory": {"device_map": {"": "cpu"}},
     "in part": {"device_map": "sequential", "max_memory": {"cpu": "2.7MB"}},
@@ -83,6 +89,47 @@ def test_a_plan_counts_packed_bytes_where_they_lie(tmp_path: Path) -> None:
     with load(path, "exact", device_map={"": "cpu"}) as loaded:
         in_use = {name: loaded.plan.tensors[f"{name}.weight"].bytes for name in packed}
         assert loaded.plan.devices["cpu"].weights - fused == sum(in_use.values()) - sum(held.values())
+
+
+FP8_CONFIGS = {**CONFIGS, "llama": LlamaConfig(**FP8_SIZES, num_key_value_heads=2)}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("qwen3", "float32"), ("deepseek_v3", "bfloat16")])
+def test_fp8_has_the_same_bits_wherever_weights_lie_alone_and_in_lockstep(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    path, found, memory = save_fp8(tmp_path / "model", FP8_CONFIGS[name], block=(32, 32)), {}, {}
+    tokens = TOKENS % FP8_CONFIGS[name].vocab_size
+    for place, options in PLACES.items():
+        if place == "in part":
+            part = max(90_000, memory["in memory"] // 2)
+            options = {"device_map": "sequential", "max_memory": {"cpu": part}}
+        for threads in (1, 2) if place == "in memory" else (1,):
+            with in_threads(threads), load(path, dtype=dtype, **options) as loaded, torch.no_grad():
+                kinds = {module.kind for module in packed_modules(loaded.model).values()}
+                found[place, threads] = loaded.model(input_ids=tokens).logits
+                memory[place] = loaded.plan.devices["cpu"].weights
+                calls = [partial(loaded.model, input_ids=row[None]) for row in tokens]
+                apart = [call().logits for call in calls]
+                together = [answer.logits for answer in offstage.lockstep(loaded.model, calls, size=2)]
+        assert kinds == {"fp8"}
+        assert [torch.equal(*pair) for pair in zip(apart, together, strict=True)] == [True, True]
+    first = found["in memory", 1]
+    assert {key: torch.equal(logits, first) for key, logits in found.items()} == dict.fromkeys(found, True)
+    with load(path, "exact", dtype=dtype, device_map={"": "cpu"}) as loaded, torch.no_grad():
+        exact = loaded.model(input_ids=tokens).logits.float()
+        assert memory["in memory"] < loaded.plan.devices["cpu"].weights
+    assert torch.allclose(first.float(), exact, rtol=0, atol=0.05 * float(exact.abs().max()))
+
+
+def test_scales_under_another_name_leave_weights_to_be_unpacked(tmp_path: Path) -> None:
+    path = save_fp8(tmp_path / "model", FP8_CONFIGS["llama"], block=(32, 32))
+    other = {name.replace("weight_scale_inv", "scale"): tensor for name, tensor in tensors_in(path).items()}
+    rewrite(path, other, {"quant_method": "fp8", "weight_block_size": [32, 32]})
+    with pytest.raises(ConfigError, match="'fused' is of no use, no linear layer of"):
+        load(path, device_map={"": "cpu"}, dtype="bfloat16")
+    with load(path, "exact", device_map={"": "cpu"}, dtype="bfloat16") as loaded:
+        assert logits_of(loaded).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -169,3 +169,52 @@ def test_the_defaults_are_the_command_s(loaded: offstage.LoadedModel) -> None:
     defaults = offstage.LoadedModel.generate.__kwdefaults__
     names = ("max_new_tokens", "do_sample", "batch_size", "lockstep")
     assert [defaults[name] for name in names] == [greedy[name] for name in names]
+
+
+def test_each_answer_says_why_it_ended(loaded: offstage.LoadedModel) -> None:
+    (long,) = loaded.generate(["The"], max_new_tokens=7)
+    assert (long.finish_reason, len(long.token_ids)) == ("length", 7)
+    end, text = long.token_ids[3], loaded.tokenizer.decode(long.token_ids[:5])[-3:]
+    first = long.token_ids.index(end) + 1
+    cases = [({"eos_token_id": end}, first), ({"eos_token_id": end, "max_new_tokens": first}, first)]
+    cases += [({"stop_strings": [text]}, 5), ({"stop_strings": [text], "max_new_tokens": 5}, 5)]
+    for options, most in cases:
+        (one,) = loaded.generate(["The"], **{"max_new_tokens": 8, **options})
+        assert one.finish_reason == "stop"
+        assert len(one.token_ids) <= most
+    together = loaded.generate(["The", "It"], max_new_tokens=8, stop_strings=[text], batch_size=2)
+    assert together[0].finish_reason == "stop"
+    assert together[1].finish_reason == ("length" if text not in (together[1].text or "") else "stop")
+
+
+def test_a_killed_script_goes_on_where_it_was(
+    loaded: offstage.LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, options = tmp_path / "answers.jsonl", {"max_new_tokens": 6, "do_sample": True, "seed": 3}
+    wanted = loaded.generate(PROMPTS, progress=file, **options)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:2]) + lines[2][:20])  # a kill cuts the third short
+    passes = loaded.traffic.streamed_bytes
+    with caplog.at_level("INFO", logger="offstage"):
+        assert loaded.generate(PROMPTS, progress=file, lockstep=1, **options) == wanted
+    assert f"goes on after 2 of {len(PROMPTS)} prompts" in caplog.text
+    passes = loaded.traffic.streamed_bytes
+    assert loaded.generate(PROMPTS, progress=file, **options) == wanted
+    assert loaded.traffic.streamed_bytes == passes, "all of it is there"
+
+
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(loaded: offstage.LoadedModel, tmp_path: Path) -> None:
+    file, notes = tmp_path / "answers.jsonl", tmp_path / "notes.txt"
+    loaded.generate(PROMPTS[:2], max_new_tokens=2, progress=file)
+    notes.write_text("my notes\n")
+    before = file.read_bytes(), notes.read_bytes()
+    calls: list[tuple[list[Any], dict[str, Any]]] = [
+        (PROMPTS[:1], {"progress": file}),
+        (PROMPTS[:2], {"progress": file, "repetition_penalty": 1.5}),
+        (PROMPTS[:2], {"progress": file, "seed": 1}),
+        (PROMPTS[:2], {"progress": notes}),
+    ]
+    for prompts, options in calls:
+        with pytest.raises(offstage.ConfigError, match=r"progress: .* doesn't hold answers to these prompts"):
+            loaded.generate(prompts, **{"max_new_tokens": 2, **options})
+    assert (file.read_bytes(), notes.read_bytes()) == before

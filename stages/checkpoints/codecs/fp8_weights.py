@@ -16,7 +16,8 @@ _FORMATS: Mapping[str, Literal["fp8", "fp4"]] = {"float8_e4m3fn": "fp8", "int8":
 
 _UNSERVED = ("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
-_SCALE = "_scale_inv"
+SCALE = "_scale_inv"
+"""What the name of a weight has behind it where it is that of its scales."""
 _ALIASES = (".scale", ".qscale_weight")
 """What some makers write for ``.weight_scale_inv``; transformers renames them."""
 
@@ -58,7 +59,7 @@ def declare_fp8(name: str, weight: TensorHeader, quantization: Mapping[str, obje
     block = _declared_block(quantization) or (_MX_BLOCK if micro else sizes)
     grid = tuple(-(-size // max(1, step)) for size, step in zip(sizes, block, strict=True))
     scales = TensorHeader("uint8" if micro else "float32", (*weight.shape[:-2], *grid))
-    return {name: TensorHeader("float8_e4m3fn", weight.shape), f"{name}{_SCALE}": scales}
+    return {name: TensorHeader("float8_e4m3fn", weight.shape), f"{name}{SCALE}": scales}
 
 
 _GIVE_THEM = "give the folder that holds them"
@@ -67,8 +68,8 @@ _MX_BLOCK = (1, 32)
 
 def _scale_name(name: str, entries: Mapping[str, Extent]) -> str | None:
     """Return what the scale of the weight ``name`` is called; null if it has none."""
-    if f"{name}{_SCALE}" in entries:
-        return f"{name}{_SCALE}"
+    if f"{name}{SCALE}" in entries:
+        return f"{name}{SCALE}"
     if not name.endswith(".weight") or entries[name].dtype not in _FORMATS:
         return None
     aliases = (name.removesuffix(".weight") + alias for alias in _ALIASES)
@@ -97,8 +98,8 @@ def _check_alone(name: str, entry: Extent) -> None:
     if entry.dtype in _UNSERVED:
         raise CheckpointError(f"{entry.file.path}: {where} {entry.dtype}; of FP8, float8_e4m3fn alone is served")
     if entry.dtype == "float8_e4m3fn":
-        raise misfit(entry, f"{where} {entry.dtype} without a scale {name + _SCALE!r}")
-    if name.endswith((_SCALE, _ALIASES[1])):
+        raise misfit(entry, f"{where} {entry.dtype} without a scale {name + SCALE!r}")
+    if name.endswith((SCALE, _ALIASES[1])):
         raise misfit(entry, f"{where} a scale without a weight")
 
 

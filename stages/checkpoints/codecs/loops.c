@@ -461,6 +461,21 @@ INLINE void add_codes(Lanes *lanes, const int8_t *codes, float low, float high, 
     lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(upper, _mm512_loadu_ps(given + 16)));
 }
 
+INLINE __m512 sixteen_fp8(const uint8_t *codes) { /* a half has one bit of exponent more, and all that FP8 has */
+    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)codes));
+    __m256i size = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
+    __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(size, sign)), _mm512_set1_ps(256));
+}
+
+/* Add 32 codes of FP8, all of them numbers, times their scale and those given. */
+INLINE void add_fp8(Lanes *lanes, const uint8_t *codes, float scale, const float *given) {
+    __m512 lower = _mm512_mul_ps(sixteen_fp8(codes), _mm512_set1_ps(scale));
+    __m512 upper = _mm512_mul_ps(sixteen_fp8(codes + 16), _mm512_set1_ps(scale));
+    lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(lower, _mm512_loadu_ps(given)));
+    lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(upper, _mm512_loadu_ps(given + 16)));
+}
+
 INLINE void add_values(Lanes *lanes, const float *values, const float *given) {
     lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(_mm512_loadu_ps(values), _mm512_loadu_ps(given)));
     lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(given + 16)));
@@ -475,6 +490,12 @@ INLINE void add_codes(Lanes *lanes, const int8_t *codes, float low, float high, 
     for (int at = 0; at < 16; at++) values[at] = (float)codes[at] * low;
     for (int at = 16; at < LANES; at++) values[at] = (float)codes[at] * high;
     for (int at = 0; more && at < LANES; at++) values[at] += *more;
+    for (int at = 0; at < LANES; at++) lanes->of[at] += values[at] * given[at];
+}
+
+INLINE void add_fp8(Lanes *lanes, const uint8_t *codes, float scale, const float *given) {
+    float values[LANES];
+    for (int at = 0; at < LANES; at++) values[at] = of_fp8_number(codes[at]) * scale;
     for (int at = 0; at < LANES; at++) lanes->of[at] += values[at] * given[at];
 }
 
@@ -567,14 +588,64 @@ static const RowProduct ROW_PRODUCTS[] = {
 
 /* rows of blocks of a format, which is their kind, times count rows given: made has a number of each for each of the
    former, at the place that places tells; null: one after the other. Threads take rows step by step; each has PANEL rows
-   of room to unpack to, where several rows are given. */
+   of room to unpack to, where several rows are given.
+
+   Where there are scales the rows are codes of FP8, each a block, and block_rows times block_columns of them share a
+   scale, of which across are in a line; so do all of a run of LANES. */
 typedef struct {
     const uint8_t *packed;
     const float *given;
     float *made, *rooms;
     const int64_t *places;
-    int64_t kind, rows, blocks, count, step, next_row, next_room;
+    const float *scales;
+    int64_t kind, rows, blocks, count, step, next_row, next_room, across, block_rows, block_columns;
 } Product;
+
+INLINE int64_t columns_of(const Product *all) { return all->blocks * (all->scales ? 1 : FORMAT[all->kind].values); }
+
+INLINE int64_t width_of(const Product *all) { return all->blocks * (all->scales ? 1 : FORMAT[all->kind].bytes); }
+
+/* The codes of a row that share a scale, from the column at on: how many, and which. */
+INLINE int64_t run_at(const Product *all, int64_t row, int64_t at, float *scale) {
+    int64_t left = all->blocks - at;
+    *scale = all->scales[row / all->block_rows * all->across + at / all->block_columns];
+    return left < all->block_columns ? left : all->block_columns;
+}
+
+static float row_of_fp8(const Product *all, int64_t row) {
+    const uint8_t *codes = all->packed + row * all->blocks;
+    Lanes lanes = {0};
+    float scale, values[LANES];
+    for (int64_t at = 0, end = 0; at < all->blocks;) {
+        end = at + run_at(all, row, at, &scale);
+        if (are_numbers(codes + at, end - at))
+            for (; at < end; at += LANES) add_fp8(&lanes, codes + at, scale, all->given + at);
+        else
+            for (; at < end; at += LANES) {
+                fp8_float32(codes + at, scale, values, LANES);
+                add_values(&lanes, values, all->given + at);
+            }
+    }
+    return sum_of(&lanes);
+}
+
+static float multiply_row(const Product *all, int64_t row) {
+    if (all->scales) return row_of_fp8(all, row);
+    return ROW_PRODUCTS[all->kind](all->packed + row * width_of(all), all->blocks, all->given);
+}
+
+static void unpack_row(const Product *all, int64_t row, float *room) {
+    const uint8_t *packed = all->packed + row * width_of(all);
+    float scale;
+    if (all->scales)
+        for (int64_t at = 0, count; at < all->blocks; at += count) {
+            count = run_at(all, row, at, &scale);
+            fp8_float32(packed + at, scale, room + at, count);
+        }
+    else
+        for (int64_t at = 0; at < all->blocks; at++)
+            FORMAT[all->kind].unpack(packed + at * FORMAT[all->kind].bytes, room + at * FORMAT[all->kind].values);
+}
 
 /* A row of values times AT_ONCE rows given, each of columns. */
 static void multiply_some(const float *values, const float *given, int64_t columns, float *sums) {
@@ -599,11 +670,8 @@ INLINE int64_t place_of(const Product *all, int64_t row) { return all->places ? 
 
 /* The rows begin to end, PANEL at most, which are unpacked to room, times all rows given. */
 static void multiply_panel(const Product *all, int64_t begin, int64_t end, float *room) {
-    const Format *form = &FORMAT[all->kind];
-    int64_t columns = all->blocks * form->values, first = 0;
-    const uint8_t *packed = all->packed + begin * all->blocks * form->bytes;
-    for (int64_t at = 0; at < (end - begin) * all->blocks; at++)
-        form->unpack(packed + at * form->bytes, room + at * form->values);
+    int64_t columns = columns_of(all), first = 0;
+    for (int64_t row = begin; row < end; row++) unpack_row(all, row, room + (row - begin) * columns);
     for (; first + AT_ONCE <= all->count; first += AT_ONCE)
         for (int64_t row = begin; row < end; row++) {
             float sums[AT_ONCE];
@@ -618,15 +686,12 @@ static void multiply_panel(const Product *all, int64_t begin, int64_t end, float
 
 static void multiply_rows(void *given) {
     Product *all = given;
-    const Format *form = &FORMAT[all->kind];
-    int64_t number = __atomic_fetch_add(&all->next_room, 1, __ATOMIC_RELAXED), begin, width = all->blocks * form->bytes;
-    float *room = all->rooms + number * PANEL * all->blocks * form->values;
+    int64_t number = __atomic_fetch_add(&all->next_room, 1, __ATOMIC_RELAXED), begin;
+    float *room = all->rooms + number * PANEL * columns_of(all);
     while ((begin = __atomic_fetch_add(&all->next_row, all->step, __ATOMIC_RELAXED)) < all->rows) {
         int64_t end = begin + all->step < all->rows ? begin + all->step : all->rows;
         if (all->count == 1)
-            for (int64_t row = begin; row < end; row++)
-                all->made[place_of(all, row)] =
-                    ROW_PRODUCTS[all->kind](all->packed + row * width, all->blocks, all->given);
+            for (int64_t row = begin; row < end; row++) all->made[place_of(all, row)] = multiply_row(all, row);
         else
             for (int64_t row = begin; row < end; row += PANEL)
                 multiply_panel(all, row, row + PANEL < end ? row + PANEL : end, room);
@@ -634,7 +699,7 @@ static void multiply_rows(void *given) {
 }
 
 /* Multiply in so many threads of a team, which is OpenMP's; null: in this one alone. */
-void multiply_ggml(Product *all, int64_t threads, void (*team)(void (*)(void *), void *, unsigned, unsigned)) {
+void multiply_packed(Product *all, int64_t threads, void (*team)(void (*)(void *), void *, unsigned, unsigned)) {
     if (team && threads > 1)
         team(multiply_rows, all, (unsigned)threads, 0);
     else

@@ -26,13 +26,14 @@ from offstage.stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _UNPACKERS = ("unpack_scaled", "unpack_mxfp4", "unpack_ggml")
-_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_ggml")
+_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed")
 _DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3, "table": 4}
 _OF_EIGHT_BITS = ("fp8", "int8")
 FORMATS_OF_LOOPS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
 """Those of ggml's formats that there are loops for."""
 _FORMATS = {name: at for at, name in enumerate(FORMATS_OF_LOOPS)}
+_LANES = 32
 _PANEL = 8
 """How many rows of a weight a thread unpacks at a time where several rows are multiplied."""
 _SHARES = 16
@@ -66,8 +67,9 @@ class _ProductArguments(Structure):
     """``Product`` in ``loops.c``."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("packed", "given", "made", "rooms", "places")),
+        *((name, c_void_p) for name in ("packed", "given", "made", "rooms", "places", "scales")),
         *((name, c_int64) for name in ("kind", "rows", "blocks", "count", "step", "next_row", "next_room")),
+        *((name, c_int64) for name in ("across", "block_rows", "block_columns")),
     ]
 
 
@@ -143,11 +145,11 @@ class Loops:
         library.merge_planes.argtypes = [*[c_void_p] * 3, c_int64]
         library.read_and_unpack.argtypes = [c_void_p, c_int64, *[c_void_p] * 4]
         library.read_and_unpack.restype = c_int32
-        library.multiply_ggml.argtypes = [c_void_p, c_int64, c_void_p]
+        library.multiply_packed.argtypes = [c_void_p, c_int64, c_void_p]
         unpackers = [getattr(library, name) for name in _UNPACKERS]
         for function in unpackers:
             function.argtypes = [c_void_p]
-        for function in (*unpackers, library.merge_planes, library.multiply_ggml):
+        for function in (*unpackers, library.merge_planes, library.multiply_packed):
             function.restype = None
 
     def can_scale(self, code: str, dtype: str, block_columns: int) -> bool:
@@ -235,16 +237,39 @@ class Loops:
 
         The bits are the same for any number of ``threads``.
         """
-        form, (count, columns), rows = FORMATS[kind], given.shape, len(packed)
-        blocks = columns // form.elements
-        assert (packed.shape[1], made.shape) == (blocks * form.bytes, (count, rows))
-        assert columns == blocks * form.elements
+        form, rows = FORMATS[kind], len(packed)
+        blocks = given.shape[1] // form.elements
+        assert (packed.shape[1], given.shape[1]) == (blocks * form.bytes, blocks * form.elements)
         assert places is None or places.shape == (rows,)
+        work = _ProductArguments(*_pointers(packed, given, made, None, places, None), _FORMATS[kind], rows, blocks)
+        self._multiply(work, given, made, threads)
+
+    def multiply_fp8(
+        self, given: Floats, packed: Bytes, made: Floats, *, scales: Floats, block: tuple[int, int], threads: int
+    ) -> None:
+        """Write to ``made`` [rows given, rows] the products of ``given`` [rows given, columns] with ``packed`` [rows,
+        columns], codes of FP8 of which each ``block`` of so many rows and columns has one of ``scales`` [blocks down,
+        blocks across].
+
+        The bits are the same for any number of ``threads``. Columns, and those of a block, are whole runs of 32.
+        """
+        (rows, columns), (height, width), across = packed.shape, block, scales.shape[1]
+        assert given.shape[1] == columns
+        assert columns % _LANES == 0
+        assert width % _LANES == 0 or width >= columns
+        assert scales.shape == (-(-rows // height), -(-columns // width))
+        work = _ProductArguments(*_pointers(packed, given, made, None, None, scales), 0, rows, columns)
+        work.across, work.block_rows, work.block_columns = across, height, width
+        self._multiply(work, given, made, threads)
+
+    def _multiply(self, work: _ProductArguments, given: Floats, made: Floats, threads: int) -> None:
+        """Do ``work`` in so many ``threads``, which share its rows."""
+        count, columns = given.shape
+        assert made.shape == (count, work.rows)
         rooms = np.empty(threads * _PANEL * columns if count > 1 else 0, np.float32)
-        step = max(1, rows // (threads * _SHARES * _PANEL)) * _PANEL
-        pointers = _pointers(packed, given, made, rooms, places)
-        work = _ProductArguments(*pointers, _FORMATS[kind], rows, blocks, count, step)
-        self._library.multiply_ggml(byref(work), threads, _team())
+        work.rooms, work.count = rooms.ctypes.data, count
+        work.step = max(1, work.rows // (threads * _SHARES * _PANEL)) * _PANEL
+        self._library.multiply_packed(byref(work), threads, _team())
 
 
 def _pointers(*arrays: npt.NDArray[Any] | None) -> list[int | None]:

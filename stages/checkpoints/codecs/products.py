@@ -20,8 +20,10 @@ from offstage.stages.checkpoints.codecs.ggml_blocks import UNPACK
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import GgufCodec, swapped_places
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS, Places, loops
+from offstage.stages.checkpoints.codecs.scaled_codes import ScaledCodes
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 
+FP8 = "fp8"
 LANES = 32
 """How many sums each number is added up in, side by side."""
 _SCRATCH = 2**20
@@ -29,23 +31,46 @@ _SCRATCH = 2**20
 _NAME = "multiply_packed"
 
 _library = torch.library.Library("offstage", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"{_NAME}(Tensor given, Tensor packed, str kind, int[] swapped) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    f"{_NAME}(Tensor given, Tensor packed, str kind, int[] layout, Tensor? scales) -> Tensor"
+)
 
 
 def can_multiply(source: AtRest) -> TypeGuard[PackedTensor]:
-    """Return whether products with ``source``, a matrix, can be had as it rests: in one piece, its rows whole."""
-    if not isinstance(source, PackedTensor) or not isinstance(source.codec, GgufCodec):
-        return False
-    arrangement = source.codec.arrangement
-    plain = not arrangement.transposed and not arrangement.less and len(source.shape) == 2
-    return plain and len(source.parts) == 1 and source.codec.name in FORMATS_OF_LOOPS
-
-
-def multiply_packed(given: Tensor, packed: Tensor, kind: str, swapped: Sequence[int]) -> Tensor:
-    """Return the products [rows given, rows], in float32, of ``given`` [rows given, columns], of float32 in one piece,
-    with ``packed`` [rows, bytes], blocks of ggml's format ``kind``; the order of its rows is ``swapped``, if it is.
+    """Return whether products with ``source``, a matrix, can be had as it rests: its rows whole, in one piece, or in
+    codes of FP8 with scales for blocks that are whole runs of columns.
     """
-    made: Tensor = torch.ops.offstage.multiply_packed(given, packed, kind, swapped)
+    if not isinstance(source, PackedTensor) or len(source.shape) != 2:
+        return False
+    codec, columns = source.codec, source.shape[1]
+    if isinstance(codec, GgufCodec):
+        plain = not codec.arrangement.transposed and not codec.arrangement.less
+        return plain and len(source.parts) == 1 and codec.name in FORMATS_OF_LOOPS
+    if not isinstance(codec, ScaledCodes) or codec.name != FP8 or len(source.parts) != 2:
+        return False
+    whole = columns % LANES == 0 and (codec.block_columns % LANES == 0 or codec.block_columns >= columns)
+    return whole and source.parts[1].dtype in ("float32", "bfloat16", "float16")
+
+
+def layout_of(source: PackedTensor) -> tuple[int, ...]:
+    """Return what products with ``source`` are to know of where its values lie: of blocks of ggml the order of the
+    rows, of codes of FP8 the rows and columns that share a scale.
+    """
+    codec = source.codec
+    if isinstance(codec, GgufCodec):
+        return codec.arrangement.swapped or ()
+    assert isinstance(codec, ScaledCodes)
+    return codec.block_rows, codec.block_columns
+
+
+def multiply_packed(
+    given: Tensor, packed: Tensor, kind: str, layout: Sequence[int], scales: Tensor | None = None
+) -> Tensor:
+    """Return the products [rows given, rows], in float32, of ``given`` [rows given, columns], of float32 in one piece,
+    with ``packed`` [rows, bytes]: blocks of ggml's format ``kind``, or of FP8 codes, which have ``scales`` [blocks
+    down, blocks across] of float32. ``layout`` is that of ``layout_of``.
+    """
+    made: Tensor = torch.ops.offstage.multiply_packed(given, packed, kind, layout, scales)
     return made
 
 
@@ -58,16 +83,20 @@ def unpack_rows(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).view(*packed.shape[:-1], packed.shape[-1] // form.bytes * form.elements)
 
 
-def by_operators(given: Tensor, packed: Tensor, kind: str, swapped: Sequence[int]) -> Tensor:
+def by_operators(
+    given: Tensor, packed: Tensor, kind: str, layout: Sequence[int], scales: Tensor | None = None
+) -> Tensor:
     """Return the same, computed by torch's operators."""
     (count, columns), rows = given.shape, len(packed)
-    places = torch.from_numpy(_places(rows, tuple(swapped))) if swapped else torch.arange(rows)
+    swapped = bool(layout) and scales is None
+    places = torch.from_numpy(_places(rows, tuple(layout))) if swapped else torch.arange(rows)
     runs = given.view(count, 1, -1, LANES)
     made = given.new_empty((count, rows))
     step = max(1, _SCRATCH // (columns + 2 * count * LANES))
     for begin in range(0, rows, step):
         some = packed[begin : begin + step]
-        parts = unpack_rows(some, kind, torch.float32).view(1, len(some), -1, LANES)
+        values = unpack_rows(some, kind, torch.float32) if scales is None else _of_fp8(some, begin, layout, scales)
+        parts = values.view(1, len(some), -1, LANES)
         lanes = given.new_zeros((count, len(some), LANES))
         for run in range(columns // LANES):
             lanes += parts[:, :, run] * runs[:, :, run]
@@ -78,18 +107,30 @@ def by_operators(given: Tensor, packed: Tensor, kind: str, swapped: Sequence[int
     return made
 
 
-def _on_host(given: Tensor, packed: Tensor, kind: str, swapped: Sequence[int]) -> Tensor:
-    known = loops()
+def _of_fp8(codes: Tensor, begin: int, block: Sequence[int], scales: Tensor) -> Tensor:
+    """Return the values of rows of FP8 ``codes``, the first of which is number ``begin`` of the matrix."""
+    height, width = block
+    lines = scales[torch.arange(begin, begin + len(codes)) // height]
+    across = torch.arange(codes.shape[1]) // width
+    return codes.view(torch.float8_e4m3fn).float() * lines[:, across]
+
+
+def _on_host(given: Tensor, packed: Tensor, kind: str, layout: Sequence[int], scales: Tensor | None) -> Tensor:
+    known, threads = loops(), torch.get_num_threads()
     if known is None:
-        return by_operators(given, packed, kind, swapped)
+        return by_operators(given, packed, kind, layout, scales)
     made = given.new_empty((len(given), len(packed)))
-    places = _places(len(packed), tuple(swapped)) if swapped else None
     arrays = (tensor.detach().numpy() for tensor in (given, packed, made))
-    known.multiply_ggml(*arrays, kind=kind, places=places, threads=torch.get_num_threads())
+    if scales is not None:
+        height, width = layout
+        known.multiply_fp8(*arrays, scales=scales.detach().numpy(), block=(height, width), threads=threads)
+        return made
+    places = _places(len(packed), tuple(layout)) if layout else None
+    known.multiply_ggml(*arrays, kind=kind, places=places, threads=threads)
     return made
 
 
-def _on_meta(given: Tensor, packed: Tensor, kind: str, swapped: Sequence[int]) -> Tensor:
+def _on_meta(given: Tensor, packed: Tensor, kind: str, layout: Sequence[int], scales: Tensor | None) -> Tensor:
     return given.new_empty((len(given), len(packed)))
 
 

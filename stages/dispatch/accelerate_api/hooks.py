@@ -234,10 +234,15 @@ class _OldForward:
 
     @property
     def __wrapped__(self) -> Any:
-        """The forward itself, for those who ask for its signature: that of the class where this stands in its place."""
+        """The forward itself, for those who ask for its signature: that of the class where this stands in its place.
+
+        So it does too where another library's hook, which wraps what it found, has put a forward of its own there.
+        """
         module: Any = self._module()
-        forward = getattr(module, "forward", None)
-        return forward if forward is not self else type(module).forward.__get__(module)
+        forward = wraps = getattr(module, "forward", None)
+        while wraps is not None and wraps is not self:
+            wraps = getattr(wraps, "__dict__", {}).get("__wrapped__")
+        return forward if wraps is None else type(module).forward.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)

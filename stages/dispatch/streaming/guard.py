@@ -12,6 +12,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
@@ -27,6 +28,8 @@ _MARK = "_class_before_dispatch"
 _STREAMED = "_streamed_weights"
 _MAP = "hf_device_map"
 _APPLY = "_apply"
+_CALL_ENCODER = tuple(f"_prepare_{text}encoder_decoder_kwargs_for_generation" for text in ("text_", ""))
+"""The method of transformers that calls an encoder, as its releases name it."""
 _COMPILES = "_valid_auto_compile_criteria"
 
 
@@ -202,13 +205,32 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any
     All weights are read to the host for it.
     """
     kind: Any = vars(type(self))[_MARK]
-    device_map = vars(self).pop(_MAP, None)
-    try:
+    with _without_map(self):
         state = state_on_host(self) if state_dict is None else state_dict
         return kind.save_pretrained(self, save_directory, *args, state_dict=state, **options)
+
+
+def _calling_encoder(name: str) -> Callable[..., Any]:
+    """Return what stands in for transformers' method ``name``, which calls the encoder: it would have another library's
+    hook move the answer, which whoever is given that here moves to where it is used.
+    """
+
+    def encode(self: Any, *args: Any, **options: Any) -> Any:
+        with _without_map(self):
+            return getattr(vars(type(self))[_MARK], name)(self, *args, **options)
+
+    return encode
+
+
+@contextmanager
+def _without_map(model: nn.Module) -> Iterator[None]:
+    """Have ``model`` show no device map in the block: transformers takes one for a sign of another library."""
+    device_map = vars(model).pop(_MAP, None)
+    try:
+        yield
     finally:
         if device_map is not None:
-            setattr(self, _MAP, device_map)
+            setattr(model, _MAP, device_map)
 
 
 def _resize_token_embeddings(self: Any, *args: Any, **options: Any) -> Any:
@@ -235,5 +257,9 @@ def _never_compile(_self: nn.Module, *_: Any) -> bool:
     return False
 
 
-_METHODS = {"save_pretrained": _save_pretrained, "resize_token_embeddings": _resize_token_embeddings}
+_METHODS = {
+    "save_pretrained": _save_pretrained,
+    "resize_token_embeddings": _resize_token_embeddings,
+    **{name: _calling_encoder(name) for name in _CALL_ENCODER},
+}
 """The methods of transformers' models that have to know of weights that wait."""

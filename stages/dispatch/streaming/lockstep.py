@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +27,9 @@ from offstage.stages.dispatch.streaming.module_state import ModuleState, Written
 from offstage.stages.dispatch.streaming.thread_state import RandomState, ThreadState
 
 Task = Callable[[], object]
+
+UNWANTED: ContextVar[Callable[[], Exception | None]] = ContextVar("UNWANTED", default=lambda: None)
+"""What ends the call of this context where its next pass would begin, which a member sets for itself; null: nothing."""
 
 Position = tuple[int, ...]
 """The number of a module in the order of a pass; then, of what comes inside its call, numbers in the order of that."""
@@ -98,8 +101,11 @@ class Lockstep(Turns):
         self._leads = False
         self._calls = self.passes = 0
 
-    def run(self, tasks: Iterable[Task]) -> None:
-        """Call all ``tasks``, whose calls of the model go together. The first error of one ends them all."""
+    def run(self, tasks: Iterable[Task | None]) -> None:
+        """Call all ``tasks``, whose calls of the model go together. The first error of one ends them all.
+
+        They are asked for as there is room, and may be null, where there is none now; it ends when none is under way.
+        """
         waiting = iter(tasks)
         self._state.begin()
         try:
@@ -142,6 +148,8 @@ class Lockstep(Turns):
         if member.depth > 1:  # a model that calls itself
             return False
         self._park(member, None)
+        if error := UNWANTED.get()():
+            raise error
         member.in_pass = True
         leads, self._leads = self._leads, False
         return leads
@@ -159,7 +167,7 @@ class Lockstep(Turns):
         """Wait until all members who are further behind have come as far."""
         self._park(self._mine(), shared)
 
-    def _admit(self, waiting: Iterator[Task]) -> None:
+    def _admit(self, waiting: Iterator[Task | None]) -> None:
         """Have tasks join as far as there is room, and go on until they call the model."""
         while self._calls < self._size and (task := next(waiting, None)) is not None:
             self._calls += 1

@@ -53,6 +53,11 @@ class PassLock:
         """Return whether what streams is the calling thread's."""
         return self._owner == threading.get_ident()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another thread waits for its turn."""
+        return bool(self._waiting)
+
     def leave(self) -> None:
         """Let the next thread have it, if it is the calling thread's."""
         with self._changed:

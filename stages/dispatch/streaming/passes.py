@@ -55,14 +55,14 @@ class ModelPasses:
         yield model.register_forward_hook(uncompiled(self._after)).remove
         yield model.register_forward_hook(uncompiled(self._whatever_happened), always_call=True).remove
 
-    def go_together(self, tasks: Iterable[Task], *, size: int) -> Lockstep:
+    def go_together(self, tasks: Iterable[Task | None], *, size: int) -> Lockstep:
         """Call ``tasks``, at most ``size`` at a time, whose passes go together; return what they did.
 
         A call that is one of several itself is divided into them. The first error of one is raised once all have ended;
-        the model is then as before.
+        the model is then as before. See ``Lockstep.run`` for tasks that are null.
         """
         if isinstance(self.turns, Lockstep) and self.lock.is_mine():
-            self.turns.divide(tasks, size=size)
+            self.turns.divide((task for task in tasks if task is not None), size=size)
             return self.turns
         with self.lock.held():
             group = self.turns = Lockstep(size, self._state())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from offstage.stages.dispatch.streaming.waiting_tensor import (
     WaitingSource,
@@ -36,6 +37,7 @@ class TensorPlace:
     host: torch.Tensor | None = None
     bound: torch.Tensor | None = field(default=None, repr=False)
     version: int = 0
+    module: nn.Module | None = field(default=None, repr=False)
 
     @property
     def now(self) -> torch.Tensor | None:
@@ -56,9 +58,12 @@ class TensorPlace:
         """Put ``data`` in the place of what waits, as a parameter like it where that is one.
 
         One that would learn is none in a call with gradients: a graph would keep it, and its gradient would be lost.
-        Where what waits was taken out of its module, what was made of it is in memory: a ``RuntimeError``.
+        One that is parametrised is read by whatever makes of it what is used. Where what waits was taken out of its
+        module else, what was made of it is in memory: a ``RuntimeError``.
         """
         if self.attribute not in self.table:
+            if self.module is not None and is_parametrized(self.module, self.attribute):
+                return
             raise RuntimeError(
                 f"{self.name!r} is streamed, and was taken out of its module, as torch.nn.utils.prune and weight_norm "
                 "do: do that before the model is dispatched, or load what the plain model saves after it"
@@ -104,7 +109,8 @@ def places_in(module: nn.Module, prefix: str = "") -> Iterator[TensorPlace]:
     for table in (module._parameters, module._buffers):
         for attribute, tensor in [*table.items()]:
             if tensor is not None:
-                yield TensorPlace(f"{prefix}.{attribute}" if prefix else attribute, table, attribute, tensor)
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                yield TensorPlace(name, table, attribute, tensor, module=module)
 
 
 class _ReadOnly(torch.autograd.Function):
@@ -140,7 +146,7 @@ def place_of(model: nn.Module, name: str, *, has_data: bool = False) -> TensorPl
     module = model.get_submodule(owner)
     table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
     waiting = table[attribute]
-    return TensorPlace(name, table, attribute, waiting, data_of(waiting) if has_data else None)
+    return TensorPlace(name, table, attribute, waiting, data_of(waiting) if has_data else None, module=module)
 
 
 def without_data(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -112,12 +112,17 @@ class Streamer:
             undo.pop_all()
         _streamers[model] = weakref.ref(self)
 
-    def go_together(self, tasks: Iterable[Task], *, size: int) -> Lockstep:
+    def go_together(self, tasks: Iterable[Task | None], *, size: int) -> Lockstep:
         """Call ``tasks``, at most ``size`` at a time; their calls of the model share its passes.
 
         See ``lockstep``. The first error of a task is raised once all have ended.
         """
         return self._passes.go_together(tasks, size=size)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another thread waits to call the model."""
+        return self._passes.lock.is_awaited
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context of calls that keep in the modules of the model nothing that later ones see."""

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 _compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
-_REASON = "hooks bring in the weights of a dispatched model, and no graph holds them: export the plain one"
+_REASON = (
+    "hooks bring in the weights of a dispatched model, and no graph holds them: compile it without fullgraph=True, or "
+    "the plain one; export the plain one"
+)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,6 +25,8 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     told: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():  # as the tracer sees it, which ends here and tells why if it must not
+            torch._dynamo.graph_break(msg=_REASON)
         if _compiling() is None:
             return function(*args)
         if not told:

@@ -27,11 +27,14 @@ _TWIN = "_waiting_twin"
 _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
 _ADDS_BESIDE = "peft."
 """The modules of a library that puts what it adds, and has drawn, to where the weight beside it is."""
+_GO_BY_DEVICE = (_ADDS_BESIDE, "trl.", "sentence_transformers.")
+"""Those of libraries that move what they compute with a weight to where that says it is."""
 _SAVE_IT = "save the model with its save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
 _LIKE_ANOTHER: tuple[Any, ...] = (torch.Tensor.to, torch.Tensor.type_as)
 _as_parameter: Any = torch.Tensor._make_subclass
 """What a parameter is made by, in a third of the time: each use of a part makes some."""
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+_SET_LEARNS: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
 @dataclass(slots=True)
@@ -80,9 +83,9 @@ class WaitingTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """What its source tells: meta, or the device that computes with it, which adapters are always made on."""
+        """What its source tells: meta, or the device that computes with it, by which some libraries always go."""
         told = self.source.told
-        if told is None and _name(sys._getframe(1)).startswith(_ADDS_BESIDE):
+        if told is None and _name(sys._getframe(1)).startswith(_GO_BY_DEVICE):
             told = self.source.device
         return told or torch.device("meta")
 
@@ -122,6 +125,13 @@ class WaitingTensor(torch.Tensor):
             f"parameter: module.{attribute} = torch.nn.Parameter(values)"
         )
 
+    def _refuse_learning(self) -> None:
+        """Refuse to learn with an adapter that is put on: its gradient would be lost in the first step."""
+        raise RuntimeError(
+            f"{self.source.name!r} streams, and what streams can't learn; take bias='none' for the adapter, or have it "
+            "in memory where it computes, with a larger max_memory or an entry of its own in device_map_overrides"
+        )
+
     def _address(self) -> int:
         """Return an address in memory, where the caller takes the device for the host's: that of data read for it.
 
@@ -157,6 +167,8 @@ class WaitingTensor(torch.Tensor):
             return args[0]._out_of_torch(func, *args[1:], **(kwargs or {}))
         if func == _SET_DATA:
             return args[0]._refuse_data(*args[1:])
+        if func == _SET_LEARNS and args[1] and _name(sys._getframe(1)).startswith(_ADDS_BESIDE):
+            args[0]._refuse_learning()
         if func is torch.Tensor.data_ptr:
             return args[0]._address()
         if func in _LIKE_ANOTHER and len(args) > 1 and isinstance(args[1], WaitingTensor):
@@ -178,7 +190,7 @@ class WaitingTensor(torch.Tensor):
             return args[0].again()
         if torch.device("meta") == kwargs.get("device"):
             return func(*tree_map(_meta_of, args), **kwargs)
-        if func is torch.ops.aten.copy_.default and _is_same(*args[:2]):
+        if (func is torch.ops.aten.copy_.default and _is_same(*args[:2])) or _is_itself(func, args):
             return args[0]
         _refuse_changes(func, args, kwargs)
         return func(*tree_map(_data_of, args), **tree_map(_data_of, kwargs))
@@ -265,6 +277,11 @@ def _is_copied_beside() -> bool:
 
 def _name(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_itself(func: Any, args: Any) -> bool:
+    """Return whether a tensor is set to be itself, as torch has what it parametrises, where nothing was inverted."""
+    return func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]
 
 
 def _is_same(target: torch.Tensor, values: torch.Tensor) -> bool:

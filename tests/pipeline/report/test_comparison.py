@@ -21,7 +21,7 @@ from tests.pipeline.report.sample_runs import write_run
         ("draft_acceptance", None, 0.75, (MISSING, "75.0 %")),
         ("host_layers", 1, 12, ("1", "12")),
         ("tokens_per_pass", 1.5, 4.0, ("1.5000", "4.0000")),
-        ("scored_tokens_per_second", 7.25, 1e4, ("7.25 /s", "10,000.00 /s")),
+        ("scored_tokens_per_second", 7.25, 1e4, ("7.25 tokens/s", "10,000.0 tokens/s")),
         ("stall_seconds", 0.25, 2.0, ("250.0 ms", "2.000 s")),
         ("storage_read_bytes", 5, 2_000_000, ("5 B", "2.00 MB")),
         ("link_bytes_per_token.0", 1000, 2_000_000, ("1.00 kB", "2.00 MB")),

@@ -64,7 +64,7 @@ def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None
     expected = {"measured": set(), "predicted": set(), "bound": set()}  # type: dict[str, set[tuple[float, float]]]
     for record in records(sweep):
         figures, budget = record["metrics"], record["memory"]["budget"].get("cpu")
-        seconds, streamed = figures["decode_seconds_per_token"], figures["streamed_bytes_per_token"]
+        seconds, streamed = figures.get("decode_seconds_per_token"), figures.get("streamed_bytes_per_token")
         reckoned = figures.get("predicted_storage_bandwidth_bytes_per_second")
         bandwidth = figures.get("storage_bandwidth_bytes_per_second") or reckoned
         if seconds is None or budget is None:
@@ -87,7 +87,7 @@ def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None
 def test_the_front_is_what_no_other_job_beats(sweep: Path, report: dict[str, Any]) -> None:
     points = {}
     for number, record in enumerate(records(sweep)):
-        rate, held = record["metrics"]["decode_tokens_per_second"], record["memory"]["measured"]
+        rate, held = record["metrics"].get("decode_tokens_per_second"), record["memory"]["measured"]
         memory = sum(count for device, count in held.items() if device != "disk" and count is not None)
         if rate is not None and memory:
             points[f"#{number}"] = (memory, rate)

@@ -28,8 +28,8 @@ def test_a_completed_run_is_read_whole(tmp_path: Path) -> None:
 
 def test_what_bound_a_run_is_read_where_its_record_holds_it(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "0", metrics={"bound": "storage"}) / "run.json")
-    assert (run.bound, run.metric("bound")) == ("storage", None)
-    assert read_run(write_run(tmp_path / "older") / "run.json").bound == ""
+    assert (run.words, run.metric("bound")) == ({"bound": "storage"}, None)
+    assert read_run(write_run(tmp_path / "older") / "run.json").words == {}
 
 
 def test_a_failed_run_says_where_and_why(tmp_path: Path) -> None:
@@ -60,6 +60,7 @@ def test_a_run_that_never_ended_says_how_far_it_came(tmp_path: Path) -> None:
         ({"status": "completed", "stages": {}}, "stages: a dict where a list must be"),
         ({"status": "completed", "stages": [3]}, "stages: an entry that is no mapping"),
         ({"status": "completed", "metrics": []}, "metrics: a list where a dict must be"),
+        ({"status": "completed", "metric_table": [1]}, "metric_table: a list where a dict must be"),
         ({"status": "completed", "outputs": ["text"]}, "outputs: an entry that is no mapping"),
         ({"status": "completed", "memory": {"budget": 3}}, "budget: a int where a dict must be"),
     ],

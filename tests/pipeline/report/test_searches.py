@@ -24,8 +24,8 @@ def write_search(folder: Path, **found: Any) -> Path:
 
 
 def test_a_number_is_told_with_its_units_and_its_limits() -> None:
-    limits = (Limit("decode_seconds_per_token", True, 0.5, 0.4), Limit("perplexity", False, 2, 3))
-    assert tell_objective(Objective("memory.budget.cpu", 2e9, limits)) == (
+    limits = (Limit("decode_seconds_per_token", True, 0.5, 0.4, "seconds"), Limit("perplexity", False, 2, 3))
+    assert tell_objective(Objective("memory.budget.cpu", 2e9, limits, "bytes")) == (
         "memory.budget.cpu 2.00 GB, decode_seconds_per_token 400.0 ms (at most 500.0 ms), "
         "perplexity 3.0000 (at least 2.0000)"
     )

@@ -119,6 +119,12 @@ def test_a_compiled_model_is_cut_at_its_hooks_and_answers(way: Way, checkpoint: 
     assert isinstance(model.lm_head.weight, WaitingTensor)
 
 
+def test_a_whole_graph_is_refused_with_what_to_do(checkpoint: Path, tmp_path: Path) -> None:
+    model = torch.compile(WAYS[0](checkpoint, tmp_path), backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no graph holds them: compile it without fullgraph=True"):
+        model(TOKENS)
+
+
 def adapted(checkpoint: Path, folder: Path) -> torch.Tensor:
     """Save an adapter for the plain model to ``folder``, and return what the model answers with it."""
     peft = pytest.importorskip("peft")

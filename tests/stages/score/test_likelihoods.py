@@ -99,6 +99,15 @@ def check(model: Any, windows: Sequence[Window]) -> None:
         assert -math.fsum(values) / len(values) == pytest.approx(float(loss), rel=digits)
 
 
+def test_a_continuation_that_ends_after_the_context_s_last_position_is_scored_by_it() -> None:
+    model = made(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=WORDS, n_positions=8), torch.float32)
+    pair = EncodedText(tokens(9), 4, is_whole=True)
+    (found,) = score_windows(model, list(cut([pair], window=8, stride=8)), CPU)
+    with torch.no_grad():
+        rows = model(torch.tensor([pair.ids[:8]])).logits[0].log_softmax(-1)
+    assert found.values == [float(rows[place - 1, pair.ids[place]]) for place in range(4, 9)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", CAUSAL)
 def test_they_are_bitwise_those_of_the_plain_model_and_come_to_its_loss(architecture: str, dtype: torch.dtype) -> None:

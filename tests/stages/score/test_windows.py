@@ -52,8 +52,16 @@ def test_only_the_continuation_is_scored_and_windows_count_on_from_text_to_text(
 
 
 def test_what_an_encoder_reads_is_in_one_window_and_all_after_it_is_scored() -> None:
-    (one,) = cut([EncodedText([5, 6, 7], 0, source=[1, 2])], window=2, stride=2)
+    (one,) = cut([EncodedText([5, 6, 7], 0, source=[1, 2], is_whole=True)], window=2, stride=2)
     assert (list(one.scored), list(one.source)) == ([5, 6, 7], [1, 2])
+
+
+def test_the_last_token_of_a_continuation_needs_no_room_to_be_foretold() -> None:
+    pair = EncodedText(range(9), 4, is_whole=True)
+    (seen,) = cut([pair], window=9, stride=9)
+    (one,) = cut([pair], window=8, stride=8)
+    assert list(seen.seen) == list(range(9))
+    assert (list(one.seen), list(one.scored)) == (list(range(8)), [4, 5, 6, 7, 8])
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +73,7 @@ def test_a_text_begins_with_the_tokens_that_its_tokenizer_puts_there(tokenizer: 
     ids = tokenizer("One text")["input_ids"]
     assert encode("here", ScoredText("One text"), tokenizer, has_encoder=False) == EncodedText(ids, 1)
     given = encode("here", ScoredText([5, 6], [7, 8, 9]), None, has_encoder=False)
-    assert given == EncodedText([7, 8, 9, 5, 6], 3)
+    assert given == EncodedText([7, 8, 9, 5, 6], 3, is_whole=True)
 
 
 @pytest.mark.parametrize(("context", "continuation"), [("The weights", " of a model"), ("The weights ", "of a model")])
@@ -166,8 +174,8 @@ UNFIT = [
     ({"texts": [[5, 6, 7]], "stride": 9}, "score.stride: 9 tokens are more than a window of 8"),
     ({"texts": [[5, 90]]}, "score.texts[0]: token id 90 is beyond the model's 90 words"),
     (
-        {"texts": [{"context": [1] * 7, "continuation": [2, 3]}]},
-        "score.texts[0]: context and continuation have 9 tokens, more than a window of 8",
+        {"texts": [{"context": [1] * 7, "continuation": [2, 3, 4]}]},
+        "score.texts[0]: context and continuation have 10 tokens, more than the 9 of a window of 8",
     ),
     ({"texts": ["hello"]}, "is text and the checkpoint has no tokenizer"),
 ]

@@ -1,4 +1,5 @@
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -104,6 +105,15 @@ def test_forward_is_never_replaced_and_keeps_its_name_and_signature() -> None:
     assert list(inspect.signature(model.forward).parameters) == ["x"]
     assert list(inspect.signature(model._old_forward).parameters) == ["x"]
     assert torch.equal(model._old_forward(X), model(X))
+
+
+def test_a_forward_that_wraps_the_old_one_has_its_signature_and_calls_it() -> None:
+    model = seeded(Net)
+    add_hook_to_module(model, ModelHook())
+    expected, old = model(X), model._old_forward
+    model.forward = functools.update_wrapper(functools.partial(old), old)  # as another library's hook puts it there
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
+    assert torch.equal(model(X), expected)
 
 
 def test_after_removal_a_module_is_what_it_was() -> None:

@@ -1,0 +1,105 @@
+"""What the pages say can be followed: links lead somewhere, commands compose, benchmarks and files that are named are
+there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from offstage.pipeline.app import prepare_arguments
+from offstage.pipeline.config import check, register, resolve
+from offstage.pipeline.installed_stages import installed_stages
+from offstage.pipeline.sweeps.sweep_keys import register_sweeps
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / ".github").glob("*.md"))]
+_HISTORY = "CHANGELOG.md"
+"""It speaks of what was there then."""
+_LEFT_OUT = re.compile("…|\\.\\.\\.|\\bDATE\\b|\\bFOLDER\\b|\\bFILE\\b|\\bRUN\\b|\\bN\\b")
+"""What a reader is to put something in place of."""
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [page.name for page in pages]
+
+
+def fenced(page: Path) -> list[str]:
+    """Return the lines of the blocks of commands on ``page``."""
+    blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of offstage that stand on ``page`` whole, in blocks and between words."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    spans = [span.replace("\n", " ") for span in re.findall(r"`(offstage [^`]+)`", prose)]
+    lines = [line.partition("| ")[2] if line.startswith("cat ") else line.removeprefix("$ ") for line in fenced(page)]
+    found = [line for line in (*lines, *spans) if line.startswith("offstage ") and not _LEFT_OUT.search(line)]
+    return [line for line in found if " --" not in line.partition(" #")[0]]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of ``page``, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.fixture(scope="module")
+def hydra_tree() -> Iterator[None]:
+    register()
+    register_sweeps()
+    with initialize_config_module("offstage.conf", version_base="1.3"):
+        yield
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_each_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> None:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            dead.append(target)
+    assert dead == []
+
+
+def test_readers_find_each_page_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(\.github/(\w+\.md)", (ROOT / "README.md").read_text()))
+    assert linked == set(names(PAGES)) - {"README.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_benchmarks_and_files_that_are_named_are_there(page: Path) -> None:
+    if page.name == _HISTORY:
+        return
+    text = page.read_text()
+    modules = set(re.findall(r"python -m (tests\.benchmarks\.\w+)", text))
+    paths = set(re.findall(r"`((?:tests|conf|stages|pipeline)/[\w./-]+)`", text))
+    assert [module for module in modules if find_spec(module) is None] == []
+    made = ROOT / "pipeline/init_templates"  # by offstage-init, for the reader
+    assert [path for path in paths if not (ROOT / path).exists() and not (made / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), [(page.name, line) for page in PAGES if page.name != _HISTORY for line in commands(page)]
+)
+def test_each_command_composes_a_config_that_is_sound(page: str, command: str, hydra_tree: None) -> None:
+    _, *arguments = shlex.split(command, comments=True)
+    sweep = "-m" in arguments
+    asked = [re.sub(r"^(\S+=[^\[{,]*),\S*$", r"\1", one) if sweep else one for one in arguments if one != "-m"]
+    config = resolve(compose("config", prepare_arguments(asked)))
+    faults = [str(fault) for fault in check(config, list(installed_stages()))]
+    assert [fault for fault in faults if "isn't installed" not in fault] == []
+
+
+def test_the_pages_have_commands() -> None:
+    assert len([line for page in PAGES for line in commands(page)]) > 30
