@@ -20,6 +20,8 @@ from offstage.pipeline.report.run_folders import Job
 EARLIER = "measured by an earlier run"
 _RATIO_OF_LOG = 30
 _LONGEST_NAME = 40
+_GAP = 0.22
+"""How much of a panel is left for the words between it and the next."""
 _UNITS: Mapping[Kind, str] = {"bytes": "B", "seconds": "s"}
 
 
@@ -37,8 +39,16 @@ _TEMPLATE = go.layout.Template(
         "plot_bgcolor": colour("page"),
         "xaxis": _AXIS,
         "yaxis": _AXIS,
-        "margin": {"l": 8, "r": 16, "t": 36, "b": 8},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yref": "container", "font": {"color": colour("ink")}},
+        "margin": {"l": 8, "r": 16, "t": 48, "b": 8},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "traceorder": "normal",
+            "font": {"color": colour("ink")},
+        },
         "hovermode": "closest",
         "hoverlabel": {"bgcolor": colour("band"), "bordercolor": colour("rest"), "font": {"color": colour("ink")}},
         "modebar": {"bgcolor": colour("page"), "color": colour("muted"), "activecolor": colour("ink")},
@@ -68,10 +78,8 @@ def stacked(axes: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict
         number = str(place + 1) if place else ""
         low = 1 - (place + 1) / len(axes)
         layout[f"xaxis{number}"] = {**x, "anchor": f"y{number}"}
-        layout[f"yaxis{number}"] = {
-            **y,
-            "domain": [low + (0.22 / len(axes) if place + 1 < len(axes) else 0), low + 1 / len(axes)],
-        }
+        gap = _GAP / len(axes) if place + 1 < len(axes) else 0
+        layout[f"yaxis{number}"] = {**y, "domain": [low + gap, low + 1 / len(axes)]}
     return layout
 
 
@@ -106,6 +114,7 @@ def rows_called(names: Sequence[tuple[str, str]]) -> dict[str, Any]:
         "range": ends,
         "showgrid": False,
         "tickfont": {"color": colour("ink")},
+        "ticklabelstandoff": 8,
     }
 
 

@@ -39,7 +39,7 @@ def placement_picture(placements: Placements, jobs: Sequence[Job], labels: Mappi
     traces = [_cells(device, [(row, piece) for row, piece in pieces if piece[0] == device]) for device in devices]
     drawn = figure(
         traces, rows=len(plans), barmode="overlay", bargap=0.38, showlegend=True, yaxis=rows_called(names),
-        xaxis={"title": {"text": "layer"}, "showgrid": False},
+        xaxis={"title": {"text": "layer"}, "showgrid": False, "range": [0, max(len(plan.layers) for plan in plans)]},
     )  # fmt: skip
     return Picture("placement", "Where each layer lies", _caption(placements), drawn)
 

@@ -52,7 +52,8 @@ def memory_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int)
     rows, columns = measured[:most], devices(measured, lambda run: run.measured)[:MOST_DEVICES]
     if not rows or not columns:
         return None
-    traces, axes = [], []
+    traces: list[Any] = []
+    axes = []
     for place, device in enumerate(columns):
         traces += _peaks(rows, device, first=not place, **on_panel(place))
         ends = [end for job in rows for end in (*_limits(job.run, device), job.run.measured.get(device)) if end]
@@ -87,16 +88,8 @@ def _peaks(rows: Sequence[Job], device: str, *, first: bool, **panel: Any) -> It
         for job, peak in zip(rows, peaks, strict=True)
     ]
     if any(bases):
-        yield _bar(
-            rows,
-            bases,
-            colour("rest"),
-            name=BASE,
-            **panel,
-            **shown(
-                [told(job.name, f"{BASE} {tell(base, 'bytes')}") for job, base in zip(rows, bases, strict=True)], links
-            ),
-        )
+        parts = [told(job.name, f"{BASE} {tell(base, 'bytes')}") for job, base in zip(rows, bases, strict=True)]
+        yield _bar(rows, bases, colour("rest"), name=BASE, **panel, **shown(parts, links))
     rest = [peak - base for peak, base in zip(peaks, bases, strict=True)]
     yield _bar(rows, rest, device_colour(device), name=title, **panel, **shown(texts, links))
     for place, (name, ink) in enumerate({PREDICTED: SERIES[1], BUDGET: colour("ink")}.items()):
@@ -135,7 +128,8 @@ def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture 
     rows, columns = timed[: len(SERIES)], devices(timed, lambda run: dict.fromkeys(run.series))[:MOST_DEVICES]
     if not rows or not columns:
         return None
-    traces, axes = [], []
+    traces: list[Any] = []
+    axes = []
     for place, device in enumerate(columns):
         traces += _curves(rows, device, labels, first=not place, **on_panel(place))
         x, y = ([value for trace in traces for value in trace[name]] for name in "xy")
@@ -169,11 +163,11 @@ def _curves(
     for index, job in enumerate(rows):
         curve, limit = job.run.series.get(device, ()), _limits(job.run, device)[1]
         group = {"legendgroup": job.name, **panel}
+        texts = [told(job.name, f"{tell(held, 'bytes')} after {tell(second, 'seconds')}") for second, held in curve]
         yield go.Scatter(
-            x=[second for second, _ in curve], y=[held for _, held in curve], mode="lines", name=named(labels[job.name]),
-            line={"color": SERIES[index], "width": 1.8}, showlegend=first, **group,
-            **shown([told(job.name, f"{tell(held, 'bytes')} after {tell(second, 'seconds')}") for second, held in curve],
-                    [job.link] * len(curve)),
+            x=[second for second, _ in curve], y=[held for _, held in curve], mode="lines",
+            name=named(labels[job.name]), line={"color": SERIES[index], "width": 1.8}, showlegend=first, **group,
+            **shown(texts, [job.link] * len(curve)),
         )  # fmt: skip
         if limit is not None:
             yield go.Scatter(

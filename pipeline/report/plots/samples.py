@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import plotly.graph_objects as go
@@ -49,16 +50,14 @@ def sample_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise
          if (time := value(one)) is not None]
         for _, value in _PANELS
     ]  # fmt: skip
-    traces = [
-        trace for place, samples in enumerate(found) for trace in _traces(samples, first=not place, **on_panel(place))
-    ]
+    panels = [_traces(samples, first=not place, **on_panel(place)) for place, samples in enumerate(found)]
     axes = [
         (scale(title, "seconds", [time for *_, time in samples]), named_rows(rows, labels))
         for (title, _), samples in zip(_PANELS, found, strict=True)
     ]
     caption = "The box has the middle half of a job's samples, its line the median; the whiskers reach to the least and"
     caption += f" the largest, and every sample has a mark. {within.told()}" + told_first(len(rows), len(several))
-    drawn = figure(traces, rows=len(rows), panels=len(_PANELS), showlegend=True, **stacked(axes))
+    drawn = figure(chain(*panels), rows=len(rows), panels=len(_PANELS), showlegend=True, **stacked(axes))
     return Picture("samples", "Samples of each job", caption.strip(), drawn)
 
 

@@ -105,10 +105,8 @@ def pareto_picture(front: Front) -> Picture | None:
             line={"shape": "hv", "color": SERIES[0], "width": 1.5},
         ),
     ]  # fmt: skip
-    caption = (
-        "Upwards is faster, leftwards takes less memory: the measured peak of all devices, on the host the process "
-    )
-    caption += "itself too. No job beats one on the front in both." + _hollow(front.points)
+    caption = "Upwards is faster, leftwards takes less memory: the measured peak of all devices, on the host the"
+    caption += " process itself too. No job beats one on the front in both." + _hollow(front.points)
     drawn = figure((trace for trace in traces if trace.x), xaxis=x_axis, yaxis=y_axis, showlegend=True)
     return Picture("pareto", "Memory against speed", caption, drawn)
 

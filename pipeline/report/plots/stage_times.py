@@ -46,12 +46,10 @@ def _bars(rows: Sequence[Job], name: str, ink: str) -> go.Bar:
         told(job.name, f"{name} {tell(stage.seconds, 'seconds')}", "from the cache" * stage.cached)
         for _, job, stage in found
     ]
-    hatched = {
-        "shape": ["/" if stage.cached else "" for *_, stage in found],
-        "fgcolor": colour("page"),
-        "solidity": 0.4,
-    }
+    shapes = ["/" if stage.cached else "" for *_, stage in found]
+    hatched = {"shape": shapes, "fgcolor": colour("page"), "fillmode": "overlay", "solidity": 0.4}
     return go.Bar(
         x=[stage.seconds or 0 for *_, stage in found], y=[row for row, *_ in found], orientation="h", name=named(name),
-        marker={"color": ink, "pattern": hatched, "line": {"width": 0}}, **shown(texts, [job.link for _, job, _ in found]),
+        marker={"color": ink, "pattern": hatched, "line": {"width": 0}},
+        **shown(texts, [job.link for _, job, _ in found]),
     )  # fmt: skip

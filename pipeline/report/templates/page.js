@@ -17,8 +17,9 @@
     layout.height = panels * (rows ? 64 + rows * row : panels > 1 ? 240 : least) + 24 + 22 * (narrow ? entries : 1);
     if (narrow) {
       layout.dragmode = false; // a finger that drags scrolls the page; the buttons zoom
+      Object.assign(layout.template.layout.legend, {y: 0, yanchor: "bottom"});
       for (const [name, axis] of Object.entries(layout)) {
-        if (name.startsWith("yaxis") && axis.tickvals) Object.assign(axis, {ticklabelposition: "inside", ticklabelshift: 17});
+        if (name.startsWith("yaxis") && axis.tickvals) Object.assign(axis, {ticklabelposition: "inside", ticklabelshift: 21});
       }
       for (const trace of data) if (trace.type === "box") trace.width = 0.4;
       if (layout.bargap) layout.bargap = 0.6;
