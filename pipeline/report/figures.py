@@ -43,9 +43,9 @@ _TEMPLATE = go.layout.Template(
         "legend": {
             "orientation": "h",
             "x": 0,
-            "y": 1,
+            "y": 0,
             "yref": "container",
-            "yanchor": "top",
+            "yanchor": "bottom",
             "traceorder": "normal",
             "font": {"color": colour("ink")},
         },

@@ -120,10 +120,10 @@ def _cells(column: Column, links: Sequence[str]) -> list[tuple[str, Number | Non
     return list(zip(words, keys, strict=True))
 
 
-def _heading(column: Column) -> str:
+def _heading(column: Column) -> Markup:
     """Return a heading that may go on in a new line after the dots and underscores of a key, with its unit."""
-    title = re.sub(r"([._])", r"\1<wbr>", str(escape(column.title)))
-    return f'{title} <span class="unit">{column.unit}</span>' if column.unit else title
+    title = Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(column.title))))
+    return Markup('{} <span class="unit">{}</span>').format(title, column.unit) if column.unit else title
 
 
 def comparison_page(comparison: RunComparison) -> str:

@@ -17,15 +17,21 @@
     layout.height = panels * (rows ? 64 + rows * row : panels > 1 ? 240 : least) + 24 + 22 * (narrow ? entries : 1);
     if (narrow) {
       layout.dragmode = false; // a finger that drags scrolls the page; the buttons zoom
-      Object.assign(layout.template.layout.legend, {y: 0, yanchor: "bottom"});
-      for (const [name, axis] of Object.entries(layout)) {
-        if (name.startsWith("yaxis") && axis.tickvals) Object.assign(axis, {ticklabelposition: "inside", ticklabelshift: 21});
-      }
+      layout.annotations = Object.entries(layout).flatMap(([name, axis]) => name.startsWith("yaxis") ? nameAbove(name, axis) : []);
       for (const trace of data) if (trace.type === "box") trace.width = 0.4;
       if (layout.bargap) layout.bargap = 0.6;
     }
     return [part.querySelector("div"), data, layout,
-      {responsive: true, displaylogo: false, displayModeBar: narrow || "hover", modeBarButtonsToRemove: ["select2d", "lasso2d"]}];
+      {responsive: true, displaylogo: false, displayModeBar: narrow || "hover", plotlyServerURL: "", // nothing is sent
+        modeBarButtonsToRemove: ["select2d", "lasso2d", "sendChartToCloud"]}];
+  }
+
+  // The names of an axis's rows, each above its row: beside it there is no room on a phone.
+  function nameAbove(name, axis) {
+    const yref = name.replace("axis", ""), xref = `${yref.replace("y", "x")} domain`, names = axis.ticktext ?? [];
+    if (axis.tickfont) axis.showticklabels = false;
+    return names.map((text, row) => ({text, xref, yref, x: 0, y: row, xanchor: "left", yshift: 20, showarrow: false,
+      font: axis.tickfont}));
   }
 
   async function draw(part) {
@@ -50,14 +56,13 @@
     // Where a cell says nothing the row comes last, whichever way it is sorted.
     const known = order => (a, b) => (a === null) - (b === null) || order * (a - b);
     Object.assign(DataTable.ext.type.order, {"known-asc": known(1), "known-desc": known(-1)});
-    const filter = {columnControl: ["searchList"]}, none = {columnControl: []};
     new DataTable(part.querySelector("table"), {
       data: rows, pageLength: page, lengthChange: false, paging: rows.length > page, order: [], autoWidth: false,
       deferRender: true, orderClasses: false, buttons: [{extend: "csvHtml5", text: "CSV", filename: "jobs", title: null}],
       layout: {topStart: many ? "search" : null, topEnd: "buttons", bottomStart: many ? "info" : null,
         bottomEnd: rows.length > page ? "paging" : null},
-      columns: columns.map(({title, numeric, choices}, place) => ({
-        title, type: "known", className: numeric ? "number" : "words", cellType: place ? "td" : "th",
+      columns: columns.map(({numeric, choices}, place) => ({
+        type: "known", className: numeric ? "number" : "words", cellType: place ? "td" : "th",
         render: {_: `${place}.0`, sort: `${place}.1`}, data: null,
         ...(choices && many ? {columnControl: [["searchList"]]} : {}),
       })),
