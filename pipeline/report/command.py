@@ -1,4 +1,4 @@
-"""The command ``offstage-report``: run records in, a page, two files and a table out."""
+"""The command ``offstage-report``: run records in, a page, three files and a table out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from offstage.pipeline.terminal import Screen
 if TYPE_CHECKING:
     from offstage.pipeline.report.summary import Summary
 
-_DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv and
-report.json into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above several,
-such as outputs/."""
+_DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv,
+report.json and report.tex into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above
+several, such as outputs/."""
 _EXAMPLES = """examples:
   offstage-report outputs/multirun/2026-01-31/12-00-00-000000-1    one sweep
   offstage-report outputs                                          every run there is
@@ -85,11 +85,11 @@ def _report(options: argparse.Namespace) -> None:
 
 def _texts(summary: Summary, options: argparse.Namespace, *, title: str) -> dict[str, str]:
     """Return the files of a report by name; the page is called ``title`` unless ``options`` say otherwise."""
-    from offstage.pipeline.report.exports import as_csv, as_json
+    from offstage.pipeline.report.exports import as_csv, as_json, as_latex
     from offstage.pipeline.report.page import Heading, report_page
 
     page = report_page(summary, Heading(options.title or title, options.author, options.caption))
-    texts = {"html": page, "csv": as_csv(summary), "json": as_json(summary)}
+    texts = {"html": page, "csv": as_csv(summary), "json": as_json(summary), "tex": as_latex(summary)}
     return {f"report.{kind}": text for kind, text in texts.items()}
 
 
