@@ -129,16 +129,17 @@ def _points(series: Sequence[Series]) -> list[Point]:
 
 def _series_figure(series: Sequence[Series], jobs: Sequence[Job], across: _Across, axis: dict[str, Any]) -> go.Figure:
     ends = [end for point in _points(series) for end in (point.least, point.y, point.largest) if end is not None]
-    traces = [trace for index, entry in enumerate(series) for trace in _traces(entry, index, jobs, across)]
+    inks = [colour("rest") if entry.name == OTHERS else SERIES[index] for index, entry in enumerate(series)]
+    traces = [trace for entry, ink in zip(series, inks, strict=True) for trace in _lines(entry, ink, across)]
     for name in _MEANINGS:  # one entry of the legend stands for all of a kind, and shows or hides them
         for trace in [each for each in traces if each.legendgroup == name][1:]:
             trace.showlegend = False
+    traces += [_measured(entry, index, inks[index], jobs, across) for index, entry in enumerate(series)]
     return figure(traces, xaxis=axis, yaxis=scale("time a token", "seconds", ends), showlegend=True)
 
 
-def _traces(entry: Series, index: int, jobs: Sequence[Job], across: _Across) -> Iterator[go.Scatter]:
-    """Yield the lines of one series, what is measured last and so on top; what isn't one setting has no line."""
-    ink = colour("rest") if entry.name == OTHERS else SERIES[index]
+def _lines(entry: Series, ink: str, across: _Across) -> Iterator[go.Scatter]:
+    """Yield the lines of one series that are not measured; what isn't one setting has none."""
     for name, (dash, text) in _MEANINGS.items() if entry.name != OTHERS else ():
         if points := getattr(entry, name):
             yield go.Scatter(
@@ -147,7 +148,6 @@ def _traces(entry: Series, index: int, jobs: Sequence[Job], across: _Across) -> 
                 marker={"color": ink, "symbol": "line-ew-open", "size": 24},
                 **shown([_told(point, entry, across, text) for point in points], [point.link for point in points]),
             )  # fmt: skip
-    yield _measured(entry, index, ink, jobs, across)
 
 
 def _measured(entry: Series, index: int, ink: str, jobs: Sequence[Job], across: _Across) -> go.Scatter:

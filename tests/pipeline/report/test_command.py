@@ -92,10 +92,10 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in found]
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     assert policy == (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
-        f"script-src {' '.join(f"'sha256-{digest}'" for digest in digests)}"
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src 'sha256-{}' 'sha256-{}'".format(
+            *digests
+        )
     ), "two scripts may run, by their digests alone, and nothing may be asked for anywhere"
-    assert len(digests) == 2
     for fetching in ("<link", "<img", "<iframe", "@import", "src=", "url(http", 'href="http'):
         assert fetching not in page
 

@@ -48,7 +48,7 @@ def test_the_table_for_a_paper_has_the_headings_units_and_cells_of_the_page(tmp_
     lines = as_latex(summarise(find([tmp_path]))).splitlines()
     assert lines[0] == r"\begin{tabular}{lllrrrrr}"
     assert lines[2] == (
-        r"job & status & device\_map & budget cpu, GB & time a token, s & speed, tokens/s & streamed a token, GB & "
+        r"job & status & device\_map & budget cpu, GB & time a token, ms & speed, tokens/s & streamed a token, GB & "
         r"peak cpu, GB \\"
     )
-    assert lines[4] == r"\#0 & completed & a\_b \& 50\% & 1.00 & 0.250 & 4.00 & 2.00 & 1.40 \\"
+    assert lines[4] == r"\#0 & completed & a\_b \& 50\% & 1.00 & 250.0 & 4.00 & 2.00 & 1.40 \\"

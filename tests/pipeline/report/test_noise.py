@@ -110,7 +110,7 @@ def test_what_an_earlier_run_measured_is_hollow_and_said(tmp_path: Path) -> None
     folder = write_jobs(tmp_path, [sample(0.5)], [sample(0.6, earlier=True)])
     run([str(folder)])
     page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
-    assert page.count("hollow: measured by an earlier run") == 2, "in the plots of speed"
+    assert page.count("A hollow mark was measured by an earlier run.") == 2, "in the plots of speed"
     assert [point["cached"] for point in told["checkpoints"][0]["seconds_per_token_by_budget"][0]["measured"]] == [
         False,
         True,
