@@ -129,8 +129,9 @@ def _points(series: Sequence[Series]) -> list[Point]:
 
 def _series_figure(series: Sequence[Series], jobs: Sequence[Job], across: _Across, axis: dict[str, Any]) -> go.Figure:
     ends = [end for point in _points(series) for end in (point.least, point.y, point.largest) if end is not None]
-    inks = [colour("rest") if entry.name == OTHERS else SERIES[index] for index, entry in enumerate(series)]
-    traces = [trace for entry, ink in zip(series, inks, strict=True) for trace in _lines(entry, ink, across)]
+    colours = iter(SERIES)
+    inks = [colour("rest") if entry.name == OTHERS else next(colours) for entry in series]
+    traces = [trace for entry, ink in zip(series, inks, strict=True) for trace in _lines(entry, ink)]
     for name in _MEANINGS:  # one entry of the legend stands for all of a kind, and shows or hides them
         for trace in [each for each in traces if each.legendgroup == name][1:]:
             trace.showlegend = False
@@ -138,15 +139,14 @@ def _series_figure(series: Sequence[Series], jobs: Sequence[Job], across: _Acros
     return figure(traces, xaxis=axis, yaxis=scale("time a token", "seconds", ends), showlegend=True)
 
 
-def _lines(entry: Series, ink: str, across: _Across) -> Iterator[go.Scatter]:
-    """Yield the lines of one series that are not measured; what isn't one setting has none."""
+def _lines(entry: Series, ink: str) -> Iterator[go.Scatter]:
+    """Yield the lines of one series that are not measured; what isn't one setting has none. The marks tell theirs."""
     for name, (dash, text) in _MEANINGS.items() if entry.name != OTHERS else ():
         if points := getattr(entry, name):
             yield go.Scatter(
                 x=[point.x for point in points], y=[point.y for point in points], name=named(text), legendgroup=name,
                 mode="lines" if len(points) > 1 else "markers", line={"color": ink, "dash": dash, "width": 1.5},
-                marker={"color": ink, "symbol": "line-ew-open", "size": 24},
-                **shown([_told(point, entry, across, text) for point in points], [point.link for point in points]),
+                marker={"color": ink, "symbol": "line-ew-open", "size": 24}, hoverinfo="skip",
             )  # fmt: skip
 
 
@@ -179,7 +179,13 @@ def _told(point: Point, entry: Series, across: _Across, more: str) -> str:
     if point.least is not None:
         time += f", from {tell(point.least, 'seconds')} to {tell(point.largest, 'seconds')}"
     where = f"{across.title} {tell(point.x, across.kind)}"
-    return told(point.job, entry.name, where, time, more, EARLIER * point.cached, BUSY * point.busy)
+    lines = [
+        f"{name} {tell(each.y, 'seconds')}"
+        for name in _MEANINGS
+        for each in getattr(entry, name)
+        if each.job == point.job
+    ]
+    return told(point.job, entry.name, where, time, *lines, more, EARLIER * point.cached, BUSY * point.busy)
 
 
 def _hollow(points: Sequence[Point]) -> str:

@@ -138,7 +138,7 @@ def test_a_mark_tells_its_job_and_numbers_to_who_points_at_it(desk: Browser) -> 
     told = desk.evaluate(f"new Promise(done => setTimeout(() => done({HOVERED}), 300))")
     assert "#0" in told
     assert "budget 1.00 GB" in told
-    assert "time a token 1.562 s" in told
+    assert "time a token 1.562 spredicted 700.0 msbound 1.562 s" in told
 
 
 def test_a_rectangle_zooms_and_a_double_click_shows_all_again(desk: Browser) -> None:
