@@ -154,7 +154,13 @@ def _measured(entry: Series, index: int, ink: str, jobs: Sequence[Job], across: 
     """Return a mark a job with a bar from its least to its largest sample, hollow where an earlier run took them."""
     points, beat = entry.measured, frozenset(faster_than_storage(jobs))
     shape = _MARKERS[index % len(_MARKERS)]
-    texts = [_told(point, entry, across, "less than its storage needs" * (point.job in beat)) for point in points]
+    also: dict[str, list[str]] = {point.job: [] for point in points}
+    for name in _MEANINGS:
+        for point in getattr(entry, name):
+            also[point.job].append(f"{name} {tell(point.y, 'seconds')}")
+    for job in beat & also.keys():
+        also[job].append("less than its storage needs")
+    texts = [_told(point, entry.name, across, also[point.job]) for point in points]
     spread = any(point.least is not None for point in points)
     bars = {
         "array": [(point.largest or point.y) - point.y for point in points],
@@ -174,18 +180,12 @@ def _measured(entry: Series, index: int, ink: str, jobs: Sequence[Job], across: 
     )  # fmt: skip
 
 
-def _told(point: Point, entry: Series, across: _Across, more: str) -> str:
+def _told(point: Point, name: str, across: _Across, lines: Sequence[str]) -> str:
     time = f"time a token {tell(point.y, 'seconds')}"
     if point.least is not None:
         time += f", from {tell(point.least, 'seconds')} to {tell(point.largest, 'seconds')}"
     where = f"{across.title} {tell(point.x, across.kind)}"
-    lines = [
-        f"{name} {tell(each.y, 'seconds')}"
-        for name in _MEANINGS
-        for each in getattr(entry, name)
-        if each.job == point.job
-    ]
-    return told(point.job, entry.name, where, time, *lines, more, EARLIER * point.cached, BUSY * point.busy)
+    return told(point.job, name, where, time, *lines, EARLIER * point.cached, BUSY * point.busy)
 
 
 def _hollow(points: Sequence[Point]) -> str:
