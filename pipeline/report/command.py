@@ -1,9 +1,10 @@
-"""The command ``offstage-report``: run records in, a page, two files and a table out."""
+"""The command ``offstage-report``: run records in, a page, three files and a table out."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,9 @@ from offstage.pipeline.terminal import Screen
 if TYPE_CHECKING:
     from offstage.pipeline.report.summary import Summary
 
-_DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv and
-report.json into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above several,
-such as outputs/."""
+_DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv,
+report.json and report.tex into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above
+several, such as outputs/."""
 _EXAMPLES = """examples:
   offstage-report outputs/multirun/2026-01-31/12-00-00-000000-1    one sweep
   offstage-report outputs                                          every run there is
@@ -84,11 +85,11 @@ def _report(options: argparse.Namespace) -> None:
 
 def _texts(summary: Summary, options: argparse.Namespace, *, title: str) -> dict[str, str]:
     """Return the files of a report by name; the page is called ``title`` unless ``options`` say otherwise."""
-    from offstage.pipeline.report.exports import as_csv, as_json
+    from offstage.pipeline.report.exports import as_csv, as_json, as_latex
     from offstage.pipeline.report.page import Heading, report_page
 
     page = report_page(summary, Heading(options.title or title, options.author, options.caption))
-    texts = {"html": page, "csv": as_csv(summary), "json": as_json(summary)}
+    texts = {"html": page, "csv": as_csv(summary), "json": as_json(summary), "tex": as_latex(summary)}
     return {f"report.{kind}": text for kind, text in texts.items()}
 
 
@@ -129,8 +130,8 @@ def _compare(one: Path, other: Path, *, output: Path | None) -> None:
 def _require_libraries() -> None:
     """Say what to install where the extra is missing, before any record is read."""
     try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
+        for name in ("jinja2", "pandas", "plotly", "itables"):
+            import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"offstage-report needs {error.name}, which isn't installed: pip install 'offstage-pipeline[report]'"

@@ -1,14 +1,14 @@
-"""``report.csv`` and ``report.json``: every number of the report, raw, for the tools that come after it."""
+"""``report.csv`` and ``report.json``, every number raw for other tools, and ``report.tex``, the table for a paper."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import pandas
 
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup
 from offstage.pipeline.report.comparison import RunComparison
@@ -36,11 +36,18 @@ def as_csv(summary: Summary) -> str:
             for name in names:
                 settings[name][f"config.{entry.key}"] = value
     rows = [{name: _cell(value) for name, value in _row(job, settings[job.name]).items()} for job in summary.jobs]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, fieldnames=_names(rows), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    csv: str = pandas.DataFrame(rows, columns=_names(rows), dtype=object).to_csv(index=False, lineterminator="\n")
+    return csv
+
+
+def as_latex(summary: Summary) -> str:
+    """Return the table of jobs as the page has it, each heading with its unit, for a paper."""
+    heads = [f"{column.title}, {column.unit}" if column.unit else column.title for column in summary.table]
+    sides = "".join("r" if column.numeric else "l" for column in summary.table)
+    rows = zip(*(column.cells for column in summary.table), strict=True)
+    table = pandas.DataFrame(rows, columns=heads)
+    latex: str = table.to_latex(index=False, escape=True, column_format=sides)
+    return latex
 
 
 def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:

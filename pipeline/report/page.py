@@ -12,33 +12,37 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from plotly.offline import get_plotlyjs
 
+from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
 from offstage.pipeline.report.comparison import RunComparison
 from offstage.pipeline.report.conditions import told_differences
-from offstage.pipeline.report.figures import Picture
-from offstage.pipeline.report.plots.experts import expert_picture
-from offstage.pipeline.report.plots.lockstep import lockstep_picture
-from offstage.pipeline.report.plots.memory import memory_picture
-from offstage.pipeline.report.plots.memory_timeline import timeline_picture
-from offstage.pipeline.report.plots.pareto import pareto_picture
-from offstage.pipeline.report.plots.placement import placement_picture
+from offstage.pipeline.report.figures import Picture, linked
+from offstage.pipeline.report.plots.layers import expert_picture, placement_picture
+from offstage.pipeline.report.plots.memory import memory_picture, timeline_picture
 from offstage.pipeline.report.plots.samples import sample_picture
-from offstage.pipeline.report.plots.speed import speed_picture
+from offstage.pipeline.report.plots.speed import lockstep_picture, pareto_picture, speed_picture
 from offstage.pipeline.report.plots.stage_times import stage_picture
 from offstage.pipeline.report.plots.training import loss_picture
 from offstage.pipeline.report.quantities import MISSING, listed
-from offstage.pipeline.report.speed import drawn_front
+from offstage.pipeline.report.records import Number
+from offstage.pipeline.report.run_folders import natural
 from offstage.pipeline.report.summary import Fact, Summary, group_facts, headline
+from offstage.pipeline.report.table import Column
 
 MOST_ANSWERS = 6
 MOST_FAILURES = 24
 """So many different reasons why jobs aren't completed are told."""
-ROWS_A_PAGE = 100
-"""So many rows of the table are laid out at once: with thousands a browser takes seconds at each change."""
+FEW_JOBS = 12
+"""So many jobs are looked through without a filter."""
+MOST_CHOICES = 12
+"""Of a column with so many different words at most, some of them can be chosen."""
 MOST_SECTIONS = 8
 """So many checkpoints have a section of their own, with pictures; the table has the jobs of all."""
 _MOST_CHARACTERS = 600
+_BUNDLE = files("itables").joinpath("html")
+"""Where DataTables is, for a page that fetches nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +75,55 @@ def report_page(summary: Summary, heading: Heading) -> str:
         rows=_rows(summary),
         most_answers=MOST_ANSWERS,
         most_failures=MOST_FAILURES,
-        script=Markup(files("offstage.pipeline.report").joinpath("templates", "table.js").read_text(encoding="utf-8")),
+        scripts=_scripts(),
+        table_style=Markup(_BUNDLE.joinpath("dt_bundle.css").read_text(encoding="utf-8")),
     )
 
 
-def _rows(summary: Summary) -> dict[str, Any]:
-    """Return all of the table's rows as the page's script has them, column by column, each cell no longer than shown.
+def _scripts() -> list[tuple[str, Markup]]:
+    """Return the page's scripts with their types: plotly.js, then DataTables with what this page does with both.
 
-    ``reasons`` has, for each row of a job that isn't completed, the number of the entry that says why, 0 without one.
+    The bundle is a module that exports its DataTable; in the page nothing can import it, so it goes by its own name.
     """
+    bundle = _BUNDLE.joinpath("dt_bundle.js").read_text(encoding="utf-8")
+    own = files("offstage.pipeline.report").joinpath("templates", "page.js").read_text(encoding="utf-8")
+    exported = re.search(r"([\w$]+) as default\b", bundle)
+    if exported is None:
+        raise ConfigError("itables: its DataTables bundle has no default export; install itables 2.9")
+    table = f"{bundle}\n{own.replace('DATATABLE', exported[1])}"
+    return [("text/javascript", Markup(get_plotlyjs())), ("module", Markup(table))]
+
+
+def _rows(summary: Summary) -> dict[str, Any]:
+    """Return the table as the page's script has it: of each cell its HTML, and the number that it is sorted by."""
     shown = enumerate(summary.failures[:MOST_FAILURES], 1)
-    reasons = {job.name: number for number, failure in shown for job in failure.jobs}
-    return {
-        "page": ROWS_A_PAGE,
-        "missing": MISSING,
-        "links": [job.link for job in summary.jobs],
-        "reasons": [reasons.get(job.name, 0) for job in summary.jobs],
-        "columns": [
-            {"title": column.title, "cells": column.cells, "values": column.values or None} for column in summary.table
-        ],
-    }
+    reasons = {job.name: f"#failure-{number}" for number, failure in shown for job in failure.jobs}
+    links = {"job": [job.link for job in summary.jobs], "status": [reasons.get(job.name, "") for job in summary.jobs]}
+    cells = [_cells(column, links.get(column.title, [""] * len(summary.jobs))) for column in summary.table]
+    many = len(summary.jobs) > FEW_JOBS
+    columns = [
+        {
+            "title": _heading(column),
+            "numeric": column.numeric,
+            "choices": column.sets_apart and 1 < len(set(column.cells)) <= MOST_CHOICES,
+        }
+        for column in summary.table
+    ]
+    return {"many": many, "columns": columns, "rows": list(zip(*cells, strict=True))}
+
+
+def _cells(column: Column, links: Sequence[str]) -> list[tuple[str, Number | None]]:
+    """Return the cells of ``column``; words are sorted as people do, #2 before #10, and what says nothing is last."""
+    ranks = {word: rank for rank, word in enumerate(sorted(set(column.cells) - {MISSING}, key=natural))}
+    keys = column.values or tuple(map(ranks.get, column.cells))
+    words = [linked(word, link) for word, link in zip(column.cells, links, strict=True)]
+    return list(zip(words, keys, strict=True))
+
+
+def _heading(column: Column) -> Markup:
+    """Return a heading that may go on in a new line after the dots and underscores of a key, with its unit."""
+    title = Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(column.title))))
+    return Markup('{} <span class="unit">{}</span>').format(title, column.unit) if column.unit else title
 
 
 def comparison_page(comparison: RunComparison) -> str:
@@ -105,7 +138,7 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
         speed_picture(group.series, jobs),
         lockstep_picture(jobs),
         sample_picture(jobs, names, group.noise, most=MOST_ROWS),
-        pareto_picture(drawn_front(group.front)),
+        pareto_picture(group.front),
         placement_picture(group.placements, jobs, names),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs, names),
@@ -122,21 +155,13 @@ def _sections(groups: Sequence[CheckpointGroup]) -> list[CheckpointSection]:
     for group in groups:
         drawn, number = pictures(group), len(sections) + 1
         if len(sections) < MOST_SECTIONS and (drawn or group.answers):
-            drawn = [_numbered(one, number) for one in drawn] if number > 1 else drawn
+            drawn = [replace(one, name=f"{one.name}-{number}") for one in drawn] if number > 1 else drawn
             sections.append(CheckpointSection(group, group_facts(group), drawn))
     return sections
 
 
-def _numbered(picture: Picture, number: int) -> Picture:
-    """Return ``picture`` with ``number`` in its id and in all ids of its drawings."""
-    name = f"{picture.name}-{number}"
-    ids = re.compile(rf'(\bid="|aria-labelledby="|href="#|url\(#){re.escape(picture.name)}-')
-    wide, narrow = (ids.sub(rf"\g<1>{name}-", drawing) for drawing in (picture.wide, picture.narrow))
-    return replace(picture, name=name, wide=wide, narrow=narrow)
-
-
 def _render(template: str, **content: object) -> str:
-    """Fill in ``template``. Everything is escaped but our own SVG, whose texts matplotlib has escaped, and script."""
+    """Fill in ``template``. Everything is escaped but the libraries' scripts and style."""
     environment = Environment(
         loader=PackageLoader("offstage.pipeline.report"),
         autoescape=True,
@@ -145,17 +170,12 @@ def _render(template: str, **content: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"listed": listed, "svg": Markup, "cut": _cut, "breakable": _breakable, "sha256": _sha256}
+    environment.filters |= {"listed": listed, "cut": _cut, "sha256": _sha256}
     return environment.get_template(template).render(content)
 
 
-def _breakable(title: str) -> Markup:
-    """Return a heading that may go on in a new line after the dots and underscores of a key."""
-    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(title))))
-
-
 def _sha256(script: str) -> str:
-    """Return what the page's policy names the one script by that may run."""
+    """Return what the page's policy names a script by that may run."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 

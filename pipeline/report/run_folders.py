@@ -112,10 +112,12 @@ def _fault(folders: Sequence[str], files: Sequence[str]) -> str | None:
 
 def _natural(path: Path) -> list[tuple[tuple[int, int, str], ...]]:
     """Return a sort key that puts job 2 before job 10."""
-    return [
-        tuple((0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in re.split(r"(\d+)", part))
-        for part in path.parts
-    ]
+    return list(map(natural, path.parts))
+
+
+def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key that takes the numbers in ``text`` for numbers."""
+    return tuple((0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in re.split(r"(\d+)", text))
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

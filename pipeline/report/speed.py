@@ -23,8 +23,6 @@ PREDICTED_SECONDS = "predicted_seconds_per_token"
 PREDICTED_BOUND = "predicted_bound"
 DISK = "disk"
 MOST_SERIES = 6
-MOST_POINTS = 400
-"""So many points of a kind are drawn: beyond that marks lie on one another, and a page with them opens slowly."""
 OTHERS = "all others"
 _BUDGET, _LOCKSTEP, _OUTPUTS = "max_memory", "generate.lockstep", "outputs"
 
@@ -197,36 +195,3 @@ def pareto(jobs: Sequence[Job]) -> Front:
 def known(held: Bytes) -> Mapping[str, Number]:
     """Return the devices whose bytes are known."""
     return {device: count for device, count in held.items() if count is not None}
-
-
-def drawn_series(series: Sequence[Series]) -> tuple[Series, ...]:
-    """Return ``series`` with no more points than a plot needs; see ``thinned``."""
-    most = MOST_POINTS // max(1, len(series))
-    return tuple(
-        Series(each.name, thinned(each.measured, most), thinned(each.predicted, most), thinned(each.bound, most))
-        for each in series
-    )
-
-
-def drawn_front(front: Front) -> Front:
-    """Return ``front`` with no more beaten points than a plot needs; all that no other beats are kept."""
-    best = set(front.best)
-    beaten = thinned([point for point in front.points if point not in best], MOST_POINTS)
-    return Front(tuple(sorted((*best, *beaten), key=lambda point: (point.x, -point.y))), front.best)
-
-
-def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
-    """Return ``points``, which are by x, of more than ``most`` the lowest and the highest of each stretch of them.
-
-    So the outline of a cloud stays what it is, where thousands of marks lie on one another.
-    """
-    if len(points) <= most:
-        return tuple(points)
-    stretch = -(-2 * len(points) // most)
-    parts = (points[start : start + stretch] for start in range(0, len(points), stretch))
-    ends = ({min(part, key=_height), max(part, key=_height)} for part in parts)
-    return tuple(point for pair in ends for point in sorted(pair, key=lambda point: (point.x, point.y, point.job)))
-
-
-def _height(point: Point) -> Number:
-    return point.y

@@ -25,8 +25,6 @@ PASSES, TOKENS_A_PASS = "passes", "tokens_per_pass"
 _LONGEST = 600
 """So many characters of a cell are kept: a prompt may have thousands, and the table has it once for each job."""
 _OF_CHECKPOINT = ("model.kind", "model.path", "model._target_")
-MOST_CHOICES = 12
-"""Of a column with so many different words at most, one of them can be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,6 @@ class Column:
     numeric: bool = False
     values: tuple[Number | None, ...] = ()
     sets_apart: bool = False
-
-    @property
-    def choices(self) -> list[str]:
-        """The different cells, where jobs can be picked by one of them; else nothing."""
-        words = sorted(set(self.cells)) if self.sets_apart and not self.numeric else []
-        return words if 1 < len(words) <= MOST_CHOICES else []
 
 
 def job_table(

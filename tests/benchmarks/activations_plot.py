@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from offstage.pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
 from offstage.pipeline.report.quantities import Kind
-from tests.benchmarks.linear_plot import picture
+from tests.benchmarks.plot_style import COLOURS, dress, in_unit, measure_linear, picture
 
 if TYPE_CHECKING:
     from tests.benchmarks.activation_sides import SideRun
@@ -36,7 +35,7 @@ def draw(results: Sequence[PlaceResult], path: Path) -> None:
 
 def _paint(axes: Axes, result: PlaceResult, figure_of: Figures, *, kind: Kind, label: str) -> None:
     """Draw ours against the ratio, and a level for each side that has none."""
-    unit = measure_linear(axes, "y", [figure_of(side) for side in result.sides], kind, size=WIDE)
+    unit = measure_linear(axes, "y", [figure_of(side) for side in result.sides], kind)
     axes.set_xlim(0, 1)
     dress(axes, x_label="ratio offloaded", y_label=in_unit(label, unit))
     points = [(float(side.side), figure_of(side)) for side in result.sides if side.side not in LEVELS]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from offstage.pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
-from tests.benchmarks.linear_plot import picture
+from tests.benchmarks.plot_style import COLOURS, dress, in_unit, measure_linear, picture
 
 if TYPE_CHECKING:
     from tests.benchmarks.codec_table import StoragePoint
@@ -23,8 +22,8 @@ def draw(found: Sequence[StoragePoint], path: Path) -> None:
         axes = figure.subplots()
         rates = [point.rate for point in found]
         times = [value for point in found for each in (point.seconds, point.predicted) for value in each.values()]
-        unit = measure_linear(axes, "x", rates, "bytes", size=WIDE)
-        time_unit = measure_linear(axes, "y", times, "seconds", size=WIDE)
+        unit = measure_linear(axes, "x", rates, "bytes")
+        time_unit = measure_linear(axes, "y", times, "seconds")
         dress(axes, x_label=f"storage, {unit} a second", y_label=in_unit("time a token", time_unit))
         for number, side in enumerate(NAMES):
             _paint_side(axes, found, side, colour=COLOURS[f"s{number}"])

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from offstage.pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_counts, measure_linear
-from tests.benchmarks.linear_plot import picture
+from tests.benchmarks.plot_style import COLOURS, dress, in_unit, measure_counts, measure_linear, picture
 
 if TYPE_CHECKING:
     from tests.benchmarks.lockstep import GroupResult
@@ -34,7 +33,7 @@ def _scale(axes: Axes, found: Sequence[GroupResult]) -> None:
     """Scale the axes: from one group to the next twice as many prompts are the same way."""
     rates = [1 / min(group.seconds) for group in found]
     rates += [1 / group.predicted for group in found if group.predicted]
-    measure_linear(axes, "y", rates, "rate", size=WIDE)
+    measure_linear(axes, "y", rates, "rate")
     scale = measure_counts(axes, [group.size for group in found])
     dress(axes, x_label=in_unit("prompts together", scale), y_label="tokens a second, of all prompts")
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from offstage.pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
-from tests.benchmarks.linear_plot import picture
+from tests.benchmarks.plot_style import COLOURS, dress, in_unit, measure_linear, picture
 
 if TYPE_CHECKING:
     from tests.benchmarks.mixture import CapResult
@@ -31,9 +30,9 @@ def draw(results: Sequence[CapResult], path: Path) -> None:
 
 def _paint_seconds(axes: Axes, caps: Sequence[float], lines: dict[str, Line]) -> None:
     """Draw the seconds a token of each tool."""
-    cap_unit = measure_linear(axes, "x", caps, "bytes", size=WIDE)
+    cap_unit = measure_linear(axes, "x", caps, "bytes")
     every = [value for line in lines.values() for value in line if value is not None]
-    unit = measure_linear(axes, "y", every, "seconds", size=WIDE)
+    unit = measure_linear(axes, "y", every, "seconds")
     dress(axes, x_label=in_unit("hard cap on memory", cap_unit), y_label=in_unit("time a token", unit))
     for number, (name, line) in enumerate(lines.items()):
         _paint_line(axes, caps, line, colour=COLOURS[f"s{number}"], name=name)
@@ -41,7 +40,7 @@ def _paint_seconds(axes: Axes, caps: Sequence[float], lines: dict[str, Line]) ->
 
 def _paint_hits(axes: Axes, caps: Sequence[float], rates: Line) -> None:
     """Draw the share of the wanted experts that were in a slot."""
-    cap_unit = measure_linear(axes, "x", caps, "bytes", size=WIDE)
+    cap_unit = measure_linear(axes, "x", caps, "bytes")
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     dress(axes, x_label=in_unit("hard cap on memory", cap_unit), y_label="experts that were kept when wanted")

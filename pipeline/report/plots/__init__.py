@@ -1,1 +1,1 @@
-"""The plots of a report, one file each; every one turns numbers into a ``Picture``, or None where there are none."""
+"""The plots of a report, by their subjects; each turns numbers into a ``Picture``, or None where there are none."""

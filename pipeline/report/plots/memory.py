@@ -1,30 +1,31 @@
-"""Peaks of memory against the budget, by job and device; what the process holds without any weight told apart."""
+"""Peaks of memory against the budget, and memory over time; what the process holds without any weight told apart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+import plotly.graph_objects as go
 
 from offstage.pipeline.report.figures import (
-    COLOURS,
     EARLIER,
-    Key,
+    SERIES,
     Picture,
-    Size,
-    bar_place,
+    colour,
     device_colour,
-    dress,
-    in_unit,
-    measure_linear,
-    name_rows,
-    picture,
-    row_height,
-    row_names,
+    figure,
+    named,
+    named_rows,
+    on_panel,
+    scale,
+    shown,
+    stacked,
+    told,
     told_first,
 )
 from offstage.pipeline.report.placements import device_title
+from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.report.records import Number, Run
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import known
@@ -32,7 +33,8 @@ from offstage.pipeline.report.table import devices
 
 MOST_DEVICES = 4
 HOST = "cpu"
-BASE = "the process without weights: Python, torch, transformers"
+BASE = "the process without weights"
+PREDICTED, BUDGET = "predicted peak", "budget of weights"
 
 
 def base_bytes(run: Run, device: str) -> Number:
@@ -50,57 +52,65 @@ def memory_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int)
     rows, columns = measured[:most], devices(measured, lambda run: run.measured)[:MOST_DEVICES]
     if not rows or not columns:
         return None
-    return picture(
-        "memory",
-        lambda figure, size: _paint(figure, size, rows, columns, labels),
-        title="Memory against the budget",
-        caption=_caption(rows) + told_first(len(rows), len(measured)),
-        keys=_keys(rows, columns),
-        height=lambda size: (90 + row_height(size) * len(rows)) * (len(columns) if size.narrow else 1),
+    traces: list[Any] = []
+    axes = []
+    for place, device in enumerate(columns):
+        traces += _peaks(rows, device, first=not place, **on_panel(place))
+        ends = [end for job in rows for end in (*_limits(job.run, device), job.run.measured.get(device)) if end]
+        axes.append((scale(device_title(device), "bytes", ends, linear=True), named_rows(rows, labels)))
+    drawn = figure(
+        traces, rows=len(rows), panels=len(columns), barmode="stack", bargap=0.38, showlegend=True, **stacked(axes)
     )
+    caption = _caption(rows) + told_first(len(rows), len(measured))
+    return Picture("memory", "Memory against the budget", caption, drawn)
 
 
 def _caption(rows: Sequence[Job]) -> str:
     bases = [base_bytes(job.run, HOST) for job in rows]
-    told = "Bars are measured, lines across them are not. The budget counts weights alone; peaks count all that the "
-    told += "process holds"
-    if not any(bases):
-        return told + ", on the cpu Python and torch too."
-    rest = "" if all(bases) else ", where the record has that part"
-    return told + f". What it held before any weight is a part of its own{rest}, and the budget begins at its end."
+    text = "Bars are measured, lines across them are not. The budget counts weights alone; peaks count all that the "
+    text += "process holds"
+    if any(bases):
+        rest = "" if all(bases) else ", where the record has that part"
+        text += f". What it held before any weight (Python, torch, transformers) is a part of its own{rest}, and the"
+        text += " budget begins at its end."
+    else:
+        text += ", on the cpu Python and torch too."
+    return text + f" An outlined bar was {EARLIER}." * any(job.run.provenance.is_cached for job in rows)
 
 
-def _keys(rows: Sequence[Job], columns: Sequence[str]) -> list[Key]:
-    keys = [Key(device_colour(device), "fill", f"measured peak, {device_title(device)}") for device in columns]
-    keys += [Key("grid", "fill", BASE)] * any(base_bytes(job.run, HOST) for job in rows)
-    keys += [Key("muted", "outline", EARLIER)] * any(job.run.provenance.is_cached for job in rows)
-    return [*keys, Key("ink", "dotted-tick", "predicted peak"), Key("ink", "tick", "budget of weights")]
+def _peaks(rows: Sequence[Job], device: str, *, first: bool, **panel: Any) -> Iterator[Any]:
+    """Yield the bars of ``device``, the process's part before the rest, and the lines across them."""
+    peaks = [known(job.run.measured).get(device, 0) for job in rows]
+    bases = [base_bytes(job.run, device) for job in rows]
+    title, links = f"measured peak, {device_title(device)}", [job.link for job in rows]
+    texts = [
+        told(job.name, f"{title} {tell(peak, 'bytes')}", EARLIER * job.run.provenance.is_cached)
+        for job, peak in zip(rows, peaks, strict=True)
+    ]
+    if any(bases):
+        parts = [told(job.name, f"{BASE} {tell(base, 'bytes')}") for job, base in zip(rows, bases, strict=True)]
+        yield _bar(rows, bases, colour("rest"), name=BASE, **panel, **shown(parts, links))
+    rest = [peak - base for peak, base in zip(peaks, bases, strict=True)]
+    yield _bar(rows, rest, device_colour(device), name=title, **panel, **shown(texts, links))
+    for place, (name, ink) in enumerate({PREDICTED: SERIES[1], BUDGET: colour("ink")}.items()):
+        ends = [(row, job, end) for row, job in enumerate(rows) if (end := _limits(job.run, device)[place]) is not None]
+        yield go.Scatter(
+            x=[end for *_, end in ends], y=[row for row, *_ in ends], mode="markers", name=name, legendgroup=name,
+            showlegend=first, marker={"symbol": "line-ns-open", "size": 20, "color": ink, "line": {"width": 2.5}},
+            **shown([_told(job, device, name, end) for _, job, end in ends], [job.link for _, job, _ in ends]), **panel,
+        )  # fmt: skip
 
 
-def _paint(figure: Figure, size: Size, rows: Sequence[Job], columns: Sequence[str], labels: Mapping[str, str]) -> None:
-    shape = (len(columns), 1) if size.narrow else (1, len(columns))
-    panels = figure.subplots(*shape, squeeze=False).ravel()
-    for place, (axes, device) in enumerate(zip(panels, columns, strict=True)):
-        _panel(axes, rows, device, size=size)
-        name_rows(axes, row_names(rows, labels), size=size)
-        if place and not size.narrow:
-            axes.set_yticks([])
+def _told(job: Job, device: str, name: str, end: Number) -> str:
+    begins = base_bytes(job.run, device) if name == BUDGET else 0
+    return told(job.name, f"{name} {tell(end - begins, 'bytes')}", f"ends at {tell(end, 'bytes')}" if begins else "")
 
 
-def _panel(axes: Axes, rows: Sequence[Job], device: str, *, size: Size) -> None:
-    offset, height = bar_place(size)
-    runs = [job.run for job in rows]
-    every = [held for run in runs for held in (*_limits(run, device), known(run.measured).get(device)) if held]
-    unit = measure_linear(axes, "x", every, "bytes", size=size)
-    dress(axes, x_label=in_unit(device_title(device), unit))
-    for row, (run, job) in enumerate(zip(runs, rows, strict=True)):
-        base, peak = base_bytes(run, device), known(run.measured).get(device, 0)
-        middle, hollow = row + offset, run.provenance.is_cached
-        _bar(axes, (0, base), (middle, height), colour=COLOURS["grid"], hollow=hollow, link=job.link)
-        _bar(axes, (base, peak), (middle, height), colour=COLOURS[device_colour(device)], hollow=hollow, link=job.link)
-        predicted, budget = _limits(run, device)
-        _line(axes, predicted, (middle, height), style=(0, (1, 1)))
-        _line(axes, budget, (middle, height), style="-")
+def _bar(rows: Sequence[Job], lengths: Sequence[Number], ink: str, **more: Any) -> go.Bar:
+    """Return a bar a row, an outline where an earlier run measured it."""
+    faces = [colour("page") if job.run.provenance.is_cached else ink for job in rows]
+    marker = {"color": faces, "line": {"color": ink, "width": 1.5}}
+    return go.Bar(x=list(lengths), y=list(range(len(rows))), orientation="h", marker=marker, **more)
 
 
 def _limits(run: Run, device: str) -> tuple[Number | None, Number | None]:
@@ -109,23 +119,58 @@ def _limits(run: Run, device: str) -> tuple[Number | None, Number | None]:
     return known(run.predicted).get(device), None if budget is None else base_bytes(run, device) + budget
 
 
-def _bar(
-    axes: Axes, ends: tuple[Number, Number], place: tuple[float, float], *, colour: str, hollow: bool, link: str
-) -> None:
-    """Draw a bar between ``ends`` at ``place``, its middle and height; an outline where an earlier run measured it."""
-    (begin, end), (middle, height) = ends, place
-    if end > begin:
-        face, edge = (COLOURS["page"], 1.6) if hollow else (colour, 0)
-        axes.barh(
-            middle, end - begin, height, left=begin, facecolor=face, edgecolor=colour, linewidth=edge, url=link or None
-        )
+def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:
+    """Return memory over time of the jobs that ran, None where no record of one holds a series.
+
+    One that was refused, or served from the cache, held no weights.
+    """
+    timed = [job for job in jobs if _ran(job.run) and any(job.run.series.values())]
+    rows, columns = timed[: len(SERIES)], devices(timed, lambda run: dict.fromkeys(run.series))[:MOST_DEVICES]
+    if not rows or not columns:
+        return None
+    traces: list[Any] = []
+    axes = []
+    for place, device in enumerate(columns):
+        traces += _curves(rows, device, labels, first=not place, **on_panel(place))
+        x, y = ([value for trace in traces for value in trace[name]] for name in "xy")
+        axes.append((scale("time", "seconds", x, linear=True), scale(device_title(device), "bytes", y, linear=True)))
+    caption = "What each device held while the job ran; a dotted line is where the budget of weights ends."
+    caption += " It begins above the process itself." * any(base_bytes(job.run, HOST) for job in rows)
+    drawn = figure(traces, panels=len(columns), showlegend=True, **stacked(axes))
+    return Picture("timeline", "Memory over time", caption + told_first(len(rows), len(timed)), drawn)
 
 
-def _line(axes: Axes, value: Number | None, place: tuple[float, float], *, style: object) -> None:
-    """Draw a line across a bar with a rim in the page's colour, so that it shows on the bar in either scheme."""
-    if value is None:
-        return
-    middle, height = place
-    ends = [middle - height * 0.68, middle + height * 0.68]
-    for colour, width, dashes in (("page", 4.5, "-"), ("ink", 1.8, style)):
-        axes.plot([value] * 2, ends, color=COLOURS[colour], linewidth=width, linestyle=dashes, clip_on=False)
+def _ran(run: Run) -> bool:
+    """Return whether ``run`` came to weights of its own: it measured, or ended early after it had a plan."""
+    if run.status == "completed":
+        return bool(known(run.measured)) and not run.provenance.is_cached
+    return bool(known(run.predicted))
+
+
+def _curves(
+    rows: Sequence[Job], device: str, labels: Mapping[str, str], *, first: bool, **panel: Any
+) -> Iterator[go.Scatter]:
+    """Yield what each job held on ``device``, its budget, and below them what the process is without weights.
+
+    The jobs' differ by little, and the middle one stands for all.
+    """
+    longest = max((second for job in rows for second, _ in job.run.series.get(device, ())), default=0)
+    if bases := [base for job in rows if (base := base_bytes(job.run, device))]:
+        yield go.Scatter(
+            x=[0, longest], y=[median(bases)] * 2, fill="tozeroy", mode="lines", name=BASE, hoverinfo="name",
+            line={"color": colour("rest"), "width": 0.5}, **panel,
+        )  # fmt: skip
+    for index, job in enumerate(rows):
+        curve, limit = job.run.series.get(device, ()), _limits(job.run, device)[1]
+        group = {"legendgroup": job.name, **panel}
+        texts = [told(job.name, f"{tell(held, 'bytes')} after {tell(second, 'seconds')}") for second, held in curve]
+        yield go.Scatter(
+            x=[second for second, _ in curve], y=[held for _, held in curve], mode="lines",
+            name=named(labels[job.name]), line={"color": SERIES[index], "width": 1.8}, showlegend=first, **group,
+            **shown(texts, [job.link] * len(curve)),
+        )  # fmt: skip
+        if limit is not None:
+            yield go.Scatter(
+                x=[0, longest], y=[limit] * 2, mode="lines", line={"color": SERIES[index], "dash": "dot", "width": 1.4},
+                showlegend=False, hoverinfo="text", hovertext=_told(job, device, BUDGET, limit), **group,
+            )  # fmt: skip

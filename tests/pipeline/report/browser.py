@@ -15,8 +15,18 @@ from typing import Any, BinaryIO
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 60
+DRAWN = """new Promise(done => {
+  const look = () => document.documentElement.dataset.drawn ? done() : setTimeout(look, 20);
+  look();
+})"""
+"""Waits until all pictures of a report are drawn."""
+FAULTS = """window.faults = [];
+addEventListener('securitypolicyviolation', event => faults.push(`${event.violatedDirective} ${event.blockedURI}`));
+addEventListener('error', event => faults.push(event.message));
+addEventListener('unhandledrejection', event => faults.push(`${event.reason}`));"""
+"""Notes in a page what its policy refused, and what its scripts failed of."""
 CONTRAST = """(() => {
-  const WORDS = 'p, h1, h2, td, th, li, code, a, dt, dd, label, input, select, th button, button:enabled, .which';
+  const WORDS = 'main > * p, h1, h2, td, th, li, code, a, dt, dd, label, input, .dt-button, .dtcc-button, .which';
   const light = text => {
     const parts = text.match(/[\\d.]+/g).slice(0, 3).map(part => part / 255);
     const [r, g, b] = parts.map(part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
@@ -25,7 +35,8 @@ CONTRAST = """(() => {
   const page = light(getComputedStyle(document.body).backgroundColor);
   const ratio = colour => { const l = light(colour); return (Math.max(l, page) + 0.05) / (Math.min(l, page) + 0.05); };
   const words = [...document.querySelectorAll(WORDS)].map(part => getComputedStyle(part).color);
-  const drawn = [...document.querySelectorAll('#speed svg text')].map(part => getComputedStyle(part).fill);
+  const texts = [...document.querySelectorAll('figure svg text:not(.bartext)')];
+  const drawn = texts.map(part => getComputedStyle(part).fill);
   return {page, worst: Math.min(...[...words, ...drawn].map(ratio))};
 })()"""
 """Gives how light the page is, and the worst contrast to it of any of its words."""
@@ -45,17 +56,27 @@ class Browser:
         self._session: str | None = None
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._ask("Page.enable")
+        self._ask("Page.addScriptToEvaluateOnNewDocument", source=FAULTS)
 
     def open(self, page: Path, *, width: int, scheme: str) -> None:
         """Load ``page`` on a screen of ``width`` CSS pixels in the colour ``scheme``."""
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self._ask("Emulation.setDeviceMetricsOverride", **metrics)
-        self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self._ask("Page.enable")
+        self.prefer(scheme)
         self._ask("Page.navigate", url=page.resolve().as_uri())
         self.evaluate(
             "new Promise(done => document.readyState == 'complete' ? done() : addEventListener('load', done))"
         )
+
+    def prefer(self, scheme: str) -> None:
+        """Tell the page that its reader prefers the colour ``scheme``."""
+        self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def draw(self, page: Path, *, width: int, scheme: str) -> None:
+        """Load the report ``page`` likewise, and wait until all of its pictures are drawn."""
+        self.open(page, width=width, scheme=scheme)
+        self.evaluate(DRAWN)
 
     def evaluate(self, script: str) -> Any:
         """Return what the JavaScript expression ``script`` gives in the page."""
@@ -70,6 +91,12 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             more = {"text": text} if text and kind == "keyDown" else {}
             self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
+
+    def point(self, x: float, y: float, *acts: str) -> None:
+        """Bring the mouse to ``x`` and ``y`` of what is seen, and do ``acts`` there: ``Pressed`` or ``Released``."""
+        for act in ("Moved", *acts):
+            held = {"button": "left", "clickCount": 1, "buttons": int(act == "Pressed")} if act != "Moved" else {}
+            self._ask("Input.dispatchMouseEvent", type=f"mouse{act}", x=x, y=y, **held)
 
     def screenshot(self, path: Path) -> None:
         """Write the whole page, as long as it is, to ``path``."""

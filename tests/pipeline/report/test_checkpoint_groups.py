@@ -10,6 +10,7 @@ from typing import Any
 from offstage.pipeline.report.checkpoint_groups import group_jobs
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.run_folders import find
+from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import sample, write_run
 
 
@@ -50,7 +51,7 @@ def test_each_checkpoint_has_a_section_and_no_id_is_there_twice(tmp_path: Path) 
     for number, path in enumerate(("/a/opt", "/b/llama", "/a/opt")):
         write(tmp_path / str(number), path=path)
     run([str(tmp_path)])
-    page = (tmp_path / "report.html").read_text()
+    page = markup(tmp_path / "report.html")
     assert "<h2>opt</h2>" in page
     assert "<h2>llama</h2>" in page
     ids = re.findall(r'\bid="([^"]+)"', page)

@@ -21,10 +21,11 @@ from offstage.pipeline.report.records import read_run
 from offstage.pipeline.report.run_folders import find
 from offstage.pipeline.report.summary import summarise
 from offstage.pipeline.report.terminal import show_summary
+from tests.pipeline.report.pages import markup, scripts
 from tests.pipeline.report.sample_runs import write_many, write_run, write_sweep
 
 EVIL = "<script>alert(1)</script>&\"'$x_1$ {{ 7*7 }}"
-WITHOUT = "import sys; sys.modules['matplotlib'] = None; from offstage.pipeline.report.command import main; main()"
+WITHOUT = "import sys; sys.modules['plotly'] = None; from offstage.pipeline.report.command import main; main()"
 MEASURE = """
 import re, sys, time
 from pathlib import Path
@@ -36,13 +37,14 @@ print("SECONDS", time.process_time() - began, "BYTES", int(peak[1]) * 1024)
 """
 
 
-def test_a_sweep_leaves_three_files_and_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_leaves_four_files_and_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run([str(write_sweep(tmp_path / "sweep"))])
     out = capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "sweep").glob("report.*")) == [
         "report.csv",
         "report.html",
         "report.json",
+        "report.tex",
     ]
     assert "#6 failed: plan: max_memory: too small" in out
     assert "#7 interrupted: generate: KeyboardInterrupt" in out
@@ -79,19 +81,21 @@ def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
     write_sweep(tmp_path / "sweep")
     for name in ("a", "b"):
         run([str(tmp_path / "sweep"), "--output", str(tmp_path / name)])
-    for kind in ("html", "csv", "json"):
+    for kind in ("html", "csv", "json", "tex"):
         assert (tmp_path / "a" / f"report.{kind}").read_bytes() == (tmp_path / "b" / f"report.{kind}").read_bytes()
 
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     run([str(write_sweep(tmp_path))])
-    page = (tmp_path / "report.html").read_text()
-    assert "default-src 'none'" in page
-    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in page, "the one script that may run"
-    for asking in ("fetch(", "XMLHttpRequest", "import(", "sendBeacon", "WebSocket"):
-        assert asking not in script
+    page = markup(tmp_path / "report.html")
+    found = scripts(tmp_path / "report.html")
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in found]
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy == (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src 'sha256-{}' 'sha256-{}'".format(
+            *digests
+        )
+    ), "two scripts may run, by their digests alone, and nothing may be asked for anywhere"
     for fetching in ("<link", "<img", "<iframe", "@import", "src=", "url(http", 'href="http'):
         assert fetching not in page
 
@@ -106,9 +110,9 @@ def test_nothing_of_a_record_is_taken_for_markup(tmp_path: Path) -> None:
     run([str(sweep)])
     run(["--compare", str(sweep / "0"), str(sweep / "3"), "--output", str(sweep)])
     for name in ("report.html", "compare.html"):
-        page = (sweep / name).read_text()
-        scripts = ["<script>", '<script type="application/json" id="rows">'] if name == "report.html" else []
-        assert sorted(re.findall(r"<script[^>]*>", page)) == sorted(scripts)
+        page = markup(sweep / name)
+        assert len(scripts(sweep / name)) == 2 * (name == "report.html")
+        assert set(re.findall(r"<script[^>]*>", page)) <= {'<script type="application/json">'}
         assert "<b>" not in page
         assert "&lt;script&gt;" in page
         assert "{{ 7*7 }}" in page

@@ -12,6 +12,7 @@ import pytest
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.conditions import conditions, told_differences
 from offstage.pipeline.report.run_folders import find
+from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
 VERSIONS = {
@@ -132,12 +133,12 @@ def test_records_from_before_these_fields_make_the_page_too(tmp_path: Path) -> N
         "new tokens": ["4"],
     }
     run([str(tmp_path)])
-    assert "What was measured" in (tmp_path / "report.html").read_text()
+    assert "What was measured" in markup(tmp_path / "report.html")
 
 
 def test_an_answer_without_text_shows_its_token_ids(tmp_path: Path) -> None:
     write(tmp_path / "0", text="", tokens=[17, 4711])
     run([str(tmp_path)])
-    page = (tmp_path / "report.html").read_text()
+    page = markup(tmp_path / "report.html")
     assert "<code>17 4711</code>" in page
     assert "token ids" in page

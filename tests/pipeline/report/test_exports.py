@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.report.exports import as_csv
+from offstage.pipeline.report.exports import as_csv, as_latex
 from offstage.pipeline.report.run_folders import find
 from offstage.pipeline.report.summary import summarise
 from tests.pipeline.report.sample_runs import write_run
@@ -40,3 +40,15 @@ def test_numbers_stay_numbers(tmp_path: Path) -> None:
     first, second = rows_of(tmp_path)
     assert (first["config.generate.seed"], first["metrics.decode_seconds_per_token"]) == ("-1", "-1.5e-07")
     assert (second["config.generate.seed"], second["metrics.decode_seconds_per_token"]) == ("2", "0.25")
+
+
+def test_the_table_for_a_paper_has_the_headings_units_and_cells_of_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", policy="a_b & 50%", seconds=0.25)
+    write_run(tmp_path / "1", seconds=0.5, peak=2 * 10**9)
+    lines = as_latex(summarise(find([tmp_path]))).splitlines()
+    assert lines[0] == r"\begin{tabular}{lllrrrrr}"
+    assert lines[2] == (
+        r"job & status & device\_map & budget cpu, GB & time a token, ms & speed, tokens/s & streamed a token, GB & "
+        r"peak cpu, GB \\"
+    )
+    assert lines[4] == r"\#0 & completed & a\_b \& 50\% & 1.00 & 250.0 & 4.00 & 2.00 & 1.40 \\"

@@ -11,6 +11,7 @@ import pytest
 
 from offstage.pipeline.report.command import run
 from tests.e2e.conftest import enter
+from tests.pipeline.report.pages import figures
 from tests.pipeline.report.sample_runs import write_sweep
 
 
@@ -82,6 +83,37 @@ def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None
         drawn = {(point["x"], point["y"]) for each in series for point in each[name]}
         assert drawn == points, name
     assert expected["measured"]
+
+
+def test_every_number_of_the_pictures_is_the_records(sweep: Path) -> None:
+    drawn, known = figures(sweep / "report.html"), records(sweep)
+    completed = [record for record in known if record["memory"]["measured"]]
+    at_work = [record for record in known if record["metrics"].get("decode_seconds_per_token") is not None]
+    speed = [trace for trace in drawn["speed"]["data"] if "error_y" in trace]
+    assert {(x, y) for trace in speed for x, y in zip(trace["x"], trace["y"], strict=True)} == {
+        (record["memory"]["budget"]["cpu"], record["metrics"]["decode_seconds_per_token"]) for record in at_work
+    }
+    front = [pair for trace in drawn["pareto"]["data"] for pair in zip(trace["x"], trace["y"], strict=True)]
+    assert set(front) == {
+        (record["memory"]["measured"]["cpu"], record["metrics"]["decode_tokens_per_second"]) for record in at_work
+    }
+    bars = [trace for trace in drawn["memory"]["data"] if trace["type"] == "bar"]
+    peaks = [sum(parts) for parts in zip(*(trace["x"] for trace in bars), strict=True)]
+    assert peaks == [record["memory"]["measured"]["cpu"] for record in completed]
+    (predicted,) = [trace for trace in drawn["memory"]["data"] if trace["name"] == "predicted peak"]
+    assert predicted["x"] == [record["memory"]["predicted"]["cpu"] for record in completed]
+
+
+def test_every_second_of_the_stages_is_the_records(sweep: Path) -> None:
+    rows = [record for record in records(sweep) if record["stages"]]
+    drawn = {
+        (row, trace["name"]): seconds
+        for trace in figures(sweep / "report.html")["stages"]["data"]
+        for row, seconds in zip(trace["y"], trace["x"], strict=True)
+    }
+    assert drawn == {
+        (row, stage["name"]): stage["seconds"] for row, record in enumerate(rows) for stage in record["stages"]
+    }
 
 
 def test_the_front_is_what_no_other_job_beats(sweep: Path, report: dict[str, Any]) -> None:

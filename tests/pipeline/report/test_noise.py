@@ -13,6 +13,7 @@ from offstage.pipeline.report.command import run
 from offstage.pipeline.report.noise import noise, rank_test
 from offstage.pipeline.report.records import RecordError, read_run
 from offstage.pipeline.report.run_folders import find
+from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import sample, write_run
 
 FAST, SLOW = [0.50, 0.51, 0.52, 0.53, 0.54], [0.60, 0.61, 0.62, 0.63, 0.64]
@@ -87,7 +88,7 @@ def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(t
     disturbed = [sample(seconds, busy=seconds > 0.62, earlier=seconds < 0.61) for seconds in SLOW]
     write_jobs(tmp_path, [sample(seconds) for seconds in FAST], [*disturbed, sample(9.0, counts=False)])
     run([str(tmp_path)])
-    page, told = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
+    page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
     assert "Samples of each job" in page
     assert "Of 1 pairs of jobs 1 differ" in page
     assert "Of 1 pairs of jobs 1 differ" in " ".join(capsys.readouterr().out.split())
@@ -108,8 +109,8 @@ def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(t
 def test_what_an_earlier_run_measured_is_hollow_and_said(tmp_path: Path) -> None:
     folder = write_jobs(tmp_path, [sample(0.5)], [sample(0.6, earlier=True)])
     run([str(folder)])
-    page, told = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
-    assert page.count("hollow: measured by an earlier run") == 2, "in the plots of speed"
+    page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
+    assert page.count("A hollow mark was measured by an earlier run.") == 2, "in the plots of speed"
     assert [point["cached"] for point in told["checkpoints"][0]["seconds_per_token_by_budget"][0]["measured"]] == [
         False,
         True,
@@ -140,4 +141,4 @@ def test_a_cap_that_nothing_tested_is_said_in_the_table(tmp_path: Path) -> None:
     untested = {"enforced": False, "bytes": None, "how": "nothing was loaded"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"enforcement": untested}))
     run([str(tmp_path)])
-    assert "completed, cached, no cap tested" in (tmp_path / "report.html").read_text()
+    assert "completed, cached, no cap tested" in markup(tmp_path / "report.html")

@@ -12,14 +12,10 @@ from offstage.pipeline.report.records import Run
 from offstage.pipeline.report.run_folders import Job, find
 from offstage.pipeline.report.speed import (
     BANDWIDTHS,
-    MOST_POINTS,
     OTHERS,
-    Point,
     bound_seconds,
-    drawn_front,
     pareto,
     speed_series,
-    thinned,
 )
 from tests.pipeline.report.sample_runs import sample, write_run, write_sweep
 
@@ -79,26 +75,6 @@ def test_the_bound_is_streamed_bytes_over_bandwidth(
     metrics = {} if bandwidth is None else {BANDWIDTHS[0]: bandwidth}
     write_run(tmp_path / "0", streamed=streamed, metrics=metrics)
     assert bound_seconds(find([tmp_path]).jobs[0].run) == seconds
-
-
-@given(st.lists(st.integers(0, 10**6), max_size=3000), st.integers(10, 400))
-def test_a_cloud_that_is_thinned_keeps_its_outline(heights: list[int], most: int) -> None:
-    points = [Point(str(x), x, y) for x, y in enumerate(heights)]
-    drawn = thinned(points, most)
-    assert len(drawn) <= max(most, 0) + 2
-    assert set(drawn) <= set(points)
-    assert [point.x for point in drawn] == sorted(point.x for point in drawn)
-    if points:
-        assert {min(heights), max(heights)} <= {point.y for point in drawn}
-
-
-def test_a_front_that_is_thinned_keeps_all_that_no_other_job_beats() -> None:
-    jobs = [job(str(index), memory=index, rate=index if index % 2 else index / 2) for index in range(3000)]
-    front = pareto(jobs)
-    drawn = drawn_front(front)
-    assert drawn.best == front.best
-    assert set(front.best) <= set(drawn.points)
-    assert len(drawn.points) < len(front.best) + MOST_POINTS + 2
 
 
 def test_a_figure_that_is_not_among_its_samples_is_drawn_all_the_same(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from offstage.pipeline.report.quantities import MISSING
 from offstage.pipeline.report.records import read_run
 from offstage.pipeline.report.run_folders import find
 from offstage.pipeline.report.table import job_table
+from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
 FIGURES: Mapping[str, float | str] = {
@@ -124,7 +125,7 @@ def test_why_jobs_failed_is_told_once_for_each_reason(tmp_path: Path, capsys: py
         write_failure(tmp_path / str(number), message="max_memory: too small")
     write_failure(tmp_path / "3", message="another reason")
     run([str(tmp_path)])
-    page = (tmp_path / "report.html").read_text()
+    page = markup(tmp_path / "report.html")
     assert page.count('<li id="failure-') == 2
     assert page.count("plan: max_memory: too small") == page.count("plan: another reason") == 1
     assert "#0, #1, #2 failed: plan: max_memory: too small" in capsys.readouterr().out

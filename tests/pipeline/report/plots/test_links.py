@@ -1,8 +1,7 @@
-"""Every mark of a picture leads to the folder of its job, and what an earlier run measured is hollow in all of them."""
+"""Every mark of a picture leads to the folder of its job, and each picture says what an earlier run measured."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,9 @@ from tests.pipeline.report.sample_runs import sample, write_run
 
 EXPERTS = {"model.layers.0.mlp.experts": {"hits": 3, "misses": 1, "streamed_bytes": 7, "evictions": 0}}
 SERIES = [(0.0, 10**8), (1.0, 10**9)]
-MARKED = ("speed", "samples", "pareto", "memory", "timeline", "losses")
+MARKED = ("speed", "samples", "pareto", "memory", "timeline", "losses", "stages")
 NAMED = ("samples", "memory", "experts", "stages", "placement")
+FOLDERS = {"a%20%26%20b/0/", "a%20%26%20b/1/"}
 
 
 @pytest.fixture(scope="module")
@@ -34,35 +34,39 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Picture]:
     return {picture.name: picture for picture in pictures(group)}
 
 
-def links(drawing: str, inside: str) -> set[str]:
-    """Return where those links of ``drawing`` lead that have an element ``inside``."""
-    found = re.findall(r'<a href="([^"]*)" tabindex="-1">(.*?)</a>', drawing, re.DOTALL)
-    return {link for link, content in found if f"<{inside}" in content}
-
-
 @pytest.mark.parametrize("name", MARKED)
 def test_marks_lead_to_the_folder_of_their_job(name: str, drawn: dict[str, Picture]) -> None:
-    expected = {"a%20%26%20b/0/", "a%20%26%20b/1/"}
-    if name == "timeline":
-        expected = {"a%20%26%20b/0/"}
-    for drawing in (drawn[name].wide, drawn[name].narrow):
-        assert links(drawing, "use") | links(drawing, "path") == expected
-        assert "_blank" not in drawing
+    links = {link for trace in drawn[name].figure.data for link in trace.customdata or ()}
+    assert links == ({"a%20%26%20b/0/"} if name == "timeline" else FOLDERS)
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_names_of_rows_lead_there_too(name: str, drawn: dict[str, Picture]) -> None:
-    for drawing in (drawn[name].wide, drawn[name].narrow):
-        assert {"a%20%26%20b/0/", "a%20%26%20b/1/"} >= links(drawing, "text") >= {"a%20%26%20b/0/"}
+    names = drawn[name].figure.layout.yaxis.ticktext
+    assert all('target="_self"' in text for text in names)
+    assert FOLDERS >= {text.split('"')[1] for text in names} >= {"a%20%26%20b/0/"}
 
 
 def test_without_a_page_nothing_is_linked(tmp_path: Path) -> None:
     write_run(tmp_path / "0")
     (group,) = group_jobs(find([tmp_path]).jobs)
-    assert all("<a" not in picture.wide for picture in pictures(group))
+    for picture in pictures(group):
+        assert "<a" not in picture.figure.to_json(), picture.name
+        assert {link for trace in picture.figure.data for link in trace.customdata or ()} <= {""}
 
 
 def test_every_picture_of_figures_says_that_some_are_an_earlier_runs(drawn: dict[str, Picture]) -> None:
-    for name in ("speed", "samples", "pareto", "memory", "losses", "experts"):
-        assert any("earlier run" in key.text for key in drawn[name].keys), name
+    for name in ("speed", "pareto", "memory", "losses"):
+        assert "measured by an earlier run" in drawn[name].caption, name
+    for name in ("speed", "samples", "pareto", "memory", "experts"):
+        assert "earlier run" in drawn[name].figure.to_json(), name
     assert "timeline" in drawn
+
+
+def test_what_a_record_says_is_no_markup_in_a_picture(tmp_path: Path) -> None:
+    for number, policy in enumerate(("<b>bold</b>", "balanced")):
+        write_run(tmp_path / str(number), policy=policy, samples=[sample(0.5), sample(0.6)], series=SERIES)
+    (group,) = group_jobs(find([tmp_path]).jobs)
+    told = "".join(picture.figure.to_json() for picture in pictures(group))
+    assert "&lt;b&gt;bold" in told.replace("\\u003c", "<").replace("\\u0026", "&")
+    assert "<b>" not in told.replace("\\u003c", "<").replace("\\u003e", ">")

@@ -1,29 +1,34 @@
-"""Budget against seconds a token: bounds that are none of the measurements, and jobs that beat them."""
+"""Seconds a token against the budget or lockstep, and memory against speed: what the marks and lines are."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offstage.pipeline.report.differences import config_differences
-from offstage.pipeline.report.figures import Picture
-from offstage.pipeline.report.plots.series import BUSY, CACHED_READS
-from offstage.pipeline.report.plots.speed import speed_picture
+from offstage.pipeline.report.figures import EARLIER, Picture
+from offstage.pipeline.report.plots.speed import BUSY, lockstep_picture, pareto_picture, speed_picture
 from offstage.pipeline.report.run_folders import find
-from offstage.pipeline.report.speed import MOST_POINTS, MOST_SERIES, speed_series
-from tests.pipeline.report.sample_runs import sample, write_run
+from offstage.pipeline.report.speed import MOST_SERIES, members, pareto, speed_series
+from tests.pipeline.report.pages import entries, traces
+from tests.pipeline.report.sample_runs import sample, write_failure, write_run
 
 STORED = {"storage_bandwidth_bytes_per_second": 2e9}
+PREDICTED, BOUND = "predicted by the plan", "bound: bytes moved ÷ their bandwidth"
 
 
 def drawn(folder: Path) -> Picture:
-    """Return the picture of the jobs below ``folder``."""
+    """Return the picture of the jobs below ``folder`` against their budgets."""
     jobs = find([folder]).jobs
     picture = speed_picture(speed_series(jobs, config_differences(jobs)), jobs)
     assert picture
     return picture
+
+
+def drawn_lockstep(folder: Path) -> Picture | None:
+    """Return the picture of the jobs below ``folder`` against how many share a pass."""
+    return lockstep_picture(find([folder]).jobs)
 
 
 @pytest.mark.parametrize(
@@ -37,55 +42,117 @@ def test_a_job_that_is_faster_than_its_storage_is_named(
 ) -> None:
     write_run(tmp_path / "0", seconds=seconds, streamed=2 * 10**9, metrics={**STORED, **bound})
     picture = drawn(tmp_path)
-    assert (f">{CACHED_READS}<" in picture.wide) is named
-    assert ("(#0): they came from the system's page cache" in picture.caption) is named
+    (text,) = traces(picture, "measured")[0].hovertext
+    assert ("less than its storage needs" in text) is named
+    assert ("A token of #0 took less time than the storage needs" in picture.caption) is named
 
 
-def test_of_thousands_of_jobs_the_caption_says_how_many_are_drawn(tmp_path: Path) -> None:
-    (job,) = find([write_run(tmp_path / "0", metrics=STORED)]).jobs
-    jobs = [
-        replace(job, name=f"#{number}", run=replace(job.run, budget={"cpu": 10**9 + number}))
-        for number in range(2 * MOST_POINTS)
-    ]
-    picture = speed_picture(speed_series(jobs, []), jobs)
-    assert picture
-    drawn = picture.wide.count("<use") - 1
-    assert 0 < drawn <= MOST_POINTS
-    assert f"Of {2 * MOST_POINTS:,} jobs {drawn:,} are drawn" in picture.caption
-
-
-def test_a_job_that_was_disturbed_is_crossed_out(tmp_path: Path) -> None:
+def test_a_mark_that_was_disturbed_is_a_cross_and_says_so(tmp_path: Path) -> None:
     write_run(tmp_path / "0", samples=[sample(0.5), sample(0.6)])
-    calm = drawn(tmp_path)
-    assert BUSY not in [key.text for key in calm.keys]
-    assert "stroke: var(--ink)" not in calm.wide
+    assert BUSY not in drawn(tmp_path).caption
     write_run(tmp_path / "1", budget=2 * 10**9, samples=[sample(0.5), sample(0.6, busy=True)])
     picture = drawn(tmp_path)
-    assert BUSY in [key.text for key in picture.keys]
-    assert "stroke: var(--ink)" in picture.wide
+    (marks,) = traces(picture, "measured")
+    assert marks.marker.symbol == ("circle", "x")
+    assert [BUSY in text for text in marks.hovertext] == [False, True]
+    assert BUSY in picture.caption
 
 
-def test_what_cannot_be_is_shaded_and_has_no_marks(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        write_run(tmp_path / str(number), budget=number * 10**9, streamed=(4 - number) * 10**9, metrics=STORED)
+def test_bars_reach_from_the_least_to_the_largest_sample(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", seconds=0.6, samples=[sample(seconds) for seconds in (0.5, 0.6, 0.9)])
+    bars = traces(drawn(tmp_path), "measured")[0].error_y
+    assert bars.visible
+    assert (bars.array, bars.arrayminus) == (pytest.approx((0.3,)), pytest.approx((0.1,)))
+
+
+def test_one_entry_of_the_legend_shows_or_hides_all_that_is_predicted(tmp_path: Path) -> None:
+    metrics = {**STORED, "predicted_seconds_per_token": 0.7}
+    for number, policy in enumerate(("sequential", "balanced")):
+        for budget in (1, 2):
+            write_run(tmp_path / f"{number}{budget}", budget=budget * 10**9, policy=policy, metrics=metrics)
     picture = drawn(tmp_path)
-    assert "opacity: 0.07" in picture.wide
-    assert picture.wide.count("<use") == 3 + 1, "a mark for each that was measured, and the shade"
+    assert entries(picture) == [PREDICTED, BOUND, "device_map=sequential", "device_map=balanced"]
+    for name, group in ((PREDICTED, "predicted"), (BOUND, "bound")):
+        assert [trace.legendgroup for trace in traces(picture, name)] == [group, group]
+        assert all(trace.mode == "lines" for trace in traces(picture, name)), "what isn't measured has no marks"
 
 
 def test_an_axis_that_is_logarithmic_says_so(tmp_path: Path) -> None:
     for number, seconds in ((1, 10.0), (2, 0.1)):
         write_run(tmp_path / str(number), budget=number * 10**9, seconds=seconds)
-    assert "time a token, logarithmic" in drawn(tmp_path).wide
-    assert "budget, GB" in drawn(tmp_path).wide
+    layout = drawn(tmp_path).figure.layout
+    assert (layout.yaxis.type, layout.yaxis.title.text) == ("log", "time a token, logarithmic")
+    assert (layout.xaxis.type, layout.xaxis.title.text, layout.xaxis.ticksuffix) == ("linear", "budget", "B")
 
 
-def test_jobs_that_share_no_setting_have_no_line_through_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [1, -1], ids=["last", "first"])
+def test_jobs_that_share_no_setting_have_no_line_through_them(way: int, tmp_path: Path) -> None:
     number, alone = 0, 4
-    for index in range(MOST_SERIES + alone):
+    for index in range(MOST_SERIES + alone)[::way]:
         for budget in (1, 2) if index < MOST_SERIES else (index,):
             write_run(tmp_path / str(number), budget=budget * 10**9, policy=f"policy {index}")
             number += 1
     picture = drawn(tmp_path)
-    assert "all others" in [key.text for key in picture.keys]
-    assert picture.wide.count("stroke: var(--rest)") == alone, "the marks' rims, and nothing else"
+    (others,) = traces(picture, "all others")
+    assert (others.mode, len(others.x)) == ("markers", alone)
+    assert len({trace.line.color for trace in picture.figure.data}) == MOST_SERIES + 1, "a colour each"
+
+
+def write_sweep(folder: Path, *asked: int | str | None) -> None:
+    for number, count in enumerate(asked):
+        chosen = {"lockstep": 16} if count == "auto" else {}
+        shared = 16 if count == "auto" else int(count or 1)
+        metrics = {**chosen, "predicted_seconds_per_token": 1 / shared, "bound_seconds_per_token": 0.1}
+        write_run(folder / str(number), seconds=1.1 / shared, generate={"lockstep": count}, metrics=metrics)
+
+
+def test_a_sweep_over_lockstep_is_drawn_against_how_many_share_a_pass(tmp_path: Path) -> None:
+    write_sweep(tmp_path, None, 2, 4, "auto")
+    picture = drawn_lockstep(tmp_path)
+    assert picture
+    assert entries(picture) == [PREDICTED, BOUND, "measured"]
+    axis = picture.figure.layout.xaxis
+    assert (axis.ticktext, axis.title.text) == (("1", "2", "4", "16"), "batches that share a pass, logarithmic")
+
+
+def test_each_other_setting_has_a_line_of_its_own_if_it_has_several_numbers(tmp_path: Path) -> None:
+    write_sweep(tmp_path / "a", 1, 4)
+    for number, count in enumerate((1, 2)):
+        write_run(tmp_path / "b" / str(number), policy="optimal", generate={"lockstep": count})
+    write_run(tmp_path / "c" / "0", policy="balanced", generate={"lockstep": 8})
+    picture = drawn_lockstep(tmp_path)
+    assert picture
+    assert entries(picture)[2:] == ["device_map=sequential", "device_map=optimal"]
+    assert "8" not in picture.figure.layout.xaxis.ticktext
+
+
+def test_jobs_that_share_as_many_have_no_such_picture(tmp_path: Path) -> None:
+    write_sweep(tmp_path, 4, 4)
+    write_failure(tmp_path / "2")
+    assert drawn_lockstep(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "metrics", "told"),
+    [(None, {}, 1), (1, {}, 1), (8, {}, 8), ("auto", {"lockstep": 3}, 3), ("auto", {}, None)],
+)
+def test_how_many_is_what_was_asked_for_or_chosen(
+    asked: int | str | None, metrics: dict[str, float | str], told: int | None, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "0", generate={"lockstep": asked}, metrics=metrics)
+    (job,) = find([tmp_path]).jobs
+    assert members(job.run) == told
+
+
+@pytest.mark.parametrize(
+    ("peaks", "label"), [((300, 310), "measured peak, not from zero"), ((100, 310), "measured peak")]
+)
+def test_an_axis_that_does_not_begin_at_zero_says_so(peaks: tuple[int, int], label: str, tmp_path: Path) -> None:
+    for number, peak in enumerate(peaks):
+        write_run(tmp_path / str(number), peak=peak * 10**6, seconds=1 / peak, cached=not number)
+    picture = pareto_picture(pareto(find([tmp_path]).jobs))
+    assert picture
+    assert picture.figure.layout.xaxis.title.text == label
+    (front,) = traces(picture, "on the front")
+    assert front.marker.symbol == ("circle-open", "circle")
+    assert EARLIER in picture.caption

@@ -1,4 +1,4 @@
-"""What the report shows of a mixture's experts that wait."""
+"""Layer by layer: on which device each lies, and what the report shows of a mixture's experts that wait."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from offstage.pipeline.report.command import run
-from offstage.pipeline.report.plots.experts import hit_share
+from offstage.pipeline.report.placements import read_placements
+from offstage.pipeline.report.plots.layers import hit_share, placement_picture
 from offstage.pipeline.report.records import Number, RecordError, read_run
-from tests.pipeline.report.sample_runs import write_run
+from offstage.pipeline.report.run_folders import find
+from tests.pipeline.report.pages import entries, figures, markup, traces
+from tests.pipeline.report.sample_runs import LAYERS, write_run
 
 USES = {
     f"model.layers.{index}.mlp.experts": {"hits": hits, "misses": 10 - hits, "streamed_bytes": 7, "evictions": 1}
@@ -22,9 +25,11 @@ def test_layers_are_drawn_and_every_count_is_in_the_json(tmp_path: Path) -> None
     write_run(tmp_path / "0", experts=USES, metrics={"expert_hit_rate": 0.5})
     write_run(tmp_path / "1")
     run([str(tmp_path)])
-    page, told = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
+    page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
     assert "Experts found in slots" in page
     assert "model.layers.2.mlp.experts" in page
+    (cells,) = figures(tmp_path / "report.html")["experts"]["data"]
+    assert cells["z"] == [[0, 0.5, 1]]
     assert [job["experts"] for job in told["jobs"]] == [USES, {}]
     assert "experts in slots" in page
 
@@ -32,7 +37,7 @@ def test_layers_are_drawn_and_every_count_is_in_the_json(tmp_path: Path) -> None
 def test_a_model_without_such_experts_has_no_plot_of_them(tmp_path: Path) -> None:
     write_run(tmp_path / "0")
     run([str(tmp_path)])
-    assert "xperts" not in (tmp_path / "report.html").read_text()
+    assert "xperts" not in markup(tmp_path / "report.html")
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,15 @@ def test_experts_that_are_no_mapping_make_no_record(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"experts": {"layer": [1]}}))
     with pytest.raises(RecordError, match="layer: a list where a dict must be"):
         read_run(path)
+
+
+def test_a_row_has_each_run_of_layers_on_one_device(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", budget=10**9)
+    write_run(tmp_path / "1", budget=2 * 10**9)
+    jobs = find([tmp_path]).jobs
+    picture = placement_picture(read_placements(jobs, most=40), jobs, {job.name: job.name for job in jobs})
+    assert picture
+    assert entries(picture) == ["cpu", "disk"]
+    (cpu,), (disk,) = traces(picture, "cpu"), traces(picture, "disk")
+    assert [(cpu.base, cpu.x), (disk.base, disk.x)] == [((0, 0), (2, 4)), ((2, 4), (4, 2))]
+    assert disk.hovertext[0].startswith(f"4 layers, {LAYERS[2]} to {LAYERS[-1]}")
