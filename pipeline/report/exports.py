@@ -35,7 +35,7 @@ def as_csv(summary: Summary) -> str:
         for value, names in entry.values:
             for name in names:
                 settings[name][f"config.{entry.key}"] = value
-    rows = [{name: _cell(value) for name, value in _row(job, settings[job.name]).items()} for job in summary.jobs]
+    rows = [{name: defused(value) for name, value in _row(job, settings[job.name]).items()} for job in summary.jobs]
     csv: str = pandas.DataFrame(rows, columns=_names(rows), dtype=object).to_csv(index=False, lineterminator="\n")
     return csv
 
@@ -66,7 +66,7 @@ def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
     return row
 
 
-def _cell(value: object) -> object:
+def defused(value: object) -> object:
     """Return ``value`` as no spreadsheet computes it: records come from elsewhere, and may say anything."""
     text = str(value)
     return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else value

@@ -18,6 +18,7 @@ from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
 from offstage.pipeline.report.comparison import RunComparison
 from offstage.pipeline.report.conditions import told_differences
+from offstage.pipeline.report.exports import defused
 from offstage.pipeline.report.figures import Picture, linked
 from offstage.pipeline.report.plots.layers import expert_picture, placement_picture
 from offstage.pipeline.report.plots.memory import memory_picture, timeline_picture
@@ -95,7 +96,11 @@ def _scripts() -> list[tuple[str, Markup]]:
 
 
 def _rows(summary: Summary) -> dict[str, Any]:
-    """Return the table as the page's script has it: of each cell its HTML, and the number that it is sorted by."""
+    """Return the table as the page's script has it.
+
+    Of each cell that is its HTML, the number that it is sorted by, and what the page's CSV has, null where that is
+    the same.
+    """
     shown = enumerate(summary.failures[:MOST_FAILURES], 1)
     reasons = {job.name: f"#failure-{number}" for number, failure in shown for job in failure.jobs}
     links = {"job": [job.link for job in summary.jobs], "status": [reasons.get(job.name, "") for job in summary.jobs]}
@@ -112,12 +117,13 @@ def _rows(summary: Summary) -> dict[str, Any]:
     return {"many": many, "columns": columns, "rows": list(zip(*cells, strict=True))}
 
 
-def _cells(column: Column, links: Sequence[str]) -> list[tuple[str, Number | None]]:
+def _cells(column: Column, links: Sequence[str]) -> list[tuple[str, Number | None, str | None]]:
     """Return the cells of ``column``; words are sorted as people do, #2 before #10, and what says nothing is last."""
     ranks = {word: rank for rank, word in enumerate(sorted(set(column.cells) - {MISSING}, key=natural))}
     keys = column.values or tuple(map(ranks.get, column.cells))
     words = [linked(word, link) for word, link in zip(column.cells, links, strict=True)]
-    return list(zip(words, keys, strict=True))
+    safe = [linked(str(cell), "") if (cell := defused(word)) != word else None for word in column.cells]
+    return list(zip(words, keys, safe, strict=True))
 
 
 def _heading(column: Column) -> Markup:

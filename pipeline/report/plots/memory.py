@@ -131,8 +131,9 @@ def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture 
     traces: list[Any] = []
     axes = []
     for place, device in enumerate(columns):
-        traces += _curves(rows, device, labels, first=not place, **on_panel(place))
-        x, y = ([value for trace in traces for value in trace[name]] for name in "xy")
+        curves = list(_curves(rows, device, labels, first=not place, **on_panel(place)))
+        traces += curves
+        x, y = ([value for curve in curves for value in curve[name]] for name in "xy")
         axes.append((scale("time", "seconds", x, linear=True), scale(device_title(device), "bytes", y, linear=True)))
     caption = "What each device held while the job ran; a dotted line is where the budget of weights ends."
     caption += " It begins above the process itself." * any(base_bytes(job.run, HOST) for job in rows)

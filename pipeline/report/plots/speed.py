@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,8 @@ def _series_figure(series: Sequence[Series], jobs: Sequence[Job], across: _Acros
     for name in _MEANINGS:  # one entry of the legend stands for all of a kind, and shows or hides them
         for trace in [each for each in traces if each.legendgroup == name][1:]:
             trace.showlegend = False
-    traces += [_measured(entry, index, inks[index], jobs, across) for index, entry in enumerate(series)]
+    beat = frozenset(faster_than_storage(jobs))
+    traces += [_measured(entry, index, inks[index], beat, across) for index, entry in enumerate(series)]
     return figure(traces, xaxis=axis, yaxis=scale("time a token", "seconds", ends), showlegend=True)
 
 
@@ -150,10 +151,9 @@ def _lines(entry: Series, ink: str) -> Iterator[go.Scatter]:
             )  # fmt: skip
 
 
-def _measured(entry: Series, index: int, ink: str, jobs: Sequence[Job], across: _Across) -> go.Scatter:
+def _measured(entry: Series, index: int, ink: str, beat: Set[str], across: _Across) -> go.Scatter:
     """Return a mark a job with a bar from its least to its largest sample, hollow where an earlier run took them."""
-    points, beat = entry.measured, frozenset(faster_than_storage(jobs))
-    shape = _MARKERS[index % len(_MARKERS)]
+    points, shape = entry.measured, _MARKERS[index % len(_MARKERS)]
     also: dict[str, list[str]] = {point.job: [] for point in points}
     for name in _MEANINGS:
         for point in getattr(entry, name):

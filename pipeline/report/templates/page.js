@@ -58,15 +58,16 @@
     Object.assign(DataTable.ext.type.order, {"known-asc": known(1), "known-desc": known(-1)});
     new DataTable(part.querySelector("table"), {
       data: rows, pageLength: page, lengthChange: false, paging: rows.length > page, order: [], autoWidth: false,
-      deferRender: true, orderClasses: false, buttons: [{extend: "csvHtml5", text: "CSV", filename: "jobs", title: null}],
+      deferRender: true, orderClasses: false,
+      buttons: [{extend: "csvHtml5", text: "CSV", filename: "jobs", title: null, exportOptions: {orthogonal: "csv"}}],
       layout: {topStart: many ? "search" : null, topEnd: "buttons", bottomStart: many ? "info" : null,
         bottomEnd: rows.length > page ? "paging" : null},
       columns: columns.map(({numeric, choices}, place) => ({
         type: "known", className: numeric ? "number" : "words", cellType: place ? "td" : "th",
-        render: {_: `${place}.0`, sort: `${place}.1`}, data: null,
+        data: null, render: (_, use, {[place]: [html, key, safe]}) => use === "sort" ? key : use === "csv" ? safe ?? html : html,
         ...(choices && many ? {columnControl: [["searchList"]]} : {}),
       })),
-      language: {search: "Filter", info: "_START_ to _END_ of _TOTAL_ jobs", infoEmpty: "No job matches", zeroRecords: "",
+      language: {search: "Filter", info: "_START_ to _END_ of _TOTAL_ jobs", infoEmpty: "No jobs", zeroRecords: "",
         infoFiltered: "that match, of _MAX_"},
     });
   }

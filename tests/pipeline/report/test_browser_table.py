@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 
 from offstage.pipeline.report.command import run
 from tests.pipeline.report.browser import CONTRAST, Browser, browser, installed
-from tests.pipeline.report.sample_runs import write_failure, write_many
+from tests.pipeline.report.sample_runs import write_failure, write_many, write_run
+from tests.pipeline.report.test_exports import FORMULAS
 
 FOUND = installed()
 pytestmark = pytest.mark.skipif(FOUND is None, reason="no chromium here: apt-get install chromium")
@@ -22,6 +25,8 @@ VIEWS = [(width, scheme) for width in (390, 1440) for scheme in ("light", "dark"
 JOBS = "[...document.querySelectorAll('#table tbody tr')].map(row => row.cells[0].innerText)"
 SORTED = "[...document.querySelectorAll('#table th')].map(heading => heading.ariaSort).filter(Boolean)"
 SHOWN = "document.querySelector('#table .dt-info').textContent"
+SETTLED = "new Promise(done => setTimeout(() => setTimeout(done)))"
+"""Waits until what was asked before is on the screen: the table sorts in a timer of its own."""
 TURN = "document.querySelector('#table .{way}').click()"
 PARTS = "#table .dt-search, #table .dt-info, #table .dt-paging, #conditions div, .failures li, .full > .note"
 LAID_OUT = f"""[...document.querySelectorAll('{PARTS}')].map(part => {{
@@ -56,6 +61,12 @@ def click(chromium: Browser, title: str) -> None:
     chromium.evaluate(
         f"document.querySelector('#table thead [aria-label^=' + JSON.stringify({json.dumps(title)}) + ']').click()"
     )
+    chromium.evaluate(SETTLED)
+
+
+def press_enter(chromium: Browser) -> None:
+    chromium.press("Enter", "\r")
+    chromium.evaluate(SETTLED)
 
 
 def give(chromium: Browser, words: str) -> str:
@@ -94,18 +105,19 @@ def test_a_third_click_gives_the_rows_back_as_they_were(table: Browser) -> None:
 
 def test_the_table_sorts_by_keyboard_alone(table: Browser) -> None:
     table.evaluate("document.querySelector('#table thead .dt-column-order').focus()")
-    table.press("Enter", "\r")
-    table.press("Enter", "\r")
+    press_enter(table)
+    press_enter(table)
     assert table.evaluate(JOBS)[0] == f"#{MANY + REFUSED - 1}"
     table.press("Tab")
     assert table.evaluate("document.activeElement.ariaLabel").startswith("status")
+    assert table.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "auto", "it is seen"
 
 
 def test_words_filter(table: Browser) -> None:
     assert table.evaluate(SHOWN) == "1 to 100 of 130 jobs"
     assert give(table, "FAILED checkpoint") == "1 to 12 of 12 jobs that match, of 130"
     assert give(table, "balanced") == "1 to 59 of 59 jobs that match, of 130"
-    assert give(table, "nowhere") == "No job matches that match, of 130"
+    assert give(table, "nowhere") == "No jobs that match, of 130"
     assert give(table, "") == "1 to 100 of 130 jobs"
 
 
@@ -126,15 +138,28 @@ def test_pages_turn_and_no_more_rows_are_laid_out_than_one_has(table: Browser) -
     assert table.evaluate(JOBS)[0] == "#0"
 
 
-def test_the_button_gives_all_rows_as_csv(table: Browser) -> None:
-    csv = table.evaluate(
+def exported(chromium: Browser) -> list[list[str]]:
+    """Return the rows that the table's button gives, the headings first."""
+    text = chromium.evaluate(
         "new Promise(done => { URL.createObjectURL = blob => { blob.text().then(done); return '#'; };"
         " document.querySelector('#table .dt-buttons button').click(); })"
     )
-    lines = csv.strip("\ufeff\r\n").splitlines()
-    assert lines[0].startswith('"job","status","checkpoint"')
-    assert lines[1].startswith('"#0","completed"')
-    assert len(lines) == 1 + MANY + REFUSED
+    return list(csv.reader(io.StringIO(text.strip("\ufeff\r\n"))))
+
+
+def test_the_button_gives_all_rows_as_csv(table: Browser) -> None:
+    headings, *rows = exported(table)
+    assert headings[:3] == ["job", "status", "checkpoint"]
+    assert rows[0][:2] == ["#0", "completed"]
+    assert len(rows) == MANY + REFUSED
+
+
+def test_what_the_button_gives_is_no_formula_either(opened: tuple[Browser, Path], tmp_path: Path) -> None:
+    for number, text in enumerate(FORMULAS):
+        write_run(tmp_path / str(number), policy=text)
+    run([str(tmp_path)])
+    opened[0].draw(tmp_path / "report.html", width=1440, scheme="light")
+    assert [row[2][:1] for row in exported(opened[0])[1:]] == ["'"] * len(FORMULAS)
 
 
 def test_one_refusal_of_many_jobs_is_one_line_and_stretches_no_row(table: Browser) -> None:
