@@ -16,7 +16,6 @@ from offstage.pipeline.typed_config import read
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import FUSED, EmptyInitStage, multiplies_packed
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
-from offstage.stages.machine.kernels import Kernels
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import (
@@ -29,15 +28,16 @@ from offstage.stages.plan.checks import (
     require_room,
 )
 from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
-from offstage.stages.plan.inputs import (
-    Demand,
-    PlanInputs,
-    gather_inputs,
+from offstage.stages.plan.figures import (
+    begin_measuring,
     host_kernels,
+    is_light,
     known_machine,
+    known_machine_and_kernels,
     machine_rates,
     with_row_blocks,
 )
+from offstage.stages.plan.inputs import Demand, PlanInputs, gather_inputs
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
@@ -73,6 +73,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
+    doing = "measures what isn't known yet of this machine, and says what goes where"
     version = 29
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
@@ -106,25 +107,33 @@ class PlanStage(Stage[PlanInputs]):
         """Have the figures that plans go by measured and kept, unless they are or the config gives them."""
         machine_rates(config, known_machine(config, cache), cache)
 
+    def begin_measuring(self, config: Config, cache: Path) -> None:
+        """Have what a run's process holds found while this one imports what the model needs."""
+        begin_measuring(config, cache)
+
     def gather(self, context: Context) -> PlanInputs:
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         config, stored = context.config, context.artifact("empty_init")
-        machine, kernels = _measured(config, context.cache)
         outline = Outline(stored.read(skeletons.Skeleton, skeletons.FILE_NAME))
+        light = is_light(outline, config)
+        machine, kernels = known_machine_and_kernels(config, context.cache, light=light)
         packing = possible_packing(read(PlanConfig, config).storage, outline, config, context.cache)
-        rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
+        rates = machine_rates(config, machine, context.cache, with_copies(outline, packing), light=light)
         measure = {"generate": media_demand, "finetune": training_demand}.get(asking(config))
         live = partial(context.live, EmptyInitStage.name)
-        return gather_inputs(
+        gathered = partial(
+            gather_inputs,
             with_row_blocks(outline, config, context.cache, machine),
             config,
             machine=machine,
             rates=rates,
-            kernels=kernels,
             skeleton=stored.key,
             measured=measure(config, context.cache, skeleton=stored.key, live=live) if measure else None,
             packing=packing,
         )
+        inputs = gathered(kernels=kernels)
+        needs_kernels = light and inputs.hangs_on_kernels
+        return gathered(kernels=host_kernels(config, context.cache)) if needs_kernels else inputs
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json`` and ``device_map.json``."""
@@ -159,15 +168,6 @@ def _remarks(plan: plans.Plan) -> Iterable[str]:
         )
     if "expert_hit_rate" in plan.forecast:
         yield "The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted."
-
-
-def _measured(config: Config, cache: Path) -> tuple[Hardware, Kernels]:
-    """Return the machine, and what its kernels take. Where neither is known a process measures each, side by side."""
-    from concurrent.futures import ThreadPoolExecutor  # most runs find both
-
-    with ThreadPoolExecutor(1) as beside:
-        kernels = beside.submit(host_kernels, config, cache)
-        return known_machine(config, cache), kernels.result()
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:
