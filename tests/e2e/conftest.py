@@ -18,7 +18,11 @@ from typing import IO, Any
 
 import pytest
 
+from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.stage import Context, keyed
+from offstage.stages.empty_init.skeleton import FILE_NAME
+from offstage.stages.empty_init.stage import EmptyInitInputs, EmptyInitStage
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
 
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
@@ -188,6 +192,32 @@ def record_of(folder: Path, described: Path, *arguments: str) -> Path:
     assert enter(folder, *arguments) == 0
     (path,) = records_in(folder)
     return path
+
+
+_skeletons: dict[str, bytes] = {}
+"""What was written of each model that this process has described, by what a stage's key is made of."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _describes_once() -> Iterator[None]:
+    """Have this process rehearse a model once, however many tests begin with the same one in an empty cache.
+
+    That is most of what a run of a small model takes. Under one key lies one skeleton; the model itself is made anew.
+    """
+    build = EmptyInitStage.build
+
+    def build_once(stage: EmptyInitStage, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
+        key = fingerprint(keyed(inputs))
+        if key in _skeletons:
+            folder.joinpath(FILE_NAME).write_bytes(_skeletons[key])
+            return stage.revive(inputs, context)
+        model = build(stage, inputs, context, folder)
+        _skeletons[key] = folder.joinpath(FILE_NAME).read_bytes()
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmptyInitStage, "build", build_once)
+        yield
 
 
 @pytest.fixture(scope="session")
