@@ -9,20 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
 
-from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.installed_stages import metric_table
-from offstage.pipeline.stage import Context, keyed
-from offstage.stages.empty_init.skeleton import FILE_NAME
-from offstage.stages.empty_init.stage import EmptyInitInputs, EmptyInitStage
+from offstage.stages.empty_init.skeleton import Skeleton
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
 
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
@@ -194,30 +192,48 @@ def record_of(folder: Path, described: Path, *arguments: str) -> Path:
     return path
 
 
-_skeletons: dict[str, bytes] = {}
-"""What was written of each model that this process has described, by what a stage's key is made of."""
+_skeletons: dict[Hashable, Skeleton] = {}
+"""What this process has found of each model that it rehearsed, by all that a rehearsal sees of one."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _describes_once() -> Iterator[None]:
+def _rehearses_once() -> Iterator[None]:
     """Have this process rehearse a model once, however many tests begin with the same one in an empty cache.
 
-    That is most of what a run of a small model takes. Under one key lies one skeleton; the model itself is made anew.
+    That is most of what a run of a small model takes. The model is made anew, and all else of its skeleton is too.
     """
-    build = EmptyInitStage.build
+    describing = import_module("offstage.stages.empty_init.describe")
+    rehearse = describing.describe
 
-    def build_once(stage: EmptyInitStage, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
-        key = fingerprint(keyed(inputs))
-        if key in _skeletons:
-            folder.joinpath(FILE_NAME).write_bytes(_skeletons[key])
-            return stage.revive(inputs, context)
-        model = build(stage, inputs, context, folder)
-        _skeletons[key] = folder.joinpath(FILE_NAME).read_bytes()
-        return model
+    def describe_once(model: Any, **how: Any) -> Skeleton:
+        seen = _seen(model, how)
+        if seen is None:
+            return rehearse(model, **how)
+        if seen not in _skeletons:
+            _skeletons[seen] = rehearse(model, **how)
+        return _skeletons[seen]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmptyInitStage, "build", build_once)
+        patch.setattr(describing, "describe", describe_once)
         yield
+
+
+def _seen(model: Any, how: Mapping[str, Any]) -> Hashable | None:
+    """Return what a rehearsal sees of ``model``: the very classes, what they were made of, tensors; null for a module
+    of one's own, whose attributes nobody knows.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("peft"):
+        return None
+    given = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    return (
+        tuple((name, type(module)) for name, module in model.named_modules(remove_duplicate=False)),
+        tuple((name, each.shape, each.dtype, each.device) for name, each in model.state_dict(keep_vars=True).items()),
+        tuple((name, each.shape, each.dtype) for name, each in model.named_buffers()),
+        repr(given), str(model.config._attn_implementation), repr(how), torch.get_default_dtype(),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
