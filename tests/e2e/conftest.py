@@ -196,6 +196,10 @@ _skeletons: dict[Hashable, Skeleton] = {}
 """What this process has found of each model that it rehearsed, by all that a rehearsal sees of one."""
 
 
+_NOT_SEEN = ("_name_or_path", "quantization_config")
+"""What a config says of where it was read, and of how weights rest."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _rehearses_once() -> Iterator[None]:
     """Have this process rehearse a model once, however many tests begin with the same one in an empty cache.
@@ -227,7 +231,7 @@ def _seen(model: Any, how: Mapping[str, Any]) -> Hashable | None:
 
     if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("peft"):
         return None
-    given = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    given = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_SEEN}
     return (
         tuple((name, type(module)) for name, module in model.named_modules(remove_duplicate=False)),
         tuple((name, each.shape, each.dtype, each.device) for name, each in model.state_dict(keep_vars=True).items()),
