@@ -23,11 +23,15 @@ from offstage.stages.machine.process_memory import begin_process_memory, process
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.request.geometry import read_geometry
 from offstage.stages.plan.request.requests import asking
 from offstage.stages.plan.row_blocks import possible_dtypes
 
-_LIGHT_SHARE = 1 / 5
+_LIGHT_SHARE = 1 / 3
 """The part of the time of a model's calls in which its weights are read, at the most, where it is light."""
+_NOMINAL = Rates()
+_CALLS_A_LAYER = 9
+"""Of modules that hold weights: seven products, as most decoders have, and two norms."""
 
 
 def is_light(outline: Outline, config: Config) -> bool:
@@ -35,10 +39,23 @@ def is_light(outline: Outline, config: Config) -> bool:
 
     It does where the host computes all of it. A training is no decoding, whatever the model.
     """
-    called, nominal = len(outline.skeleton.calls), Rates()
+    return _is_light(outline.skeleton.bytes, len(outline.skeleton.calls), config)
+
+
+def _is_light(size: int, calls: int, config: Config) -> bool:
     if asking(config) == "finetune" or hardware(config).accelerators:
         return False
-    return outline.skeleton.bytes / nominal.host <= _LIGHT_SHARE * called / nominal.calls
+    return size / _NOMINAL.host <= _LIGHT_SHARE * calls / _NOMINAL.calls
+
+
+def prepare(config: Config, cache: Path) -> None:
+    """Have the figures measured and kept that a plan under ``config`` will go by, as far as its model is known.
+
+    That is its files' size, and how many layers its config has, which tell whether it will be light.
+    """
+    size = sum(path.stat().st_size for path in ModelSource.of(config["model"]).local_weights)
+    calls = _CALLS_A_LAYER * read_geometry(config["model"]).layers
+    machine_rates(config, known_machine(config, cache), cache, light=_is_light(size, calls, config))
 
 
 def begin_measuring(config: Config, cache: Path) -> None:

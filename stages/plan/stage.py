@@ -32,9 +32,9 @@ from offstage.stages.plan.figures import (
     begin_measuring,
     host_kernels,
     is_light,
-    known_machine,
     known_machine_and_kernels,
     machine_rates,
+    prepare,
     with_row_blocks,
 )
 from offstage.stages.plan.inputs import Demand, PlanInputs, gather_inputs
@@ -105,7 +105,7 @@ class PlanStage(Stage[PlanInputs]):
 
     def prepare_machine(self, config: Config, cache: Path) -> None:
         """Have the figures that plans go by measured and kept, unless they are or the config gives them."""
-        machine_rates(config, known_machine(config, cache), cache)
+        prepare(config, cache)
 
     def begin_measuring(self, config: Config, cache: Path) -> None:
         """Have what a run's process holds found while this one imports what the model needs."""
