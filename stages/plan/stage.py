@@ -20,7 +20,6 @@ from offstage.stages.empty_init.stage import FUSED, EmptyInitStage, multiplies_p
 from offstage.stages.hosts.partition import Partition, chain_of, share
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.machine.hosts import host_config, host_count, own_host, read_network, require_started
-from offstage.stages.machine.kernels import Kernels
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import (
@@ -33,6 +32,15 @@ from offstage.stages.plan.checks import (
     require_room,
 )
 from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
+from offstage.stages.plan.figures import (
+    begin_measuring,
+    host_kernels,
+    is_light,
+    known_machine_and_kernels,
+    machine_rates,
+    prepare,
+    with_row_blocks,
+)
 from offstage.stages.plan.hosts import (
     Division,
     PlannedHost,
@@ -42,16 +50,7 @@ from offstage.stages.plan.hosts import (
     served_faults,
     with_division,
 )
-from offstage.stages.plan.inputs import (
-    Demand,
-    PlanInputs,
-    Share,
-    gather_inputs,
-    host_kernels,
-    known_machine,
-    machine_rates,
-    with_row_blocks,
-)
+from offstage.stages.plan.inputs import Demand, PlanInputs, Share, gather_inputs
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
@@ -87,6 +86,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
+    doing = "measures what isn't known yet of this machine, and says what goes where"
     version = 30
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
@@ -119,23 +119,31 @@ class PlanStage(Stage[PlanInputs]):
 
     def prepare_machine(self, config: Config, cache: Path) -> None:
         """Have the figures that plans go by measured and kept, unless they are or the config gives them."""
-        machine_rates(config, known_machine(config, cache), cache)
+        prepare(config, cache)
+
+    def begin_measuring(self, config: Config, cache: Path) -> None:
+        """Have what a run's process holds found while this one imports what the model needs."""
+        begin_measuring(host_config(config, own_host(config.get("hardware") or {})), cache)
 
     def gather(self, context: Context) -> PlanInputs:
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         described, stored = context.config.get("hardware") or {}, context.artifact("empty_init")
         host, config = own_host(described), host_config(context.config, own_host(described))
-        machine, kernels = _measured(config, context.cache)
         outline = Outline(stored.read(skeletons.Skeleton, skeletons.FILE_NAME))
+        light = host_count(described) < 2 and is_light(outline, config)
+        machine, kernels = known_machine_and_kernels(config, context.cache, light=light)
         packing = possible_packing(read(PlanConfig, config).storage, outline, config, context.cache)
-        rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
+        rates = machine_rates(config, machine, context.cache, with_copies(outline, packing), light=light)
         measure = {"generate": media_demand, "finetune": training_demand}.get(asking(config))
         live = partial(context.live, EmptyInitStage.name)
         measured = measure(config, context.cache, skeleton=stored.key, live=live) if measure else None
         outline = with_row_blocks(outline, config, context.cache, machine)
         gather = partial(gather_inputs, skeleton=stored.key, measured=measured)
         if host_count(described) < 2:
-            return gather(outline, config, machine=machine, rates=rates, kernels=kernels, packing=packing)
+            whole = partial(gather, outline, config, machine=machine, rates=rates, packing=packing)
+            inputs = whole(kernels=kernels)
+            needs_kernels = light and inputs.hangs_on_kernels
+            return whole(kernels=host_kernels(config, context.cache)) if needs_kernels else inputs
         here = PlannedHost(machine, rates, kernels, config.get("max_memory"))
         division = _division(outline, context, here, gather)
         part = replace(outline, skeleton=share(outline.skeleton, division.partition.away(host)))
@@ -178,15 +186,6 @@ def _remarks(plan: plans.Plan) -> Iterable[str]:
         yield "The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted."
 
 
-def _measured(config: Config, cache: Path) -> tuple[Hardware, Kernels]:
-    """Return the machine, and what its kernels take. Where neither is known a process measures each, side by side."""
-    from concurrent.futures import ThreadPoolExecutor  # most runs find both
-
-    with ThreadPoolExecutor(1) as beside:
-        kernels = beside.submit(host_kernels, config, cache)
-        return known_machine(config, cache), kernels.result()
-
-
 def _division(outline: Outline, context: Context, here: PlannedHost, gather: Callable[..., PlanInputs]) -> Division:
     """Return how the model is divided among the hosts of the config, of which this is one where they are there."""
     config, described = one_at_a_time(context.config), context.config.get("hardware") or {}
@@ -206,7 +205,7 @@ def _division(outline: Outline, context: Context, here: PlannedHost, gather: Cal
         found = []
         for host in range(host_count(described)):
             own = host_config(config, host)
-            machine, kernels = _measured(own, context.cache)
+            machine, kernels = known_machine_and_kernels(own, context.cache, light=False)
             rates = machine_rates(own, machine, context.cache, outline)
             found.append(PlannedHost(machine, rates, kernels, own.get("max_memory")))
         return found
