@@ -26,11 +26,13 @@ from offstage.stages.checkpoints.hashes import check_hashes, hold, whole_digests
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
+from offstage.stages.empty_init.stage import QUANTISED_NAME
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.serving import routed
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
+    from offstage.stages.checkpoints.quantised_copy import QuantisedCopy
     from offstage.stages.shard_load.checkpoint_match import Load
     from offstage.stages.shard_load.place import PlacedWeights
     from offstage.stages.shard_load.sources import Sources
@@ -96,7 +98,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
     """
 
     name = "shard_load"
-    version = 5
+    version = 6
     needs: tuple[str, ...] = ("empty_init",)
     config_class = ShardLoadConfig
 
@@ -233,12 +235,18 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     from offstage.stages.shard_load.sources import LoadPlan, find_sources
 
     skeleton = context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME)
-    model, checkpoint, strict = context.live("empty_init"), _opened(inputs), inputs.config.strict
-    if inputs.opened_adapter is None:
-        loads = [prepare(model, skeleton, checkpoint=checkpoint, strict=strict)]
-    else:
+    model, strict = context.live("empty_init"), inputs.config.strict
+
+    def loads_of(checkpoint: Checkpoint) -> list[Load]:
         adapter = inputs.opened_adapter
-        loads = prepare_adapted(model, skeleton, checkpoint=checkpoint, adapter=adapter, strict=strict)
+        if adapter is None:
+            return [prepare(model, skeleton, checkpoint=checkpoint, strict=strict)]
+        return prepare_adapted(model, skeleton, checkpoint=checkpoint, adapter=adapter, strict=strict)
+
+    checkpoint = _to_be_quantised(inputs, context)
+    loads = loads_of(checkpoint)  # which refuses a checkpoint that isn't the model's before it is quantised
+    if checkpoint.copy is not None:
+        loads = loads_of(_fill_copy(inputs, context, checkpoint, checkpoint.copy))
     plan = LoadPlan(
         inputs.plan.homes,
         by_expert=frozenset(inputs.routed),
@@ -247,6 +255,28 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     )
     loads = [replace(load, check_finite=inputs.config.check_finite) for load in loads]
     return [(load, find_sources(load, plan)) for load in loads]
+
+
+def _to_be_quantised(inputs: ShardLoadInputs, context: Context) -> Checkpoint:
+    """Return the checkpoint, with the copy that it is to have where ``model.quantize`` asks for one."""
+    opened, weights = _opened(inputs), context.artifact("empty_init").json(QUANTISED_NAME)
+    if not weights:
+        return opened
+    from offstage.stages.checkpoints.quantised_copy import with_copy
+    from offstage.stages.empty_init.quantisable import plain_entries
+
+    return with_copy(opened, plain_entries(opened), weights, inputs.model["quantize"])
+
+
+def _fill_copy(inputs: ShardLoadInputs, context: Context, checkpoint: Checkpoint, copy: QuantisedCopy) -> Checkpoint:
+    """Return ``checkpoint`` with its ``copy`` where an offload store has it, quantised now if it wasn't there."""
+    from offstage.stages.shard_load.offload_store import open_store
+    from offstage.stages.shard_load.quantised_store import copy_key, fill_copy
+
+    key, needed = copy_key(checkpoint, copy), sum(one.file.size for one in copy.files)
+    folder = Path(inputs.config.offload_folder or context.cache / "offload" / key)
+    store = open_store(folder, key, needed_bytes=needed, model=model_name(context.config))
+    return fill_copy(checkpoint, copy, store, full=inputs.config.verify == "full")
 
 
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: Sources) -> Sources:
