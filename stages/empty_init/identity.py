@@ -224,7 +224,7 @@ def open_packed(model: Mapping[str, Any], *, plans: bool = False) -> Checkpoint 
 
 def quantises(model: Mapping[str, Any]) -> str | None:
     """Return the format that the plain checkpoint of the config's ``model`` is to be quantised to, if it is."""
-    return model.get("quantize") or None if model["kind"] == "pretrained" else None
+    return model.get("quantize") or None if model.get("kind") == "pretrained" else None
 
 
 def _opened(model: Mapping[str, Any], *, plans: bool) -> Checkpoint:

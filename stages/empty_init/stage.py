@@ -107,8 +107,8 @@ class EmptyInitInputs:
 
 
 class EmptyInitStage(Stage[EmptyInitInputs]):
-    """Builds the model on the meta device and leaves ``skeleton.json``, and in ``quantised.json`` which tensors of the
-    checkpoint are to be quantised; its live half is that model.
+    """Builds the model on the meta device and leaves ``skeleton.json``, and where tensors of the checkpoint are to be
+    quantised their names in ``quantised.json``; its live half is that model.
 
     What needs the model's code is said as the model is built, the first work of a run.
     """
@@ -192,8 +192,8 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
                 described = with_packed(described, model, packed, adapted=adapter_folder(inputs.node) is not None)
         described.save(folder)
-        copy = None if opened is None else opened.copy
-        write_text(folder / QUANTISED_NAME, json.dumps(sorted(copy.quantised) if copy else []) + "\n")
+        if opened is not None and opened.copy is not None:
+            write_text(folder / QUANTISED_NAME, json.dumps(sorted(opened.copy.quantised), indent=1) + "\n")
         return model
 
     def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:

@@ -26,6 +26,7 @@ from offstage.stages.checkpoints.hashes import check_hashes, hold, whole_digests
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
+from offstage.stages.empty_init.identity import quantises
 from offstage.stages.empty_init.stage import QUANTISED_NAME
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.serving import routed
@@ -259,13 +260,14 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
 
 def _to_be_quantised(inputs: ShardLoadInputs, context: Context) -> Checkpoint:
     """Return the checkpoint, with the copy that it is to have where ``model.quantize`` asks for one."""
-    opened, weights = _opened(inputs), context.artifact("empty_init").json(QUANTISED_NAME)
-    if not weights:
+    opened, kind = _opened(inputs), quantises(inputs.model)
+    if kind is None:
         return opened
     from offstage.stages.checkpoints.quantised_copy import with_copy
     from offstage.stages.empty_init.quantisable import plain_entries
 
-    return with_copy(opened, plain_entries(opened), weights, inputs.model["quantize"])
+    weights = context.artifact("empty_init").json(QUANTISED_NAME)
+    return with_copy(opened, plain_entries(opened), weights, kind)
 
 
 def _fill_copy(inputs: ShardLoadInputs, context: Context, checkpoint: Checkpoint, copy: QuantisedCopy) -> Checkpoint:
