@@ -30,8 +30,10 @@ from offstage.stages.shard_load.stored_weights import PIECE_BYTES, ByteReader, b
 
 VERSION = 1
 """Of how copies are laid out, and of the quantisers' arithmetic: what was made by another is made anew."""
-_BAND_VALUES = 2**20
-"""How many values are quantised together: some ten MB in each thread, as floats and what is made on the way."""
+_BAND_VALUES = 2**18
+"""How many values are quantised together, unless the format has more in one band of rows."""
+_VALUES_AHEAD = 2**22
+"""How many are in memory at a time, a dozen bytes each as floats, codes and what is made on the way."""
 
 Progress = Callable[[int], object]
 OpenTensor = Callable[[str], AbstractContextManager[ByteReader]]
@@ -121,7 +123,8 @@ def _made(copy: QuantisedCopy, name: str, read: ByteReader, progress: Progress) 
         return
     bands = _bands(source.shape, QUANTISERS[copy.format].rows_together)
     width = source.bytes // math.prod(source.shape[:-1])
-    with closing(in_order(partial(_quantise, copy, name, read), bands)) as made:
+    ahead = _VALUES_AHEAD // max(_BAND_VALUES, QUANTISERS[copy.format].rows_together * source.shape[-1])
+    with closing(in_order(partial(_quantise, copy, name, read), bands, most=ahead)) as made:
         for (begin, end), parts in made:
             yield parts
             progress((end - begin) * width)
@@ -140,7 +143,7 @@ def _quantise(copy: QuantisedCopy, name: str, read: ByteReader, rows: tuple[int,
     begin, end = rows
     width = source.bytes // math.prod(source.shape[:-1])
     data = torch.from_numpy(read(begin * width, end * width)).view(torch_dtype(source.dtype))
-    made = list(quantiser.quantise(data.view(end - begin, -1).float()))
+    made = list(quantiser.quantise(data.view(end - begin, -1).to(torch.float32, copy=True)))
     if not quantiser.are_sound(made):
         raise CheckpointError(
             f"{source.file.path}: tensor {name!r} holds NaN, infinity or numbers too large for {copy.format}; leave "

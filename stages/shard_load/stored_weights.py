@@ -199,16 +199,19 @@ def pack(
                 progress((block[-1][1] - block[0][0]) * size)
 
 
-def in_order(work: Callable[[Item], Made], items: Iterator[Item]) -> Generator[tuple[Item, Made]]:
+def in_order(
+    work: Callable[[Item], Made], items: Iterator[Item], *, most: int = _AHEAD
+) -> Generator[tuple[Item, Made]]:
     """Yield each of ``items`` and what ``work`` makes of it, in order: a thread for each core works, a few ahead.
 
-    None begins any more once the generator is closed.
+    No more than ``most`` are under way, or wait, at a time. None begins any more once the generator is closed.
     """
     waiting: deque[tuple[Item, Future[Made]]] = deque()
-    pool = ThreadPoolExecutor(min(len(allowed_cores()), _AHEAD), thread_name_prefix="packer")
+    ahead = max(1, min(most, _AHEAD))
+    pool = ThreadPoolExecutor(min(len(allowed_cores()), ahead), thread_name_prefix="packer")
     try:
         while True:
-            for item in islice(items, _AHEAD - len(waiting)):
+            for item in islice(items, ahead - len(waiting)):
                 waiting.append((item, pool.submit(work, item)))
             if not waiting:
                 return

@@ -30,13 +30,13 @@ MIXTURE_PLACE = {**PLACES["accelerator"], "max_memory": {0: "800kB", "cpu": "100
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def _own_cache(user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache))
 
 
 def load(path: Path, *, products: str = "exact", hardware: Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -77,7 +77,7 @@ def test_tokens_are_those_of_the_model_that_a_maker_quantised(tmp_path: Path, ki
     source = save_plain(tmp_path / "plain", name)
     twin = TWINS[kind](tmp_path, source, name)
     places = {**PLACES, "accelerator": MIXTURE_PLACE} if name == "qwen3moe" else PLACES
-    ways = [(place, "exact") for place in PLACES] + [("resident", "fused"), ("disk", "fused")]
+    ways = [*((place, "exact") for place in PLACES), ("disk", "fused")]
     with load(source, **PLACES["resident"]) as loaded:
         plain, _ = answer_of(loaded)
     for place, products in ways:

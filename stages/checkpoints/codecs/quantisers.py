@@ -40,7 +40,7 @@ class Quantiser(Protocol):
         """Return the matrices that lie in ``parts``."""
 
     def quantise(self, values: Tensor) -> Sequence[Tensor]:
-        """Return the bytes of each part of some rows of one matrix (rows, columns), float32.
+        """Return the bytes of each part of some rows of one matrix (rows, columns), float32, which are used up.
 
         They hold no finite scale where the values have a NaN or an infinity, or are too large: see ``are_sound``.
         """
@@ -75,12 +75,11 @@ class GgmlQ8:
     def quantise(self, values: Tensor) -> Sequence[Tensor]:
         """Return the blocks."""
         blocks = values.view(-1, self._form.elements)
-        scales = blocks.abs().amax(1, keepdim=True).div_(127)
+        scales = _largest(blocks, (1,), keepdim=True).div_(127)
         smallest = torch.finfo(torch.float32).tiny  # what is less has no inverse, and is zero as float16
-        scaled = blocks * torch.where(scales < smallest, 0, 1 / scales)
-        magnitudes = scaled.abs()
-        whole = magnitudes.floor()
-        codes = whole.add_(magnitudes.sub_(whole).mul_(2).floor_()).mul_(scaled.sign_())  # halves away from zero
+        blocks *= torch.where(scales < smallest, 0, 1 / scales)
+        whole = blocks.trunc()
+        codes = whole.add_(blocks.sub_(whole).mul_(2).trunc_())  # halves away from zero
         made = torch.empty((len(blocks), self._form.bytes), dtype=torch.uint8)
         made[:, :2] = scales.half().view(torch.uint8)
         made[:, 2:] = codes.to(torch.int8).view(torch.uint8)
@@ -120,17 +119,24 @@ class Fp8Blocks:
         rows, columns = values.shape
         side = self.rows_together
         down, across = -(-rows // side), -(-columns // side)
-        padded = torch.nn.functional.pad(values, (0, across * side - columns, 0, down * side - rows))
-        blocks = padded.view(down, side, across, side)
-        scales = blocks.abs().amax((1, 3)).div_(self._largest)
+        if (down * side, across * side) != (rows, columns):
+            values = torch.nn.functional.pad(values, (0, across * side - columns, 0, down * side - rows))
+        blocks = values.view(down, side, across, side)
+        scales = _largest(blocks, (1, 3)).div_(self._largest)
         scales = torch.where(scales == 0, 1, scales)
-        scaled = (blocks / scales[:, None, :, None]).clamp_(-self._largest, self._largest)
-        codes = scaled.view(down * side, -1)[:rows, :columns].to(torch.float8_e4m3fn)
+        blocks.div_(scales[:, None, :, None]).clamp_(-self._largest, self._largest)
+        codes = values[:rows, :columns].to(torch.float8_e4m3fn)
         return codes.contiguous().view(torch.uint8).view(-1), scales.view(torch.uint8).view(-1)
 
     def are_sound(self, made: Sequence[Tensor]) -> bool:
         """Return whether all scales are finite."""
         return bool(torch.isfinite(made[1].view(torch.float32)).all())
+
+
+def _largest(values: Tensor, dims: tuple[int, ...], *, keepdim: bool = False) -> Tensor:
+    """Return the largest magnitudes along ``dims``, without a copy of all."""
+    low, high = (reduced(values, dims, keepdim) for reduced in (torch.amin, torch.amax))
+    return torch.maximum(high, -low).abs_()  # of zeros it may be a negative one
 
 
 QUANTISERS: Mapping[str, Quantiser] = {"q8_0": GgmlQ8(), "fp8": Fp8Blocks()}
