@@ -8,7 +8,7 @@ counts once it is whole and the index names it, so that a run which was killed i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.checkpoint import Checkpoint, identity
 from offstage.stages.checkpoints.codecs.quantisers import QUANTISERS
 from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.quantised_copy import CopyFile, QuantisedCopy
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.machine.aligned_memory import byte_view
@@ -97,19 +98,25 @@ def _opener(checkpoint: Checkpoint, copy: QuantisedCopy) -> Iterator[OpenTensor]
 def _pieces(copy: QuantisedCopy, one: CopyFile, open_tensor: OpenTensor, progress: Progress) -> Generator[memoryview]:
     """Yield the bytes of the file ``one``, in order, as they are made."""
     end = 0
-    for name, (bulk, *others) in one.tensors.items():
-        kept: list[list[torch.Tensor]] = [[] for _ in others]
-        yield memoryview(bytes(bulk.begin - end))
+    for name, parts in one.tensors.items():
+        yield memoryview(bytes(parts[0].begin - end))
         with open_tensor(name) as read:
-            for first, *rest in _made(copy, name, read, progress):
-                yield byte_view(first)
-                for held, tensor in zip(kept, rest, strict=True):
-                    held.append(tensor)
-        end = bulk.end
-        for part, held in zip(others, kept, strict=True):
-            yield memoryview(bytes(part.begin - end))
-            yield byte_view(torch.cat(held))
-            end = part.end
+            yield from _in_parts(parts, _made(copy, name, read, progress))
+        end = parts[-1].end
+
+
+def _in_parts(parts: Sequence[Extent], made: Iterable[list[torch.Tensor]]) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor's ``parts``, one after the other: of the first as they are ``made``, then the others,
+    which are small, with what lies between them.
+    """
+    kept: list[list[torch.Tensor]] = [[] for _ in parts[1:]]
+    for bulk, *others in made:
+        yield byte_view(bulk)
+        for held, tensor in zip(kept, others, strict=True):
+            held.append(tensor)
+    for (before, part), held in zip(pairwise(parts), kept, strict=True):
+        yield memoryview(bytes(part.begin - before.end))
+        yield byte_view(torch.cat(held))
 
 
 def _made(copy: QuantisedCopy, name: str, read: ByteReader, progress: Progress) -> Generator[list[torch.Tensor]]:
