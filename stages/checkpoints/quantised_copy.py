@@ -46,8 +46,8 @@ class QuantisedCopy:
     stored: Mapping[str, Extent]
 
     def located(self, files: Mapping[str, ShardFile]) -> QuantisedCopy:
-        """Return the same in ``files``, by name, that are there."""
-        moved = tuple(_moved(one, files[one.file.name]) for one in self.files)
+        """Return the same with those of ``files``, by name, that are there."""
+        moved = tuple(_moved(one, files.get(one.file.name, one.file)) for one in self.files)
         return _copy(self.format, self.sources, self.quantised, moved)
 
 

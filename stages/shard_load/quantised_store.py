@@ -26,6 +26,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.quantised_copy import CopyFile, QuantisedCopy
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.machine.aligned_memory import byte_view
+from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.offload_store import OffloadStore, StoredTensor
 from offstage.stages.shard_load.stored_weights import PIECE_BYTES, ByteReader, bytes_of, in_order, opened
 
@@ -40,31 +41,47 @@ Progress = Callable[[int], object]
 OpenTensor = Callable[[str], AbstractContextManager[ByteReader]]
 
 
-def copy_key(checkpoint: Checkpoint, copy: QuantisedCopy) -> str:
-    """Return what the store of the ``copy`` of ``checkpoint`` is known by."""
+def copy_key(checkpoint: Checkpoint) -> str:
+    """Return what the store of the copy of ``checkpoint`` is known by."""
+    copy = _copy_of(checkpoint)
     told = {"checkpoint": identity(checkpoint), "format": copy.format, "weights": sorted(copy.quantised)}
     return fingerprint({"quantised": told, "version": VERSION})
 
 
-def fill_copy(checkpoint: Checkpoint, copy: QuantisedCopy, store: OffloadStore, *, full: bool = False) -> Checkpoint:
-    """Return ``checkpoint`` with its ``copy`` where the ``store`` has it, after adding what isn't there, or damaged.
+def files_for(checkpoint: Checkpoint, loads: Iterable[Load]) -> list[CopyFile]:
+    """Return those files of the copy of ``checkpoint`` that ``loads`` bring anything of: of several hosts, each some."""
+    wanted = {name for load in loads for step, _ in load.origins.values() for name in step.source_names}
+    return [one for one in _copy_of(checkpoint).files if not wanted.isdisjoint(one.tensors)]
+
+
+def fill_copy(
+    checkpoint: Checkpoint, files: Sequence[CopyFile], store: OffloadStore, *, full: bool = False
+) -> Checkpoint:
+    """Return ``checkpoint`` with those ``files`` of its copy where the ``store`` has them, after adding what isn't
+    there, or damaged.
 
     ``full`` compares every checksum of the store, not a sample. A ``CheckpointError`` names a tensor that can't be
     quantised: it has a NaN or an infinity, or values that are too large.
     """
-    wanted = {one.file.name: _stored(copy, one) for one in copy.files}
+    copy = _copy_of(checkpoint)
+    wanted = {one.file.name: _stored(copy, one) for one in files}
     with store.locked():
         found = store.find(wanted, full=full)
-        absent = {one.file.name: one for one in copy.files if one.file.name not in found}
+        absent = {one.file.name: one for one in files if one.file.name not in found}
         if absent:
             _add(checkpoint, copy, store, absent)
             found |= store.find({name: wanted[name] for name in absent}, full=full)
-    files = {name: at.file for name, at in found.items() if at is not None}
-    for name in (name for name in wanted if name not in files):
+    there = {name: at.file for name, at in found.items() if at is not None}
+    for name in (name for name in wanted if name not in there):
         raise StorageError(
             f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
         )
-    return replace(checkpoint, copy=copy.located(files))
+    return replace(checkpoint, copy=copy.located(there))
+
+
+def _copy_of(checkpoint: Checkpoint) -> QuantisedCopy:
+    assert checkpoint.copy is not None, checkpoint.path
+    return checkpoint.copy
 
 
 def _stored(copy: QuantisedCopy, one: CopyFile) -> StoredTensor:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.errors import CheckpointError, Fault, StorageError
 from offstage.pipeline.memory_monitor import held_bytes
+from offstage.pipeline.peers import peers
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage, model_name
 from offstage.pipeline.typed_config import PATHS, absolute, read
 from offstage.stages.checkpoints.adapters import adapter_folder, open_adapter, weights_identity
@@ -28,12 +30,12 @@ from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.identity import quantises
 from offstage.stages.empty_init.stage import QUANTISED_NAME
+from offstage.stages.hosts.partition import Partition
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.serving import routed
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
-    from offstage.stages.checkpoints.quantised_copy import QuantisedCopy
     from offstage.stages.shard_load.checkpoint_match import Load
     from offstage.stages.shard_load.place import PlacedWeights
     from offstage.stages.shard_load.sources import Sources
@@ -121,9 +123,12 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         opened, adapter = _open_weights(model, depth=given.depth), _open_adapter(model)
         if given.verify == "full":
             opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
+        named = identity(opened)
+        if found.partition is not None:
+            peers().require_same("model.path: the checkpoint", fingerprint(named))
         return ShardLoadInputs(
             config=given,
-            checkpoint=identity(opened),
+            checkpoint=named,
             place=opened.place if given.depth == "index" else None,
             digests=whole_digests(opened) if given.verify == "full" else None,
             adapter=None if adapter is None else weights_identity(adapter),
@@ -194,6 +199,8 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         from offstage.stages.shard_load.place import host_block, joined, place
 
         tables, devices = _prepare(inputs, context), Devices(inputs.ledgers)
+        if inputs.plan.partition is not None:
+            _divide(context.live("empty_init"), inputs.plan.partition)
         base_bytes = held_bytes()
         for load, _ in tables if inputs.config.verify == "full" else ():
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
@@ -235,7 +242,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     from offstage.stages.shard_load.checkpoint_match import prepare, prepare_adapted
     from offstage.stages.shard_load.sources import LoadPlan, find_sources
 
-    skeleton = context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME)
+    skeleton = inputs.plan.share(context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME))
     model, strict = context.live("empty_init"), inputs.config.strict
 
     def loads_of(checkpoint: Checkpoint) -> list[Load]:
@@ -247,7 +254,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     checkpoint = _to_be_quantised(inputs, context)
     loads = loads_of(checkpoint)  # which refuses a checkpoint that isn't the model's before it is quantised
     if checkpoint.copy is not None:
-        loads = loads_of(_fill_copy(inputs, context, checkpoint, checkpoint.copy))
+        loads = loads_of(_fill_copy(inputs, context, checkpoint, loads))
     plan = LoadPlan(
         inputs.plan.homes,
         by_expert=frozenset(inputs.routed),
@@ -270,15 +277,27 @@ def _to_be_quantised(inputs: ShardLoadInputs, context: Context) -> Checkpoint:
     return with_copy(opened, plain_entries(opened), weights, kind)
 
 
-def _fill_copy(inputs: ShardLoadInputs, context: Context, checkpoint: Checkpoint, copy: QuantisedCopy) -> Checkpoint:
-    """Return ``checkpoint`` with its ``copy`` where an offload store has it, quantised now if it wasn't there."""
+def _fill_copy(inputs: ShardLoadInputs, context: Context, checkpoint: Checkpoint, loads: list[Load]) -> Checkpoint:
+    """Return ``checkpoint`` with what ``loads`` bring of its copy where an offload store has it: quantised now if it
+    wasn't there.
+    """
     from offstage.stages.shard_load.offload_store import open_store
-    from offstage.stages.shard_load.quantised_store import copy_key, fill_copy
+    from offstage.stages.shard_load.quantised_store import copy_key, files_for, fill_copy
 
-    key, needed = copy_key(checkpoint, copy), sum(one.file.size for one in copy.files)
-    folder = Path(inputs.config.offload_folder or context.cache / "offload" / key)
-    store = open_store(folder, key, needed_bytes=needed, model=model_name(context.config))
-    return fill_copy(checkpoint, copy, store, full=inputs.config.verify == "full")
+    key, files = copy_key(checkpoint), files_for(checkpoint, loads)
+    folder, needed = (
+        inputs.config.offload_folder or context.cache / "offload" / key,
+        sum(one.file.size for one in files),
+    )
+    store = open_store(Path(folder), key, needed_bytes=needed, model=model_name(context.config))
+    return fill_copy(checkpoint, files, store, full=inputs.config.verify == "full")
+
+
+def _divide(model: Any, partition: Partition) -> None:
+    """Put stand-ins into ``model`` for what other hosts compute."""
+    from offstage.stages.hosts.stand_ins import stand_in
+
+    stand_in(model, partition, peers())
 
 
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: Sources) -> Sources:
