@@ -49,7 +49,9 @@ def copy_key(checkpoint: Checkpoint) -> str:
 
 
 def files_for(checkpoint: Checkpoint, loads: Iterable[Load]) -> list[CopyFile]:
-    """Return those files of the copy of ``checkpoint`` that ``loads`` bring anything of: of several hosts, each some."""
+    """Return those files of the copy of ``checkpoint`` that ``loads`` bring anything of: not all, on one of several
+    hosts.
+    """
     wanted = {name for load in loads for step, _ in load.origins.values() for name in step.source_names}
     return [one for one in _copy_of(checkpoint).files if not wanted.isdisjoint(one.tensors)]
 
