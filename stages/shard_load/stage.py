@@ -285,11 +285,9 @@ def _fill_copy(inputs: ShardLoadInputs, context: Context, checkpoint: Checkpoint
     from offstage.stages.shard_load.quantised_store import copy_key, files_for, fill_copy
 
     key, files = copy_key(checkpoint), files_for(checkpoint, loads)
-    folder, needed = (
-        inputs.config.offload_folder or context.cache / "offload" / key,
-        sum(one.file.size for one in files),
-    )
-    store = open_store(Path(folder), key, needed_bytes=needed, model=model_name(context.config))
+    folder = Path(inputs.config.offload_folder or context.cache / "offload" / key)
+    needed = sum(one.file.size for one in files)
+    store = open_store(folder, key, needed_bytes=needed, model=model_name(context.config))
     return fill_copy(checkpoint, files, store, full=inputs.config.verify == "full")
 
 
