@@ -61,7 +61,7 @@ class GgmlQ8:
 
     def fits(self, weight: TensorHeader) -> bool:
         """Return whether rows are whole blocks."""
-        return weight.dtype in FLOATS and len(weight.shape) > 1 and weight.shape[-1] % self._form.elements == 0
+        return _are_rows_of(self._form.elements, weight)
 
     def parts(self, name: str, weight: TensorHeader) -> Mapping[str, TensorHeader]:
         """Return rows of blocks, as bytes."""
@@ -78,11 +78,11 @@ class GgmlQ8:
         scales = _largest(blocks, (1,), keepdim=True).div_(127)
         smallest = torch.finfo(torch.float32).tiny  # what is less has no inverse, and is zero as float16
         blocks *= torch.where(scales < smallest, 0, 1 / scales)
-        whole = blocks.trunc()
-        codes = whole.add_(blocks.sub_(whole).mul_(2).trunc_())  # halves away from zero
+        whole = blocks.to(torch.int8)
+        codes = whole + blocks.sub_(whole).mul_(2).to(torch.int8)  # halves away from zero
         made = torch.empty((len(blocks), self._form.bytes), dtype=torch.uint8)
         made[:, :2] = scales.half().view(torch.uint8)
-        made[:, 2:] = codes.to(torch.int8).view(torch.uint8)
+        made[:, 2:] = codes.view(torch.uint8)
         return (made.view(-1),)
 
     def are_sound(self, made: Sequence[Tensor]) -> bool:
@@ -104,7 +104,7 @@ class Fp8Blocks:
 
     def fits(self, weight: TensorHeader) -> bool:
         """Return whether rows are whole runs of what products add up together."""
-        return weight.dtype in FLOATS and len(weight.shape) > 1 and weight.shape[-1] % LANES == 0
+        return _are_rows_of(LANES, weight)
 
     def parts(self, name: str, weight: TensorHeader) -> Mapping[str, TensorHeader]:
         """Return codes, and their scales."""
@@ -131,6 +131,12 @@ class Fp8Blocks:
     def are_sound(self, made: Sequence[Tensor]) -> bool:
         """Return whether all scales are finite."""
         return bool(torch.isfinite(made[1].view(torch.float32)).all())
+
+
+def _are_rows_of(run: int, weight: TensorHeader) -> bool:
+    """Return whether ``weight`` is matrices of floats whose rows are whole runs of so many."""
+    matrices = len(weight.shape) > 1 and 0 not in weight.shape
+    return matrices and weight.dtype in FLOATS and weight.shape[-1] % run == 0
 
 
 def _largest(values: Tensor, dims: tuple[int, ...], *, keepdim: bool = False) -> Tensor:

@@ -103,6 +103,8 @@ def test_the_formats_are_those_that_the_config_may_name() -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTISES)
-@pytest.mark.parametrize("header", [("float32", (64,)), ("float32", (64, 40)), ("int64", (64, 64))])
+@pytest.mark.parametrize(
+    "header", [("float32", (64,)), ("float32", (64, 40)), ("int64", (64, 64)), ("float32", (0, 64))]
+)
 def test_what_does_not_fit_is_told_by_its_header(kind: str, header: tuple[str, tuple[int, ...]]) -> None:
     assert not QUANTISERS[kind].fits(TensorHeader(*header))
