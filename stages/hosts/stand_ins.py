@@ -145,18 +145,25 @@ class AwayHead(nn.Module):
 
 
 def stand_in(model: nn.Module, partition: Partition, peers: Peers) -> None:
-    """Put stand-ins into ``model`` for what other hosts compute, and have what they need sent to them."""
+    """Put stand-ins into ``model`` for what other hosts compute, and have what they need sent to them.
+
+    Raises ``ConfigError`` for a model whose blocks read the keys and values of others, which may be elsewhere.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ConfigError(f"{KEY}: {type(model).__name__} has layers that read other layers' keys; leave hosts null")
     wire, host = Wire(peers), peers.rank
     others = [other for other in range(partition.hosts) if other != host]
     for stack, blocks in partition.blocks.items():
         own, count = partition.own(host, stack), len(blocks)
         before = AwayRun(wire, partition.owner(stack, own.start - 1) if own and own.start else None)
-        ends = stack in partition.shares_end
-        after = AwayRun(wire, partition.owner(stack, count - 1) if ends and own.stop < count else None)
+        ends, is_last = stack in partition.shares_end, bool(own) and own.stop == count
+        after = AwayRun(wire, partition.owner(stack, count - 1) if ends and not is_last else None)
         _replace(model, blocks, range(own.start) if own else range(0), before)
         _replace(model, blocks, range(own.stop if own else 0, count), after)
         if own:
-            following = [partition.owner(stack, own.stop)] if own.stop < count else others if ends else []
+            following = (others if ends else []) if is_last else [partition.owner(stack, own.stop)]
             _send_on(model.get_submodule(blocks[own.stop - 1]), wire, following, after)
     head = partition.head
     if head is not None and host != partition.last:
