@@ -79,6 +79,41 @@ def test_a_run_that_was_killed_is_gone_on_with_where_it_was(tmp_path: Path) -> N
     assert {name: data for name, (_, data) in after.items()} == {name: data for name, (_, data) in other.items()}
 
 
+PEAK = """
+import sys
+from pathlib import Path
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.quantised_copy import with_copy
+from offstage.stages.shard_load.offload_store import open_store
+from offstage.stages.shard_load.quantised_store import fill_copy
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def fill(folder):
+    checkpoint = open_checkpoint(Path(folder))
+    planned = with_copy(checkpoint, checkpoint.entries, set(checkpoint.entries), sys.argv[3])
+    fill_copy(planned, planned.copy.files, open_store(Path(folder) / sys.argv[3], "key"))
+
+fill(sys.argv[1])
+before = peak()
+fill(sys.argv[2])
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "fp8"])
+def test_memory_is_that_of_a_few_bands_however_large_a_weight(kind: str, tmp_path: Path) -> None:
+    for name, rows in (("small", 128), ("large", 2**14)):
+        (tmp_path / name).mkdir()
+        weight = torch.ones(rows, 2**12, dtype=torch.bfloat16)
+        save_file({"w": weight}, tmp_path / name / "model.safetensors")
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large"), kind]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < 48 * 2**20 < weight.nbytes / 2
+
+
 def test_a_second_run_quantises_nothing_in_any_dtype_and_placement(tmp_path: Path) -> None:
     source, cache = save_plain(tmp_path / "plain", "llama"), tmp_path / "cache"
     logits(source, cache)
