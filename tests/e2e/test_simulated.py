@@ -131,7 +131,7 @@ def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_
 
 
 def test_a_key_of_the_hardware_that_nobody_reads_is_refused_with_its_place(offstage_here: Run) -> None:
-    done = offstage_here("hardware.devices=[{memory: 6MB, nam: x}]", "+hardware.hosts={memory: 1GB}")
+    done = offstage_here("hardware.devices=[{memory: 6MB, nam: x}]", "+hardware.hosst={memory: 1GB}")
     assert done.code == 2
     assert "hardware.devices[0].nam: unknown key (did you mean 'name'?); here may stand memory, name" in done.err
-    assert "hardware.hosts: unknown key (did you mean 'host'?); here may stand devices, host, rates" in done.err
+    assert "hardware.hosst: unknown key (did you mean 'host'?); here may stand devices, host, rates" in done.err

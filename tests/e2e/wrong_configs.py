@@ -242,7 +242,7 @@ WRONG_CONFIGS = (
 
 UNKNOWN_IN_HARDWARE = (
     typed("a misspelt key of a device", "'hardware.devices=[{memory: 24GB, nam: a}]'", "hardware.devices"),
-    typed("a misspelt key of the hardware", "+hardware.hosts.memory=64GB", "hardware.hosts"),
+    typed("a misspelt key of the hardware", "+hardware.hosst.memory=64GB", "hardware.hosst"),
 )
 """Keys that passed silently, each with what its line begins with."""
 
