@@ -17,7 +17,7 @@ from offstage.pipeline.stage import model_name
 
 MOST_ROWS = 40
 """As many rows as a plot shows. A longer one can't be read, and the table has every job."""
-_NO_CHECKPOINT = ("tokenizer", "no_split", "trust_remote_code", "allow_links", "attn_implementation")
+_NO_CHECKPOINT = ("tokenizer", "no_split", "trust_remote_code", "allow_links", "attn_implementation", "quantize")
 """Keys of ``model`` that change how a checkpoint is used, and not which one it is."""
 
 

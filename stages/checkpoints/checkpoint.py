@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.regular_files import read_regular
@@ -22,6 +22,9 @@ from offstage.stages.checkpoints.looks import Look, look_at
 from offstage.stages.checkpoints.safetensors_header import read_header
 from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
 from offstage.stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
+
+if TYPE_CHECKING:
+    from offstage.stages.checkpoints.quantised_copy import QuantisedCopy
 
 Depth = Literal["index", "headers"]
 """How much of a checkpoint is looked at: which files there are, or their headers too."""
@@ -37,7 +40,8 @@ class Checkpoint:
 
     ``entries`` holds every tensor by its name in the checkpoint; for ``.bin`` it is empty, since a pickle tells its
     tensors only when it is loaded; those of GGUF are bytes, by the file's own names. ``weight_map`` is the index
-    (tensor name → file name), or null without one.
+    (tensor name → file name), or null without one. ``copy`` is what some of its
+    tensors rest in once they are quantised by the key ``model.quantize``; all else here is of the checkpoint itself.
     """
 
     path: Path
@@ -46,6 +50,7 @@ class Checkpoint:
     entries: Mapping[str, Extent]
     weight_map: Mapping[str, str] | None = None
     index_name: str | None = None
+    copy: QuantisedCopy | None = None
 
     @property
     def folder(self) -> Path:
@@ -56,6 +61,16 @@ class Checkpoint:
     def place(self) -> str:
         """Where the checkpoint lies, links followed."""
         return str(self.path.resolve())
+
+    @property
+    def stored(self) -> Mapping[str, Extent]:
+        """Every tensor as it lies in a file, those of its copy as they lie there."""
+        return self.entries if self.copy is None else self.copy.stored
+
+    @property
+    def tells_places(self) -> bool:
+        """Whether it is known where in its files each tensor lies."""
+        return self.format != "bin" or self.copy is not None
 
     @property
     def bytes(self) -> int:

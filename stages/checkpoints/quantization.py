@@ -17,6 +17,9 @@ FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES = "fp8", "mxfp8", "mxfp4", "compress
 SERVED = (FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES, GPTQ, AWQ)
 """The methods (``quant_method``) whose weights are unpacked as they are used; see ``check_scheme``."""
 
+QUANTISES = ("q8_0", "fp8")
+"""The formats that a plain checkpoint is quantised to where ``model.quantize`` asks for one."""
+
 _BY_TRANSFORMERS = (BITSANDBYTES, "higgs")
 """The methods whose models transformers can dequantise as a whole."""
 

@@ -71,6 +71,8 @@ class SourceReader(Protocol):
 
 def open_reader(checkpoint: Checkpoint) -> SourceReader:
     """Return what reads the checkpoint's tensors as a model uses them, in whatever they rest."""
+    if checkpoint.copy is not None:
+        return SafetensorsReader(checkpoint.copy.entries)
     if checkpoint.format == "gguf":
         return SafetensorsReader(gguf_entries(checkpoint.files[0].path))
     quantization = quantization_of(checkpoint.folder)
@@ -88,7 +90,7 @@ def open_stored_reader(checkpoint: Checkpoint) -> SourceReader:
     """Return what reads the checkpoint's tensors as its files have them: scales are tensors beside the codes."""
     if checkpoint.format == "gguf":
         return open_reader(checkpoint)
-    return PickleReader(checkpoint) if checkpoint.format == "bin" else SafetensorsReader(checkpoint.entries)
+    return SafetensorsReader(checkpoint.stored) if checkpoint.tells_places else PickleReader(checkpoint)
 
 
 class SafetensorsReader:

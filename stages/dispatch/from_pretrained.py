@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import Fault, closest, raise_faults
+from offstage.stages.checkpoints.quantization import QUANTISES
 from offstage.stages.dispatch.loaded_model import LoadedModel, PathLike, known_options, load
 from offstage.stages.units import DeviceId, tier
 
@@ -25,8 +26,8 @@ _IDLE = (
 """Arguments that say how transformers brings weights in; here they are read from where they lie, whatever these say."""
 
 _QUANTISED = (
-    "weights aren't quantised as they are loaded, what doesn't fit streams; leave it out, or give a checkpoint that is "
-    "quantised already, as GPTQ, AWQ, FP8, MXFP4, compressed-tensors, bitsandbytes or GGUF"
+    f"weights are quantised by quantize={' or '.join(map(repr, QUANTISES))}, and what doesn't fit streams; give that, "
+    "or a checkpoint that is quantised already, as GPTQ, AWQ, FP8, MXFP4, compressed-tensors, bitsandbytes or GGUF"
 )
 _SAME_WEIGHTS = "weights are those of the checkpoint; leave it out"
 _FETCHED = "what is fetched and kept is huggingface_hub's; set"

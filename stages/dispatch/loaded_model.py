@@ -274,7 +274,7 @@ def load(
 
     ``options`` are keys of the config by their own names, nested ones as dicts: ``offload_folder``, ``strict``,
     ``storage={"io": "direct"}``, ``hardware``, …; and those of its ``model``: ``revision``, ``tokenizer``,
-    ``trust_remote_code``, ``adapter``, ``attn_implementation``, ….
+    ``trust_remote_code``, ``adapter``, ``attn_implementation``, ``quantize``, ….
 
     Raises ``ConfigError`` for options that can't be followed, ``CheckpointError`` for a checkpoint that is missing,
     damaged or not the model's, ``BudgetError`` for budgets that can't hold the plan, ``StorageError`` for a disk.

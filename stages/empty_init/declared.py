@@ -23,11 +23,12 @@ from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
 from offstage.stages.checkpoints.packed import AtRest, memory_file
 from offstage.stages.checkpoints.quantised import DECLARES
+from offstage.stages.checkpoints.quantised_copy import with_copy
 from offstage.stages.checkpoints.quantization import method_of
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.empty_init.adapted_model import without_adapter
-from offstage.stages.empty_init.experts import is_experts
-from offstage.stages.empty_init.names import Naming, NamingStep, name_tensors
+from offstage.stages.empty_init.names import Naming, name_tensors
+from offstage.stages.empty_init.quantisable import multiplied, quantisable
 
 _LINEAR = "Linear"
 _SECONDS, _NAME_SECONDS = 2.0, 0.001
@@ -59,10 +60,7 @@ def declared_checkpoint(
     It has entries and no file: it is to be planned by, and never read. A model that is ``adapted`` is taken without its
     adapter. A ``CheckpointError`` where the config, or the class of the model, doesn't say what the entries are.
     """
-    plain = without_adapter(model).model if adapted else model
-    file = ShardFile("config.json", folder / "config.json", 0, None, "")
-    with foreign(CheckpointError, f"{file.path}: what a checkpoint of it holds is told by its weights alone"):
-        saved = dict(_saved(plain))
+    plain, file, saved = _before(model, folder, adapted=adapted)
     entries = _laid_out(file, saved)
     naming = name_tensors(plain, entries)
     quantised = _quantised(file.path, plain, entries, naming=naming, quantization=quantization)
@@ -73,6 +71,27 @@ def declared_checkpoint(
         headers |= at_rest
     checkpoint = Checkpoint(folder, "safetensors", (file,), _laid_out(file, headers))
     return DeclaredCheckpoint(checkpoint, {name: header.shape for name, header in saved.items()}, naming)
+
+
+def declared_copy(model: nn.Module, folder: Path, kind: str, *, adapted: bool) -> DeclaredCheckpoint:
+    """Return the plain checkpoint of ``model``, as it rests once it is quantised to ``kind``.
+
+    Else it is as ``declared_checkpoint`` has it. A ``ConfigError`` where no weight can be quantised so.
+    """
+    plain, file, saved = _before(model, folder, adapted=adapted)
+    entries = _laid_out(file, saved)
+    naming = name_tensors(plain, entries)
+    chosen = quantisable(plain, naming, entries, kind)
+    checkpoint = with_copy(Checkpoint(folder, "safetensors", (file,), entries), entries, chosen, kind)
+    return DeclaredCheckpoint(checkpoint, {name: header.shape for name, header in saved.items()}, naming)
+
+
+def _before(model: nn.Module, folder: Path, *, adapted: bool) -> tuple[nn.Module, ShardFile, dict[str, TensorHeader]]:
+    """Return ``model`` without an adapter, the file that stands for its weights, and what it is saved with."""
+    plain = without_adapter(model).model if adapted else model
+    file = ShardFile("config.json", folder / "config.json", 0, None, "")
+    with foreign(CheckpointError, f"{file.path}: what a checkpoint of it holds is told by its weights alone"):
+        return plain, file, dict(_saved(plain))
 
 
 def _saved(model: Any) -> Iterator[tuple[str, TensorHeader]]:
@@ -109,8 +128,7 @@ def _quantised(
     modules = dict(model.named_modules())
     owners = {
         source: owner
-        for step in naming.steps
-        if (owner := _owner(step, modules)) is not None
+        for step, owner in multiplied(naming, modules)
         for source in step.source_names
         if len(entries[source].shape) > 1
     }
@@ -120,18 +138,6 @@ def _quantised(
         return {
             source for source, owner in owners.items() if converts({source.removesuffix(".weight"), owner}, _LINEAR)
         }
-
-
-def _owner(step: NamingStep, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the linear layer or the experts that ``step`` makes weights of; null for whatever else it makes."""
-    for target in step.targets:
-        name, _, attribute = target.rpartition(".")
-        module = modules.get(name)
-        if isinstance(module, nn.Linear) and attribute == "weight":
-            return name
-        if module is not None and is_experts(module) and "bias" not in attribute:
-            return name
-    return None
 
 
 def _heads(model: Any, modules: Mapping[str, nn.Module]) -> list[str]:

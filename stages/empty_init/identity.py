@@ -37,11 +37,11 @@ from offstage.stages.empty_init.source_code import code_identity, hashes, import
 
 MODEL_KEYS: Mapping[str, object] = {
     "kind": "pretrained", "path": None, "revision": None, "class": None, "tokenizer": None, "no_split": None,
-    "trust_remote_code": False, "allow_links": False, "adapter": None, "attn_implementation": None,
+    "trust_remote_code": False, "allow_links": False, "adapter": None, "attn_implementation": None, "quantize": None,
 }  # fmt: skip
 """What may stand under ``model`` where it is a checkpoint, with its default."""
 
-OWN_KEYS = MODEL_KEYS.keys() - {"class"}
+OWN_KEYS = MODEL_KEYS.keys() - {"class", "quantize"}
 """The keys of ``model`` that are ours; for ``model=module`` all others are arguments of its constructor."""
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -83,6 +83,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         "code": remote_code(folder, "config.json") if model.get("trust_remote_code") else {},
         "adapter": _adapter(model),
         **({"attention": model["attn_implementation"]} if model.get("attn_implementation") else {}),
+        **({"quantize": model["quantize"]} if model.get("quantize") else {}),
     }
 
 
@@ -211,14 +212,19 @@ def is_plan(config: Mapping[str, Any]) -> bool:
 
 
 def open_packed(model: Mapping[str, Any], *, plans: bool = False) -> Checkpoint | None:
-    """Open the checkpoint of the config's ``model`` with its headers, if its tensors rest packed, by what it says.
+    """Open the checkpoint of the config's ``model`` with its headers, if its tensors rest packed, by what it says, or
+    are to be quantised.
 
     Of one on the Hub, a run that ``plans`` alone has the headers and no more. Null too where of such a
-    checkpoint nothing is here but what it says: see ``declared_packed``.
+    checkpoint nothing is here but its config: see ``has_config_alone``.
     """
-    if not _rests_packed(model) or declared_packed(model) is not None:
-        return None
-    return _opened(model, plans=plans)
+    packed = quantises(model) is not None or _rests_packed(model)
+    return _opened(model, plans=plans) if packed and not has_config_alone(model) else None
+
+
+def quantises(model: Mapping[str, Any]) -> str | None:
+    """Return the format that the plain checkpoint of the config's ``model`` is to be quantised to, if it is."""
+    return model.get("quantize") or None if model.get("kind") == "pretrained" else None
 
 
 def _opened(model: Mapping[str, Any], *, plans: bool) -> Checkpoint:
@@ -238,14 +244,19 @@ def _rests_packed(model: Mapping[str, Any]) -> bool:
 
 
 def declared_packed(model: Mapping[str, Any]) -> Mapping[str, object] | None:
-    """Return how the config of a folder declares weights quantised of which no file is there; else null.
+    """Return how the config of a folder declares weights quantised of which no file is there; else null."""
+    return quantization_of(Path(model["path"])) if has_config_alone(model) else None
+
+
+def has_config_alone(model: Mapping[str, Any]) -> bool:
+    """Return whether of the config's ``model`` there is a folder without weights.
 
     It is enough for a plan; whatever needs the weights says that they are missing.
     """
     if model["kind"] != "pretrained" or is_hub_id(model["path"]):
-        return None
+        return False
     folder = Path(model["path"])
-    return None if not folder.is_dir() or weight_files(folder) else quantization_of(folder)
+    return folder.is_dir() and not weight_files(folder)
 
 
 def constructor_arguments(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
     users: dict[int, list[str]] = {}
     for name, parameter in named.items():
         users.setdefault(id(parameter), []).append(name)
-    own_dtype = _of_own_dtype(model)
+    own_dtype = of_own_dtype(model)
     for step in name_tensors(model, entries).steps:
         if step.converter is not None or len(step.sources) != 1 or len(step.targets) != 1:
             continue
@@ -121,7 +121,7 @@ def _kinds_for(packed: PackedTensor, source: str, checkpoint: Checkpoint) -> Seq
     Scales are known by one name, the format's own: what its makers call otherwise is unpacked.
     """
     if packed.codec.name == FP8:
-        return (nn.Linear,) if source + SCALE in checkpoint.entries else ()
+        return (nn.Linear,) if source + SCALE in checkpoint.stored else ()
     return (nn.Linear,) if layout_of(packed) else (nn.Linear, nn.Embedding)
 
 
@@ -139,7 +139,7 @@ def _on_meta(part: Extent, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(part.shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-def _of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
+def of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
     """Return what the names of weights have in them that the class of ``model`` keeps in float32; null for none."""
     known: Any = model
     patterns = {*(getattr(known, "_keep_in_fp32_modules", None) or ())}

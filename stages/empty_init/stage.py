@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -9,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from offstage.pipeline.errors import CheckpointError, Fault
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.errors import CheckpointError, Fault, closest
 from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
 from offstage.pipeline.typed_config import PATHS, absolute, fits, read, unknown_keys
@@ -18,7 +20,7 @@ from offstage.stages.checkpoints.adapters import adapter_folder, read_settings
 from offstage.stages.checkpoints.bounds import bounded
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.model_source import ModelSource, is_hub_id, located
-from offstage.stages.checkpoints.quantization import method_of, quantization_of
+from offstage.stages.checkpoints.quantization import QUANTISES, method_of, quantization_of
 from offstage.stages.checkpoints.shard_files import check_texts
 from offstage.stages.checkpoints.weight_files import gguf_file
 from offstage.stages.empty_init.identity import (
@@ -26,11 +28,13 @@ from offstage.stages.empty_init.identity import (
     WHERE_CODE_IS_FOUND,
     declared_dtype,
     declared_packed,
+    has_config_alone,
     identity,
     is_plan,
     model_sources,
     open_packed,
     pipeline_fault,
+    quantises,
     quantization_fault,
     resolve_dtype,
     text_identity,
@@ -42,6 +46,7 @@ from offstage.stages.units import format_bytes
 if TYPE_CHECKING:
     from offstage.stages.empty_init.declared import DeclaredCheckpoint
 
+QUANTISED_NAME = "quantised.json"
 FUSED = "fused"
 """What ``quantized.products`` says where weights are multiplied as they rest."""
 
@@ -50,6 +55,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "class": (str | None, "is no text; give a class of transformers, or null"),
     "tokenizer": (str | None, "is no text; give a folder that has one, or null"),
     "adapter": (str | None, "is no text; give the folder of an adapter, or null"),
+    "quantize": (str | None, f"is no text; give {', '.join(QUANTISES)}, or null"),
     "attn_implementation": (str | None, "is no text; give eager, sdpa or another of transformers' names, or null"),
     "no_split": (Sequence[str] | None, "is no list of class names; give one, or null"),
     "trust_remote_code": (bool, "is neither true nor false"),
@@ -101,14 +107,15 @@ class EmptyInitInputs:
 
 
 class EmptyInitStage(Stage[EmptyInitInputs]):
-    """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model.
+    """Builds the model on the meta device and leaves ``skeleton.json``, and where tensors of the checkpoint are to be
+    quantised their names in ``quantised.json``; its live half is that model.
 
     What needs the model's code is said as the model is built, the first work of a run.
     """
 
     name = "empty_init"
     doing = "imports torch and the model's code, and reads its shapes"
-    version = 17
+    version = 18
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
@@ -139,6 +146,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         yield from _check_attention(model.get("attn_implementation"))
         if kind == "pretrained":
             yield from _check_quantization(model)
+            yield from _check_quantize(model)
         if multiplies_packed(config):
             yield from _check_products(model)
 
@@ -173,24 +181,26 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
         no_split, call = inputs.node.get("no_split"), rehearsed_call(inputs.given, inputs.node)
         with _bounds(inputs.node):
-            model = _model(inputs)
+            model, opened = _model(inputs)
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
             if inputs.products == FUSED:
                 from offstage.stages.empty_init.packed_modules import require_rehearsed
 
                 require_rehearsed(model, described)
-            packed = inputs.opened or _declared(inputs, model)
+            packed = opened or _declared(inputs, model)
             if packed is not None:
                 from offstage.stages.empty_init.packing import with_packed
 
                 described = with_packed(described, model, packed, adapted=adapter_folder(inputs.node) is not None)
         described.save(folder)
+        if opened is not None and opened.copy is not None:
+            write_text(folder / QUANTISED_NAME, json.dumps(sorted(opened.copy.quantised), indent=1) + "\n")
         return model
 
     def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:
         """Return the model on meta."""
         with uncollected(), _bounds(inputs.node):
-            return _model(inputs)
+            return _model(inputs)[0]
 
     def report(self, artifact: Artifact) -> Report:
         """Say what the model is and how large, and whether its order is that of a rehearsal."""
@@ -204,26 +214,34 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         )
 
 
-def _model(inputs: EmptyInitInputs) -> Any:
-    """Return the model on meta, its linear layers as they are to multiply."""
+def _model(inputs: EmptyInitInputs) -> tuple[Any, Checkpoint | None]:
+    """Return the model on meta, its linear layers as they are to multiply, and its checkpoint if that rests packed."""
     from offstage.stages.empty_init.model import build_model
 
-    model = build_model(inputs.node, inputs.dtype)
-    if inputs.products == FUSED and inputs.opened is not None:
+    model, opened, kind = build_model(inputs.node, inputs.dtype), inputs.opened, quantises(inputs.node)
+    if opened is not None and kind is not None:
+        from offstage.stages.empty_init.quantisable import as_quantised
+
+        opened = as_quantised(model, opened, kind, adapted=adapter_folder(inputs.node) is not None)
+    if inputs.products == FUSED and opened is not None:
         from offstage.stages.empty_init.packed_modules import keep_packed
 
-        keep_packed(model, inputs.opened)
-    return model
+        keep_packed(model, opened)
+    return model, opened
 
 
 def _declared(inputs: EmptyInitInputs, model: Any) -> DeclaredCheckpoint | None:
-    """Return the checkpoint that the config declares quantised of which no weights are here; null for any other."""
-    quantization = declared_packed(inputs.node)
-    if quantization is None:
+    """Return the checkpoint of which no weights are here, if the config declares it quantised, or it is to be; else
+    null.
+    """
+    kind, quantization = quantises(inputs.node), declared_packed(inputs.node)
+    if not has_config_alone(inputs.node) or not (kind or quantization):
         return None
-    from offstage.stages.empty_init.declared import declared_checkpoint
+    from offstage.stages.empty_init.declared import declared_checkpoint, declared_copy
 
     folder, adapted = ModelSource.of(inputs.node).folder, adapter_folder(inputs.node) is not None
+    if kind is not None or quantization is None:
+        return declared_copy(model, folder, str(kind), adapted=adapted)
     dtype = declared_dtype(folder) or inputs.dtype
     return declared_checkpoint(model, folder, quantization, dtype=dtype, adapted=adapted)
 
@@ -298,12 +316,40 @@ def _check_quantization(model: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault("model.path", reason, CheckpointError)
 
 
+def _check_quantize(model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield why the checkpoint can't be quantised, as far as its config tells it."""
+    kind, path = model.get("quantize"), model.get("path")
+    if kind is None or not path:
+        return
+    if kind not in QUANTISES:
+        yield Fault("model.quantize", f"{kind!r} is none of {', '.join(QUANTISES)}{closest(kind, QUANTISES)}")
+    try:
+        method = _quantised_by(model)
+    except CheckpointError:
+        return  # said of the folder, or of its config as the model is built
+    if method is not None:
+        yield Fault(
+            "model.quantize",
+            f"{kind!r} is for plain weights, and those of {path!r} are quantised already ({method}); leave it null, or "
+            "give the plain checkpoint as model.path",
+        )
+
+
+def _quantised_by(model: Mapping[str, Any]) -> str | None:
+    """Return what the weights of ``model``, which names a path, are quantised by, if they are and it is known yet."""
+    if not is_hub_id(model["path"]) and gguf_file(Path(model["path"])) is not None:
+        return "GGUF"
+    source = ModelSource.of(model)
+    declared = quantization_of(source.folder) if source.is_here() else None
+    return None if declared is None else method_of(declared)
+
+
 def _check_products(model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield why weights of ``model`` can't be multiplied as they rest."""
     if not _rests_in_products(model):
         yield Fault(
             "quantized.products",
-            f"{FUSED!r} is for GGUF files and FP8 checkpoints, and the model is none; take 'exact'",
+            f"{FUSED!r} is for GGUF files, FP8 checkpoints and model.quantize, and the model is none; take 'exact'",
         )
     if adapter_folder(model) is not None:
         yield Fault(
@@ -316,11 +362,8 @@ def _rests_in_products(model: Mapping[str, Any]) -> bool:
     path = model.get("path")
     if model["kind"] != "pretrained" or not path:
         return False
-    if not is_hub_id(path) and gguf_file(Path(path)) is not None:
-        return True
     try:
-        source = ModelSource.of(model)
-        return source.is_here() and method_of(quantization_of(source.folder)) == "fp8"
+        return quantises(model) is not None or _quantised_by(model) in ("GGUF", "fp8")
     except CheckpointError:
         return True  # said of the folder, or of its config as the model is built
 

@@ -77,7 +77,9 @@ class Load:
         bytes_by_dtype: Counter[str] = Counter()
         for spec in self.skeleton.unique:
             bytes_by_dtype[spec.dtype] += spec.bytes
-        return fingerprint({"checkpoint": identity(self.checkpoint), "dtype": bytes_by_dtype.most_common(1)[0][0]})
+        told = {"checkpoint": identity(self.checkpoint), "dtype": bytes_by_dtype.most_common(1)[0][0]}
+        copy = self.checkpoint.copy
+        return fingerprint(told if copy is None else {**told, "quantised": [copy.format, sorted(copy.quantised)]})
 
     def outer_names(self, name: str) -> list[str]:
         """Return all names that the tensor ``name`` has where what is loaded is used, tied ones included."""
@@ -111,7 +113,7 @@ class Load:
 
     def source_extent(self, name: str) -> AtRest | None:
         """Return where the tensor that the checkpoint calls ``name`` lies; null if in a pickle."""
-        return None if self.checkpoint.format == "bin" else self.reader.entries[name]
+        return self.reader.entries[name] if self.checkpoint.tells_places else None
 
     def checked(self, name: str, tensor: torch.Tensor, *, source: str | None = None) -> torch.Tensor:
         """Return ``tensor``, which the model calls ``name``, or of which the checkpoint calls a part ``source``.
@@ -151,7 +153,7 @@ def prepare(
     reader = open_reader(checkpoint)
     if any(isinstance(entry, PackedTensor) for entry in reader.entries.values()):
         loops.build()  # now, before any weight is there: a compiler takes memory too
-    scales = checkpoint.entries.keys() - reader.entries.keys()
+    scales = checkpoint.stored.keys() - reader.entries.keys()
     if packed_modules(model):
         reader = SafetensorsReader(as_they_rest(model, reader.entries))
     elif any(spec.name in scales for spec in skeleton.tensors):

@@ -7,6 +7,8 @@ from: the store then goes into a subfolder of its own.
 
 Of what the checkpoint holds plain it may have packed copies, for who waits for its storage: ``NAME.zstd.dat``, whose
 entry in the index has the table of its tiles. Of a tensor that doesn't shrink the index says so, and no copy is made.
+Where ``model.quantize`` asks for it, a store of its own has what the weights of a shard are quantised to, some in a
+file: ``SHARD.q8_0-0.dat``.
 
 A tensor counts once the index names it, and the index names it only after its file is whole and on disk; a kill leaves
 files that nobody reads. The lock saves two jobs writing the same tensors. Nothing depends on it: both would write the
@@ -64,12 +66,15 @@ class StoredTensor:
     """One tensor of the store: dtype by name, shape, and the checkpoint's tensors that it was made from.
 
     It is as it is used; with a ``run`` it is a packed copy beside that, of which so many elements can be read alone.
+    With a ``codec`` it is the bytes of several, quantised so, which ``used_bytes`` are in the checkpoint.
     """
 
     dtype: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     run: int | None = None
+    codec: str | None = None
+    used_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -79,7 +84,8 @@ class StoredTensor:
     @property
     def origin(self) -> dict[str, Any]:
         """What the index says of where it comes from."""
-        return {"dtype": self.dtype, "shape": list(self.shape), "sources": list(self.sources)}
+        told = {"dtype": self.dtype, "shape": list(self.shape), "sources": list(self.sources)}
+        return told if self.codec is None else {**told, "codec": self.codec, "unpacked": self.used_bytes}
 
     @property
     def without_copy(self) -> dict[str, Any]:

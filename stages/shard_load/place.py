@@ -93,7 +93,7 @@ def place(
 
     resident = {name: source for name, source in sources.items() if source.way == "resident"}
     made = make_tensors(load, resident, "loading", devices=devices, host=host)
-    if spill_folder is not None and load.checkpoint.format == "bin":
+    if spill_folder is not None and not load.checkpoint.tells_places:
         made = _spilled(load, resident, made, spill_folder)
     for name, tensor in made:
         put(load.skeleton.names_of(name), tensor, resident[name].home)

@@ -87,6 +87,11 @@ class TensorSource:
         return bool(self.at) and self.at[0].file.mtime_ns is None
 
     @property
+    def rests_packed(self) -> bool:
+        """Whether any of its pieces does."""
+        return any(isinstance(at, PackedTensor) for at in self.at)
+
+    @property
     def rest_bytes(self) -> int:
         """The bytes of its pieces at rest."""
         return sum(map(rest_bytes, self.at))
@@ -238,14 +243,15 @@ def describe_load(tables: Sequence[tuple[Load, Sources]]) -> dict[str, object]:
         tier = tiers.setdefault(str(source.home), {"tensors": 0, "bytes": 0})
         tier["tensors"] += 1
         tier["bytes"] += source.rest_bytes if source.way == "packed_on_host" else source.spec.bytes
-    packed = [source for source in found if source.is_stored and source.way != "made"]
+    away = [source for source in found if source.way in ("in_place", "by_expert", "made")]
+    packed = [source for source in found if source.is_stored and source.rests_packed]
     return {
         "format": tables[0][0].checkpoint.format,
         "files": [file.name for load, _ in tables for file in load.checkpoint.files],
         "checkpoint_bytes": sum(load.checkpoint.bytes for load, _ in tables),
         "tiers": tiers,
-        "served": _count(source for source in found if source.way in ("in_place", "by_expert")),
-        "stored": _count(source for source in found if source.way == "made"),
+        "served": _count(source for source in away if not source.is_stored),
+        "stored": _count(source for source in away if source.is_stored and not source.rests_packed),
         "packed": {**_count(packed), "rest_bytes": sum(source.rest_bytes for source in packed)},
     }
 

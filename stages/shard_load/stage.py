@@ -28,6 +28,8 @@ from offstage.stages.checkpoints.hashes import check_hashes, hold, whole_digests
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
+from offstage.stages.empty_init.identity import quantises
+from offstage.stages.empty_init.stage import QUANTISED_NAME
 from offstage.stages.hosts.partition import Partition
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.serving import routed
@@ -100,7 +102,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
     name = "shard_load"
     doing = "reads what stays in memory"
-    version = 5
+    version = 6
     needs: tuple[str, ...] = ("empty_init",)
     config_class = ShardLoadConfig
 
@@ -243,12 +245,18 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     from offstage.stages.shard_load.sources import LoadPlan, find_sources
 
     skeleton = inputs.plan.share(context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME))
-    model, checkpoint, strict = context.live("empty_init"), _opened(inputs), inputs.config.strict
-    if inputs.opened_adapter is None:
-        loads = [prepare(model, skeleton, checkpoint=checkpoint, strict=strict)]
-    else:
+    model, strict = context.live("empty_init"), inputs.config.strict
+
+    def loads_of(checkpoint: Checkpoint) -> list[Load]:
         adapter = inputs.opened_adapter
-        loads = prepare_adapted(model, skeleton, checkpoint=checkpoint, adapter=adapter, strict=strict)
+        if adapter is None:
+            return [prepare(model, skeleton, checkpoint=checkpoint, strict=strict)]
+        return prepare_adapted(model, skeleton, checkpoint=checkpoint, adapter=adapter, strict=strict)
+
+    checkpoint = _to_be_quantised(inputs, context)
+    loads = loads_of(checkpoint)  # which refuses a checkpoint that isn't the model's before it is quantised
+    if checkpoint.copy is not None:
+        loads = loads_of(_fill_copy(inputs, context, checkpoint, loads))
     plan = LoadPlan(
         inputs.plan.homes,
         by_expert=frozenset(inputs.routed),
@@ -257,6 +265,32 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     )
     loads = [replace(load, check_finite=inputs.config.check_finite) for load in loads]
     return [(load, find_sources(load, plan)) for load in loads]
+
+
+def _to_be_quantised(inputs: ShardLoadInputs, context: Context) -> Checkpoint:
+    """Return the checkpoint, with the copy that it is to have where ``model.quantize`` asks for one."""
+    opened, kind = _opened(inputs), quantises(inputs.model)
+    if kind is None:
+        return opened
+    from offstage.stages.checkpoints.quantised_copy import with_copy
+    from offstage.stages.empty_init.quantisable import plain_entries
+
+    weights = context.artifact("empty_init").json(QUANTISED_NAME)
+    return with_copy(opened, plain_entries(opened), weights, kind)
+
+
+def _fill_copy(inputs: ShardLoadInputs, context: Context, checkpoint: Checkpoint, loads: list[Load]) -> Checkpoint:
+    """Return ``checkpoint`` with what ``loads`` bring of its copy where an offload store has it: quantised now if it
+    wasn't there.
+    """
+    from offstage.stages.shard_load.offload_store import open_store
+    from offstage.stages.shard_load.quantised_store import copy_key, files_for, fill_copy
+
+    key, files = copy_key(checkpoint), files_for(checkpoint, loads)
+    folder = Path(inputs.config.offload_folder or context.cache / "offload" / key)
+    needed = sum(one.file.size for one in files)
+    store = open_store(folder, key, needed_bytes=needed, model=model_name(context.config))
+    return fill_copy(checkpoint, files, store, full=inputs.config.verify == "full")
 
 
 def _divide(model: Any, partition: Partition) -> None:

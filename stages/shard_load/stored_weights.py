@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import accumulate, islice
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +47,8 @@ _AHEAD = 8
 _SAMPLE_ELEMENTS = 2**15
 _SAMPLES = 3
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 ByteReader = Callable[[int, int], Bytes]
 """Returns the bytes of a tensor from one of them to another, in any thread."""
 
@@ -188,19 +192,31 @@ def pack(
     borders = tile_borders(elements, run)
     step = max(1, BLOCK_BYTES // (min(TILE_ELEMENTS, run) * size))
     blocks = iter(lambda: tuple(islice(borders, step)), ())
-    waiting: deque[tuple[int, Future[list[list[bytes]]]]] = deque()
-    pool = ThreadPoolExecutor(min(len(allowed_cores()), _AHEAD), thread_name_prefix="packer")
+    with closing(in_order(partial(_pack_block, tensor, read), blocks)) as packed:
+        for block, tiles in packed:
+            yield from tiles
+            if progress:
+                progress((block[-1][1] - block[0][0]) * size)
+
+
+def in_order(
+    work: Callable[[Item], Made], items: Iterator[Item], *, most: int = _AHEAD
+) -> Generator[tuple[Item, Made]]:
+    """Yield each of ``items`` and what ``work`` makes of it, in order: a thread for each core works, a few ahead.
+
+    No more than ``most`` are under way, or wait, at a time. None begins any more once the generator is closed.
+    """
+    waiting: deque[tuple[Item, Future[Made]]] = deque()
+    ahead = max(1, min(most, _AHEAD))
+    pool = ThreadPoolExecutor(min(len(allowed_cores()), ahead), thread_name_prefix="packer")
     try:
         while True:
-            for block in islice(blocks, _AHEAD - len(waiting)):
-                count = (block[-1][1] - block[0][0]) * size
-                waiting.append((count, pool.submit(_pack_block, tensor, read, block)))
+            for item in islice(items, ahead - len(waiting)):
+                waiting.append((item, pool.submit(work, item)))
             if not waiting:
                 return
-            count, packed = waiting.popleft()
-            yield from packed.result()
-            if progress:
-                progress(count)
+            item, made = waiting.popleft()
+            yield item, made.result()
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -207,6 +207,18 @@ def test_a_run_after_the_plan_downloads_the_weights_and_keeps_the_skeleton(
 
 
 @pytest.mark.from_nothing
+def test_a_plain_checkpoint_is_planned_quantised_by_its_headers_and_runs_so(offstage: Run, online: FakeHub) -> None:
+    asked = (*RUN, "model.quantize=q8_0")
+    planned = offstage(*asked, "stop_after=plan")
+    assert planned.code == 0, planned.err
+    shards = list(TINY.glob("*.safetensors"))
+    assert [online.sent[file.name] for file in shards] == [size_of_header(file) for file in shards]
+    done = offstage(*asked)
+    assert done.code == 0, done.err
+    assert done.cached["empty_init"]
+
+
+@pytest.mark.from_nothing
 def test_what_a_config_does_not_say_of_the_dtype_its_headers_do(offstage: Run, online: FakeHub, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "silent")
     config = json.loads((tmp_path / "silent" / "config.json").read_text())

@@ -1,7 +1,7 @@
 """GGUF files for tests: whole ones made byte by byte, so that any byte can be wrong, and blocks with sound scales."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ HALVES = {
 }  # fmt: skip
 """Where in a block of each format a float16 stands."""
 KEYS = {"general.architecture": "llama"}
+Told = tuple[str, str, npt.NDArray[Any]]
 
 
 def text(value: str) -> bytes:
@@ -90,18 +91,8 @@ def make_gguf(path: Any, architecture: str, config: Any, *, kinds: Sequence[str]
     import gguf
     import torch
     import transformers
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_string("general.name", "of tests")
-    for name, attribute in GGUF_CONFIG_MAPPING[architecture.replace("moe", "_moe")].items():
-        value = getattr(config, attribute, None) if attribute else None
-        if isinstance(value, int):
-            writer.add_uint32(f"{architecture}.{name}", value)
-        elif isinstance(value, float):
-            writer.add_float32(f"{architecture}.{name}", value)
-    if tokens:
-        _write_tokenizer(writer, tokens)
+    writer = _begun(path, architecture, config, tokens)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -118,6 +109,38 @@ def make_gguf(path: Any, architecture: str, config: Any, *, kinds: Sequence[str]
             packed = rows.reshape(*shape[:-1], -1)
             writer.add_tensor(told, packed, raw_shape=packed.shape, raw_dtype=gguf.GGMLQuantizationType[kind.upper()])
     writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))  # which no model of transformers has
+    return _ended(writer, path)
+
+
+def write_gguf(path: Any, architecture: str, config: Any, tensors: Iterable[Told], *, tokens: int = 0) -> Any:
+    """Write the file of a model whose ``tensors`` (name, kind, float32 values) the ``gguf`` package quantises."""
+    import gguf
+
+    writer = _begun(path, architecture, config, tokens)
+    for name, kind, values in tensors:
+        dtype = gguf.GGMLQuantizationType[kind.upper()]
+        writer.add_tensor(name, gguf.quants.quantize(values, dtype), raw_dtype=dtype)
+    return _ended(writer, path)
+
+
+def _begun(path: Any, architecture: str, config: Any, tokens: int) -> Any:
+    import gguf
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_string("general.name", "of tests")
+    for name, attribute in GGUF_CONFIG_MAPPING[architecture.replace("moe", "_moe")].items():
+        value = getattr(config, attribute, None) if attribute else None
+        if isinstance(value, int):
+            writer.add_uint32(f"{architecture}.{name}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{architecture}.{name}", value)
+    if tokens:
+        _write_tokenizer(writer, tokens)
+    return writer
+
+
+def _ended(writer: Any, path: Any) -> Any:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
