@@ -14,7 +14,9 @@ from typing import Any
 
 from offstage.pipeline.cache.manifest import DamagedError
 from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.pipeline.decoding import encode
 from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.run_schema import Run, RunInputs
 from offstage.pipeline.stage import TENSORS, SourceFiles
 
 _SHOWN = 3
@@ -41,10 +43,10 @@ class Earlier:
     tensors: Entries
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], folder: Path) -> Earlier:
-        """Return what ``record`` says, the record of a run, and the file beside it in ``folder``."""
-        keys = {stage["name"]: stage.get("inputs") or {} for stage in record["stages"]}
-        return cls(record.get("inputs") or {}, keys, _read_tensors(folder / TENSORS))
+    def of(cls, run: Run) -> Earlier:
+        """Return what the record of ``run`` says, and the file beside it."""
+        inputs, keys = run.inputs or RunInputs(), {stage.name: stage.inputs or {} for stage in run.stages}
+        return cls({**inputs.whole, **encode(inputs)}, keys, _read_tensors(run.folder / TENSORS))
 
 
 def _read_tensors(path: Path) -> Entries:

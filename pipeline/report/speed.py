@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offstage.pipeline.report.differences import ABSENT, Spread
-from offstage.pipeline.report.noise import token_times
-from offstage.pipeline.report.records import Bytes, Number, Run
+from offstage.pipeline.report.noise import SECONDS, token_times
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Bytes, Number, Run
 
-SECONDS = "decode_seconds_per_token"
 RATE = "decode_tokens_per_second"
 STREAMED = "streamed_bytes_per_token"
 BOUND_SECONDS = "bound_seconds_per_token"
@@ -97,7 +96,7 @@ def speed_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Se
 
     Past ``MOST_SERIES`` settings the rest share one series: more colours than that can't be told apart.
     """
-    return _series_against(lambda run: total(run.budget), jobs, _settings(jobs, differences, but=_BUDGET))
+    return _series_against(lambda run: total(run.memory.budget), jobs, _settings(jobs, differences, but=_BUDGET))
 
 
 def lockstep_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Series, ...]:
@@ -177,7 +176,7 @@ def pareto(jobs: Sequence[Job]) -> Front:
 
     A job is on the front where no other takes as little memory or less and is as fast or faster, one of them strictly.
     """
-    found = [(job, total(known(job.run.measured)), job.run.metric(RATE)) for job in jobs]
+    found = [(job, total(known(job.run.memory.measured)), job.run.metric(RATE)) for job in jobs]
     points = [
         Point(job.name, x, y, cached=job.run.provenance.is_cached, link=job.link)
         for job, x, y in found

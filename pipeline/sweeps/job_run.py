@@ -130,7 +130,7 @@ def _run(job: PreparedJob, signals: PassedSignals, *, debug: bool, **options: An
         done = folder.has_completed(job.overrides)
         code = 0 if done else _record_run(job, lock=folder.lock, signals=signals, **options)
     if code == 0:
-        require_numbers(RunRecord.load(lies).data)
+        require_numbers(RunRecord.load(lies).run)
     return code
 
 

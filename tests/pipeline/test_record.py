@@ -16,10 +16,11 @@ import pytest
 from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.pipeline.installed_stages import declared_metrics, metric_table
 from offstage.pipeline.metrics import MetricTable
-from offstage.pipeline.record import RunRecord, StageRecord, is_own_config, never_left_running
+from offstage.pipeline.record import RunRecord, is_own_config, never_left_running
+from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.stage import Report
 
-STAGE = StageRecord(
+STAGE = StageRun(
     name="plan",
     key="f" * 64,
     cached=False,
@@ -91,9 +92,7 @@ def test_a_record_has_the_table_of_its_metrics_and_a_null_for_each_that_is_not_o
     }  # fmt: skip
     assert found["metrics"]["load_seconds"] == 1.0
     assert found["metric_table"]["stall_share"] == {"unit": "share", "title": "stall share"}
-    assert (
-        metric_table(record.data) == MetricTable.read(found["metric_table"]) == declared_metrics(["plan", "generate"])
-    )
+    assert metric_table(record.run) == MetricTable.read(found["metric_table"]) == declared_metrics(["plan", "generate"])
 
 
 def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:
@@ -116,7 +115,7 @@ def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:
 def test_a_stage_that_is_added_again_takes_the_place_of_its_entry(folder: Path) -> None:
     record = start(folder)
     for name, seconds in (("plan", 1.0), ("generate", 2.0), ("plan", 3.0)):
-        record.add_stage(StageRecord(name=name, key="", cached=True, seconds=seconds, artifact=""))
+        record.add_stage(StageRun(name=name, key="", cached=True, seconds=seconds, artifact=""))
     assert [(stage["name"], stage["seconds"]) for stage in read(folder)["stages"]] == [
         ("plan", 3.0),
         ("generate", 2.0),

@@ -21,15 +21,15 @@ from offstage.pipeline.report.figures import (
     told,
     told_first,
 )
-from offstage.pipeline.report.noise import Noise
+from offstage.pipeline.report.noise import FIRST_TOKEN, SECONDS, Noise
 from offstage.pipeline.report.quantities import tell
-from offstage.pipeline.report.records import Number, RunSample
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Number, Sample
 
-_Sampled = tuple[int, Job, RunSample, Number]
-_PANELS: tuple[tuple[str, Callable[[RunSample], Number | None]], ...] = (
-    ("prompt: time to first token", lambda sample: sample.first_token_seconds),
-    ("decoding: time a token", lambda sample: sample.token_seconds),
+_Sampled = tuple[int, Job, Sample, Number]
+_PANELS: tuple[tuple[str, Callable[[Sample], Number | None]], ...] = (
+    ("prompt: time to first token", lambda sample: sample.metric(FIRST_TOKEN)),
+    ("decoding: time a token", lambda sample: sample.metric(SECONDS)),
 )
 _KINDS = {
     (False, False): ("a sample", "circle", SERIES[0]),
@@ -69,7 +69,7 @@ def _traces(samples: Sequence[_Sampled], *, first: bool, **panel: Any) -> Iterat
         hoverinfo="skip", width=0.6, legendgroup="box", showlegend=first, **panel,
     )  # fmt: skip
     for kind, (name, symbol, ink) in _KINDS.items():
-        marks = [each for each in samples if (each[2].earlier, each[2].busy) == kind]
+        marks = [each for each in samples if (each[2].earlier, each[2].is_busy) == kind]
         if marks:
             texts = [told(job.name, tell(time, "seconds"), name) for _, job, _, time in marks]
             yield go.Scatter(

@@ -20,12 +20,12 @@ from offstage.pipeline.report.figures import (
     shown,
     told,
 )
+from offstage.pipeline.report.noise import SECONDS
 from offstage.pipeline.report.quantities import Kind, listed, tell
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import (
     OTHERS,
     PREDICTED_BOUND,
-    SECONDS,
     Front,
     Point,
     Series,
@@ -219,6 +219,6 @@ def faster_than_storage(jobs: Sequence[Job]) -> tuple[str, ...]:
         for job in jobs
         if (seconds := job.run.metric(SECONDS)) is not None
         and (bound := bound_seconds(job.run)) is not None
-        and job.run.words.get(PREDICTED_BOUND, STORAGE) == STORAGE
+        and job.run.word(PREDICTED_BOUND) in (None, STORAGE)
         and seconds < _CLEARLY * bound
     )

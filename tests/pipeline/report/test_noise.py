@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline.record import RecordError, read_run
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.noise import noise, rank_test
-from offstage.pipeline.report.records import RecordError, read_run
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import sample, write_run

@@ -8,7 +8,6 @@ from hypothesis import given, strategies as st
 from offstage.pipeline.report.differences import config_differences, flatten, spread
 from offstage.pipeline.report.placements import PlacedLayer, read_placements
 from offstage.pipeline.report.quantities import listed, scale_for, tell
-from offstage.pipeline.report.records import Run
 from offstage.pipeline.report.run_folders import Job, find
 from offstage.pipeline.report.speed import (
     BANDWIDTHS,
@@ -17,6 +16,7 @@ from offstage.pipeline.report.speed import (
     pareto,
     speed_series,
 )
+from offstage.pipeline.run_schema import Run
 from tests.pipeline.report.sample_runs import sample, write_run, write_sweep
 
 

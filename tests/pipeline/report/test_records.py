@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.report.records import RecordError, read_run
+from offstage.pipeline.record import RecordError, read_run
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
 

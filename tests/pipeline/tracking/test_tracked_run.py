@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.stage import Report
 from offstage.pipeline.tracking.tracked_run import MetricPoint, TrackedRun, metrics
 
@@ -18,7 +19,7 @@ def started(folder: Path, **config: Any) -> RunRecord:
 
 
 def with_plan(record: RunRecord, *, cached: bool = False) -> RunRecord:
-    record.add_stage(StageRecord(name="plan", key="", cached=cached, seconds=0.5, artifact=""))
+    record.add_stage(StageRun(name="plan", key="", cached=cached, seconds=0.5, artifact=""))
     return record
 
 
@@ -26,7 +27,7 @@ def test_a_record_becomes_the_numbers_that_are_known(tmp_path: Path) -> None:
     record = with_plan(started(tmp_path))
     record.merge(Report(metrics={"load_seconds": 1.25, "bound": "storage"}, memory={"measured": {"cpu": 10}}))
     record.note_series("cpu", [(0.5, 10)])
-    assert metrics(record.data) == {"load_seconds": 1.25, "seconds/plan": 0.5, "memory/measured/cpu": 10.0}
+    assert metrics(record.run) == {"load_seconds": 1.25, "seconds/plan": 0.5, "memory/measured/cpu": 10.0}
     assert "x" not in metrics({"metrics": {"x": math.nan}, "stages": [], "memory": {}})
 
 

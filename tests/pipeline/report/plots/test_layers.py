@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from offstage.pipeline.record import RecordError, read_run
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.placements import read_placements
 from offstage.pipeline.report.plots.layers import hit_share, placement_picture
-from offstage.pipeline.report.records import Number, RecordError, read_run
 from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.run_schema import Number
 from tests.pipeline.report.pages import entries, figures, markup, traces
 from tests.pipeline.report.sample_runs import LAYERS, write_run
 
