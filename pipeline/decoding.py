@@ -24,6 +24,8 @@ BESIDE = object()
 """The key of a field that JSON doesn't have."""
 SPARSE = "sparse"
 """A field whose metadata has this name isn't written where it has its default."""
+CHOICES = "choices"
+"""What a field's metadata has under this name are the words that are written; others may be read all the same."""
 
 Kind = TypeVar("Kind")
 Decoder = Callable[[Any], Any]

@@ -39,7 +39,7 @@ class RecordError(StorageError):
     """A file that should be a run's record, and isn't one that can be read: ``reason`` says why, without the file."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path}: {reason}; give the folder of a run")
+        super().__init__(f"{path}: {reason}; restore the file, or give the folder of another run")
         self.reason = reason
 
 

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from offstage.pipeline.decoding import BESIDE, KEY, SPARSE, WHOLE
+from offstage.pipeline.decoding import BESIDE, CHOICES, KEY, SPARSE, WHOLE
 
 SCHEMA_VERSION = 1
 Status = Literal["running", "completed", "failed", "interrupted"]
@@ -23,6 +23,7 @@ Metrics = Mapping[str, int | float | str | None]
 
 _SPARSE: Mapping[str, Any] = {SPARSE: True}
 _WHOLE: Mapping[str, Any] = {KEY: WHOLE}
+"""Of a field that has the whole object, with what only the stage knows that wrote it."""
 _BESIDE: Mapping[str, Any] = {KEY: BESIDE}
 
 
@@ -95,7 +96,7 @@ class RecordedWeights:
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """The files that a run worked on, by content; ``whole`` has beside the weights a section each for other kinds."""
+    """The files that a run worked on, by content: beside the weights a section each for other kinds, by SHA-256."""
 
     weights: RecordedWeights | None = field(default=None, metadata=_SPARSE)
     whole: Mapping[str, Any] = field(default_factory=dict, metadata=_WHOLE)
@@ -120,7 +121,7 @@ class Output:
     """What one prompt, text, row or step gave: ``token_ids`` are the new tokens alone, null where it is no tokens.
 
     ``prompt`` is a text, or what else was given; ``prompt_tokens`` how long it is. Outputs that are no tokens have a
-    ``name``. ``whole`` has all that the stage says of it.
+    ``name``, and what else the stage says.
     """
 
     prompt: Any = None
@@ -181,7 +182,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """One step of a training: its loss; ``whole`` has the other numbers of it too."""
+    """One step of a training: its loss, the norm of its gradient, its seconds and the bytes that were held then."""
 
     loss: int | float | None = None
     whole: Mapping[str, Any] = field(default_factory=dict, metadata=_WHOLE)
@@ -226,11 +227,9 @@ class Run:
     ``packages`` are the versions of all that was imported. ``metric_table`` says what each of the ``metrics`` is; one
     that the run didn't come to is null. ``experts`` has, layer by layer, what those of a mixture came to that wait,
     ``steps`` those of a training, ``device_map`` where each module went, ``compared`` what a replay found of the files.
-
-    The file was last ``written`` at that moment, and lies in ``folder``; neither stands in it.
     """
 
-    status: Status
+    status: str = field(metadata={CHOICES: get_args(Status)})
     overrides: tuple[str, ...]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -255,7 +254,9 @@ class Run:
     enforcement: Enforcement | None = None
     compared: tuple[str, ...] = field(default=(), metadata=_SPARSE)
     folder: Path = field(default=Path(), metadata=_BESIDE)
+    """Where the record lies."""
     written: str = field(default="", metadata=_BESIDE)
+    """When it was last written, to the minute."""
 
     @property
     def counting(self) -> tuple[Sample, ...]:

@@ -18,7 +18,6 @@ from offstage.pipeline.report.differences import Spread
 from offstage.pipeline.report.noise import FIRST_TOKEN, LEVEL, SECONDS
 from offstage.pipeline.report.placements import in_tier_order
 from offstage.pipeline.report.run_folders import Job
-from offstage.pipeline.report.speed import bound_seconds
 from offstage.pipeline.report.summary import Summary
 from offstage.pipeline.run_schema import Bytes, Output, Run, RunError, Sample
 
@@ -64,7 +63,6 @@ def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row |= {"model.class": run.model.class_name, "model.parameters": run.model.count}
     row["figures"] = run.provenance.told() if run.memory.measured else ""
-    row["bound_seconds_per_token"] = bound_seconds(run)
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
     return row
@@ -132,7 +130,7 @@ def _job(job: Job) -> dict[str, Any]:
         "overrides": list(run.overrides),
         "model": {"class": run.model.class_name, "parameters": dict(run.model.parameters), "bytes": run.model.bytes},
         "memory": {section: dict(held) for section, held in _memory(run).items()},
-        "metrics": {**run.metrics, "bound_seconds_per_token": bound_seconds(run)},
+        "metrics": run.metrics,
         "units": {name: table.unit(name, value) for name, value in run.metrics.items() if not isinstance(value, str)},
         "experts": {layer: dict(use) for layer, use in run.experts.items()},
         "losses": [step.loss for step in run.steps],

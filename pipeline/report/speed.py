@@ -14,10 +14,7 @@ from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import Bytes, Number, Run
 
 RATE = "decode_tokens_per_second"
-STREAMED = "streamed_bytes_per_token"
 BOUND_SECONDS = "bound_seconds_per_token"
-BANDWIDTHS = ("storage_bandwidth_bytes_per_second", "predicted_storage_bandwidth_bytes_per_second")
-"""Where a record may hold the storage's speed: measured by the run, or what its plan reckoned with."""
 PREDICTED_SECONDS = "predicted_seconds_per_token"
 PREDICTED_BOUND = "predicted_bound"
 DISK = "disk"
@@ -77,20 +74,6 @@ def total(held: Bytes) -> Number | None:
     return sum(known) if values and len(known) == len(values) else None
 
 
-def bound_seconds(run: Run) -> float | None:
-    """Return the least seconds that a token could have taken, None where nothing is known of it.
-
-    A record from before that was noted has it as the streamed bytes a token over the storage's bandwidth, if it has
-    both and they aren't nothing.
-    """
-    noted = run.metric(BOUND_SECONDS)
-    if noted is not None:
-        return noted
-    streamed = run.metric(STREAMED)
-    bandwidth = next((speed for name in BANDWIDTHS if (speed := run.metric(name)) is not None), None)
-    return streamed / bandwidth if streamed and bandwidth and streamed > 0 and bandwidth > 0 else None
-
-
 def speed_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Series, ...]:
     """Return budget (bytes of weights, all devices but disk) against seconds a token, a series for each other setting.
 
@@ -148,7 +131,7 @@ def _series(name: str, jobs: Sequence[Job], x: Axis) -> Series:
         name=name,
         measured=tuple(_with_spread(named[point.job], point) for point in measured),
         predicted=_points(jobs, x, lambda run: run.metric(PREDICTED_SECONDS)),
-        bound=_points(jobs, x, bound_seconds),
+        bound=_points(jobs, x, lambda run: run.metric(BOUND_SECONDS)),
     )
 
 

@@ -16,7 +16,7 @@ from offstage.pipeline.report.noise import SECONDS, Noise, token_times, told_sam
 from offstage.pipeline.report.placements import in_tier_order, linked_devices
 from offstage.pipeline.report.quantities import MISSING, listed, scale_for, shorten
 from offstage.pipeline.report.run_folders import Job
-from offstage.pipeline.report.speed import BOUND_SECONDS, DISK, bound_seconds
+from offstage.pipeline.report.speed import DISK
 from offstage.pipeline.run_schema import Bytes, Number, Run
 
 UNLIMITED = "unlimited"
@@ -86,9 +86,14 @@ def _metrics(jobs: Sequence[Job], table: MetricTable) -> list[Column]:
 
 
 def _came(run: Run, name: str) -> Number | str | None:
-    """Return what ``run`` came to by the name of a metric; what records of before lack follows from what they have."""
-    derived = {BOUND_SECONDS: bound_seconds, TOKENS_A_PASS: _tokens_a_pass}.get(name)
-    return derived(run) if derived else run.metrics.get(name)
+    """Return what ``run`` came to by the name of a metric.
+
+    Where forwards share passes without drafts, how many tokens one of these gave isn't noted, and follows.
+    """
+    noted, passes = run.metrics.get(name), run.metric(PASSES)
+    if name != TOKENS_A_PASS or noted is not None or not passes:
+        return noted
+    return sum(len(output.token_ids or ()) for output in run.outputs) / passes
 
 
 def _metric(jobs: Sequence[Job], metric: Metric, name: str, *, before: str = "") -> Column:
@@ -99,14 +104,6 @@ def _metric(jobs: Sequence[Job], metric: Metric, name: str, *, before: str = "")
         return _numbers(before + metric.heading, metric.unit, numbers)
     words = tuple(MISSING if value is None else str(value) for value in values)
     return Column(before + metric.heading, "", words, sets_apart=True)
-
-
-def _tokens_a_pass(run: Run) -> Number | None:
-    """Return how many tokens a pass of the model gave, where forwards share passes or judge drafts; None elsewhere."""
-    passes, noted = run.metric(PASSES), run.metric(TOKENS_A_PASS)
-    if noted is not None:
-        return noted
-    return sum(len(output.token_ids or ()) for output in run.outputs) / passes if passes else None
 
 
 def _samples(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Column]:

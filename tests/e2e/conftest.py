@@ -18,8 +18,9 @@ from typing import IO, Any
 
 import pytest
 
-from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.metrics import MetricTable
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
+from tests.json_schema import run_validator
 
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
 
@@ -40,7 +41,9 @@ class Finished:
     def record(self) -> dict[str, Any]:
         assert len(self.records) == 1, (len(self.records), self.err)
         (record,) = self.records
-        undeclared = [name for name in record["metrics"] if metric_table(record).find(name) is None]
+        run_validator().validate(record)
+        table = MetricTable.read(record["metric_table"])
+        undeclared = [name for name in record["metrics"] if table.find(name) is None]
         assert not undeclared, "each metric is declared by the stage that reports it"
         return record
 

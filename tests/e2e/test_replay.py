@@ -291,11 +291,13 @@ def test_a_record_without_digests_is_held_against_headers_and_says_so(
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "inputs is of another type": lambda record: record.update(inputs=[]),
-    "inputs.weights is of another type": lambda record: record["inputs"].update(weights=[]),
-    "inputs.weights.files is of another type": lambda record: record["inputs"]["weights"].update(files={}),
-    "inputs.weights.files: name is missing": lambda record: record["inputs"]["weights"]["files"][0].pop("name"),
-    "inputs.weights.files: sampled is of": lambda record: record["inputs"]["weights"]["files"][0].update(sampled=3),
+    "inputs: [] isn't RunInputs": lambda record: record.update(inputs=[]),
+    "inputs.weights: [] isn't RecordedWeights": lambda record: record["inputs"].update(weights=[]),
+    "inputs.weights.files: {} isn't a list": lambda record: record["inputs"]["weights"].update(files={}),
+    "inputs.weights.files.0.name is missing": lambda record: record["inputs"]["weights"]["files"][0].pop("name"),
+    "inputs.weights.files.0.sampled: 3 isn't str": lambda record: record["inputs"]["weights"]["files"][0].update(
+        sampled=3
+    ),
 }
 
 

@@ -64,6 +64,9 @@ def write_run(
         "streamed_bytes_per_token": streamed,
         **(metrics or {}),
     }
+    bandwidth = figures.get("storage_bandwidth_bytes_per_second")
+    if isinstance(bandwidth, float) and streamed is not None:
+        figures.setdefault("bound_seconds_per_token", streamed / bandwidth)
     memory: dict[str, dict[str, int | None]] = {
         "budget": {"cpu": budget, "disk": None},
         "predicted": {"cpu": peak + 5 * 10**6, "disk": 7},

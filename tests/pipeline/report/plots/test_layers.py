@@ -53,7 +53,7 @@ def test_the_share_of_hits_is_told_where_there_were_calls(use: dict[str, Number 
 def test_experts_that_are_no_mapping_make_no_record(tmp_path: Path) -> None:
     path = write_run(tmp_path / "0") / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"experts": {"layer": [1]}}))
-    with pytest.raises(RecordError, match="layer: a list where a dict must be"):
+    with pytest.raises(RecordError, match=r"experts\.layer: \[1\] isn't an object"):
         read_run(path)
 
 
