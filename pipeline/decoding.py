@@ -106,19 +106,19 @@ def _of_fields(kind: Any, reading: Reading) -> Decoder:
         names, needed = {name: name for name in hints}, hints.keys() - kind._field_defaults.keys()
     decoders = {key: _decoder(hints[name], reading) for key, name in names.items() if isinstance(key, str)}
     is_lenient, whole = reading == "lenient", names.get(WHOLE)
-    nothing = {key: _empty(hints[names[key]]) for key in needed} if is_lenient else {}
+    empty = {key: _empty(hints[names[key]]) for key in needed} if is_lenient else {}
+    nothing = {key: one for key, one in empty.items() if one is not _UNKNOWN}
 
     def made(value: Any) -> Any:
         fit = isinstance(value, Mapping)
         if not fit or (reading == "exact" and not (value.keys() <= decoders.keys() and needed <= value.keys())):
             raise ValueError(f": {_shown(value)} isn't {kind.__name__}: an object of {', '.join(decoders)}")
         given = [key for key in decoders if key in value and not (is_lenient and value[key] is None)]
-        read = {**nothing, **{key: _within(key, decoders[key], value[key]) for key in given}}
-        found = {key: nothing.get(key, _UNKNOWN) if one is _UNKNOWN else one for key, one in read.items()}
-        lacking = [key for key in needed if found.get(key, _UNKNOWN) is _UNKNOWN]
-        if lacking:
+        read = ((key, _within(key, decoders[key], value[key])) for key in given)
+        found = nothing | {key: one for key, one in read if one is not _UNKNOWN}
+        if lacking := needed - found.keys():
             raise ValueError(f".{min(lacking)} is missing")
-        members = {names[key]: one for key, one in found.items() if one is not _UNKNOWN}
+        members = {names[key]: one for key, one in found.items()}
         return kind(**members) if whole is None else kind(**members, **{whole: value})
 
     return made

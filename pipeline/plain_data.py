@@ -56,23 +56,17 @@ def as_json(data: object, *, indent: int = 2) -> str:
 
 
 def _pieces(node: object, margin: str, step: str) -> Iterator[str]:
-    inside, between = margin + step, ""
-    if isinstance(node, dict) and node:
-        yield "{"
-        for key, value in node.items():
-            yield f"{between}{inside}{json.dumps(key if isinstance(key, str) else json.dumps(key))}: "
-            yield from _pieces(value, inside, step)
-            between = ","
-        yield f"{margin}}}"
+    inner: list[tuple[str, object]] = []
+    if isinstance(node, dict):
+        names = (key if isinstance(key, str) else json.dumps(key) for key in node)
+        inner = [(f"{json.dumps(name)}: ", value) for name, value in zip(names, node.values(), strict=True)]
     elif isinstance(node, list | tuple) and not set(map(type, node)) <= _SCALARS:
-        yield "["
-        for value in node:
-            yield f"{between}{inside}"
-            yield from _pieces(value, inside, step)
-            between = ","
-        yield f"{margin}]"
-    else:
-        yield json.dumps(node)
+        inner = [("", value) for value in node]
+    begin, end = "{}" if isinstance(node, dict) else "[]"
+    for place, (name, value) in enumerate(inner):
+        yield f"{',' if place else begin}{margin}{step}{name}"
+        yield from _pieces(value, margin + step, step)
+    yield f"{margin}{end}" if inner else json.dumps(node)
 
 
 def unrecordable(data: object) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.sealed_files import write_sealed
-from offstage.pipeline.decoding import decode, encode
+from offstage.pipeline.decoding import Reading, decode, encode
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.plain_data import as_json, walk
@@ -56,11 +56,7 @@ def read_run(path: Path) -> Run:
         raise
     except OSError as error:
         raise RecordError(path, error.strerror or str(error)) from error
-    try:
-        run = decode(Run, printable_data(content), "lenient")
-    except ValueError as error:
-        raise RecordError(path, f"damaged: {_told(error)}") from error
-    return replace(run, folder=path.parent, written=written)
+    return replace(_decoded(path, printable_data(content), "lenient"), written=written)
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
@@ -77,8 +73,11 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     return content
 
 
-def _told(error: ValueError) -> str:
-    return str(error).removeprefix(".")
+def _decoded(path: Path, content: Mapping[str, Any], reading: Reading) -> Run:
+    try:
+        return replace(decode(Run, content, reading), folder=path.parent)
+    except ValueError as error:
+        raise RecordError(path, f"damaged: {str(error).removeprefix('.')}") from error
 
 
 class RunRecord:
@@ -130,7 +129,7 @@ class RunRecord:
         """Return the record in ``path``, a ``run.json`` or the folder of one, to be read or carried on.
 
         Raises:
-            StorageError: there is none, or it isn't one of this release's: the key is named that isn't as a run has it.
+            StorageError: there is none, or it isn't one of this release's.
         """
         file = path / RECORD if path.is_dir() else path
         with mendable(file.parent):
@@ -139,10 +138,7 @@ class RunRecord:
             except FileNotFoundError as error:
                 raise StorageError(_no_record(path)) from error
         record = cls(file, _parsed(file, text))
-        try:
-            record._run = record._decoded()
-        except ValueError as error:
-            raise RecordError(file, f"damaged: {_told(error)}") from error
+        record._run = record.run
         return record
 
     @property
@@ -157,13 +153,10 @@ class RunRecord:
 
     @property
     def run(self) -> Run:
-        """What the file says."""
+        """What the file says; a ``RecordError`` names the key that isn't as a run has it."""
         if self._run is None:
-            self._run = self._decoded()
+            self._run = _decoded(self._path, self._content, "open")
         return self._run
-
-    def _decoded(self) -> Run:
-        return replace(decode(Run, self._content, "open"), folder=self._path.parent)
 
     @property
     def config(self) -> Config:

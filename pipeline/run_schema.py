@@ -151,29 +151,23 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessorUse:
-    """Whether others used the processor while a sample was taken."""
-
-    busy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Sample:
     """One time that a run's work was ``measured``, in ISO 8601, and the metrics of it.
 
-    The run's own are made of those that count (``counts``); an ``earlier`` one was taken by another run.
+    The run's own are made of those that count (``counts``); an ``earlier`` one was taken by another run. ``processor``
+    says what was used of it meanwhile, and whether others kept it ``busy``.
     """
 
     metrics: Metrics = field(default_factory=dict)
     counts: bool = False
     earlier: bool = False
     measured: str | None = None
-    processor: ProcessorUse | None = None
+    processor: Mapping[str, Any] | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether others used the processor meanwhile."""
-        return self.processor is not None and self.processor.busy
+        return (self.processor or {}).get("busy") is True
 
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, null where it isn't known."""
@@ -300,11 +294,6 @@ class Run:
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, null where it isn't known, or is a word."""
         return _number(self.metrics.get(name))
-
-    def word(self, name: str) -> str | None:
-        """Return the metric ``name``, null where it isn't known, or is a number."""
-        found = self.metrics.get(name)
-        return found if isinstance(found, str) else None
 
     def stage(self, name: str) -> StageRun | None:
         """Return the stage ``name``, null where the run didn't come that far."""

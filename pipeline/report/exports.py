@@ -141,13 +141,8 @@ def _job(job: Job) -> dict[str, Any]:
 
 
 def _sample(sample: Sample) -> dict[str, Any]:
-    return {
-        "first_token_seconds": sample.metric(FIRST_TOKEN),
-        "token_seconds": sample.metric(SECONDS),
-        "counts": sample.counts,
-        "earlier": sample.earlier,
-        "busy": sample.is_busy,
-    }
+    times = {"first_token_seconds": sample.metric(FIRST_TOKEN), "token_seconds": sample.metric(SECONDS)}
+    return {**times, "counts": sample.counts, "earlier": sample.earlier, "busy": sample.is_busy}
 
 
 def _spreads(entries: Sequence[Spread]) -> list[dict[str, Any]]:

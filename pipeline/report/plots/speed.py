@@ -219,6 +219,6 @@ def faster_than_storage(jobs: Sequence[Job]) -> tuple[str, ...]:
         for job in jobs
         if (seconds := job.run.metric(SECONDS)) is not None
         and (bound := job.run.metric(BOUND_SECONDS)) is not None
-        and job.run.word(PREDICTED_BOUND) in (None, STORAGE)
+        and job.run.metrics.get(PREDICTED_BOUND) in (None, STORAGE)
         and seconds < _CLEARLY * bound
     )
