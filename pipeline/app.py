@@ -14,7 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from offstage.pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
+from offstage.pipeline.command_exit import (
+    FULL_ERROR,
+    discard_output,
+    exit_with,
+    heed_signals,
+    last_resort,
+    shows_all,
+)
+from offstage.pipeline.peers import own_rank, started_together
 
 if TYPE_CHECKING:
     from offstage.pipeline.trust import Trust
@@ -26,6 +34,8 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust | None = None) 
     Where they are from a sweep's record, ``trust`` is what the user lets that do.
     """
     started = time.perf_counter()
+    if own_rank():
+        discard_output()  # the first host shows what all come to
     sys.argv[1:] = prepare_arguments(sys.argv[1:] if arguments is None else arguments)
     show_all = shows_all()
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
@@ -41,12 +51,14 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the command line that Hydra is to see.
 
     ``model.path=…`` alone selects ``model=pretrained``: who names a checkpoint does not want the embedded model's
-    small budgets.
+    small budgets. Processes that torchrun started are the hosts of one run.
     """
     given = list(arguments)
     names_path = any(argument.startswith("model.path=") for argument in given)
     chooses = any(argument.startswith(("model=", "experiment=", "--config-name", "-cn")) for argument in given)
-    return [*given, "model=pretrained"] if names_path and not chooses else given
+    given += ["model=pretrained"] if names_path and not chooses else []
+    says_hosts = any(argument.lstrip("+").startswith("hardware.hosts=") for argument in given)
+    return [*given, "hardware.hosts=auto"] if started_together() > 1 and not says_hosts else given
 
 
 def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> int:

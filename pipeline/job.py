@@ -26,6 +26,7 @@ from offstage.pipeline.kernel_caches import bound_kernel_caches
 from offstage.pipeline.malloc import return_freed_memory
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from offstage.pipeline.memory_monitor import MemoryMonitor
+from offstage.pipeline.peers import HostError, in_step
 from offstage.pipeline.process_setup import die_with_parent
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.replay_inputs import Earlier, hold
@@ -51,7 +52,13 @@ def perform(
     """
     return_freed_memory()
     bound_kernel_caches()
-    with RunScreen(record) as screen, MemoryMonitor() as monitor, Ending(record, monitor) as ending, mendable():
+    with (
+        RunScreen(record) as screen,
+        MemoryMonitor() as monitor,
+        Ending(record, monitor) as ending,
+        in_step(record.config, lambda reason: record.finish("failed", error=HostError(reason))),
+        mendable(),
+    ):
         stages = check_config(record.config)
         record.note_metrics(declared_metrics(record.config["stages"]))
         watch = _Watch(record, screen, group, expected)

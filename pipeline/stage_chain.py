@@ -14,9 +14,11 @@ from typing import Any
 import psutil
 
 from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.cache.leftovers import move_aside
 from offstage.pipeline.cache.outline import outline
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.peers import are_together, peers
 from offstage.pipeline.stage import Artifact, Config, Report, SourceFiles, Stage, keyed, model_name
 
 Charge = Callable[[str], AbstractContextManager[Any]]
@@ -87,8 +89,15 @@ class StageChain:
         return found
 
     def find(self, name: str) -> Artifact | None:
-        """Return the artifact of ``name`` if the cache has it."""
+        """Return the artifact of ``name`` if the cache has it.
+
+        Hosts that run together go on as one: what one of them lacks is made anew on all that would have to be called.
+        """
         found = self._store.find(name, self.key(name))
+        if are_together(self.config) and not peers().agree(found is not None):
+            if found is not None and getattr(self.stages[name], "measures", False):
+                move_aside(found.folder, "another host of the run lacks it")
+            found = None
         if found is not None:
             self.artifacts[name] = found
         return found

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offstage.pipeline.command_exit import discard_output
+from offstage.pipeline.peers import own_rank
 
 _WIDTH_OF_FILES = 200
 """Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""
@@ -57,7 +58,7 @@ def announce(stage: str) -> None:
 
 def show_line(text: str) -> None:
     """Show ``text`` on a terminal, on a line that whatever comes next writes over: a bar, a warning."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not own_rank():
         sys.stderr.write(f"\r\x1b[2K{text[: get_terminal_size().columns - 1]}\r")
         sys.stderr.flush()
 

@@ -78,7 +78,7 @@ class DispatchStage(Stage[DispatchInputs]):
         """Write ``dispatch.json``; no weight is touched."""
         skeleton = context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME)
         plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
-        make_dispatch_plan(skeleton, plan).save(folder)
+        make_dispatch_plan(plan.share(skeleton), plan).save(folder)
 
     def revive(self, inputs: DispatchInputs, context: Context) -> Dispatched:
         """Return the placed model with its hooks attached."""

@@ -24,6 +24,7 @@ from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.errors import named
 from offstage.pipeline.memory_monitor import held_bytes
+from offstage.pipeline.peers import peers
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.dispatch.stage import Dispatched
@@ -128,6 +129,8 @@ class ModelSession(ABC, Generic[Given]):
         Results are kept beside it as they come; those that are there already, of a run that was killed, are taken.
         """
         progress = Progress(file.with_name(self.results_file) if self.results_file else None)
+        if self.plan.partition is not None:  # all hosts go on after what all of them have
+            progress.keep(set.intersection(*map(set, peers().exchange(sorted(progress.done)))))
         earlier = say_earlier(progress.earlier, self.count, self.units)
         with self.answering() as answer:
             found, sample = self._timed(answer, progress, self.task)

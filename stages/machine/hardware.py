@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.environment import has_accelerator_driver
+from offstage.pipeline.peers import on_one_machine
 from offstage.stages.machine.host_memory import Host, host_memory
+from offstage.stages.machine.hosts import host_count
 from offstage.stages.units import CPU, DeviceId, parse_size
 
 UNNAMED = "simulated"
@@ -60,14 +62,17 @@ class Hardware:
 
 
 def hardware(config: Mapping[str, Any]) -> Hardware:
-    """Return the machine that the config's ``hardware`` describes: this one, where ``devices`` is null."""
+    """Return the machine that the config's ``hardware`` describes: this one, where ``devices`` is null.
+
+    Processes of one run that share this machine's memory each have their part of it.
+    """
     described = config.get("hardware") or {}
     devices = described.get("devices")
     size = None if described.get("host") is None else parse_size(described["host"]["memory"])
-    return Hardware(
-        local_accelerators() if devices is None else tuple(map(simulated, devices)),
-        host_memory() if size is None else Host(size, size, limit="hardware.host.memory"),
-    )
+    here = host_memory() if size is None else Host(size, size, limit="hardware.host.memory")
+    if size is None and host_count(described) > 1 and (several := on_one_machine()) > 1:
+        here = replace(here, available_bytes=here.available_bytes // several)
+    return Hardware(local_accelerators() if devices is None else tuple(map(simulated, devices)), here)
 
 
 def simulated(device: Mapping[str, Any]) -> Accelerator:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from offstage.pipeline.errors import Fault, closest
+from offstage.stages.machine.hosts import KEY, hosts_faults
 from offstage.stages.machine.rates import DEVICE_RATES, RATES, parse_rate
 from offstage.stages.units import parse_size
 
-_KEYS = ("devices", "host", "rates")
+_KEYS = ("devices", "host", "rates", "hosts", "network")
 _DEVICE_KEYS = ("memory", "name", "link", "rates", "ledger")
 _HOST_KEYS = ("memory",)
 _LONGEST_NAME = 60
@@ -18,19 +19,29 @@ _LONGEST_NAME = 60
 def hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the keys of ``hardware`` that aren't known, each with its place, and the values that can't be read."""
     yield from _unknown("hardware", hardware, _KEYS)
-    yield from _rate_faults("hardware.rates", hardware.get("rates"), RATES)
-    host, devices = hardware.get("host"), hardware.get("devices")
+    yield from _machine_faults("hardware", hardware)
+    yield from hosts_faults(hardware)
+    hosts = hardware.get("hosts")
+    for index, own in enumerate(hosts if isinstance(hosts, list) else ()):
+        if isinstance(own, Mapping):
+            yield from _machine_faults(f"{KEY}[{index}]", own)
+
+
+def _machine_faults(place: str, given: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield what is wrong with what ``place`` says of one machine."""
+    yield from _rate_faults(f"{place}.rates", given.get("rates"), RATES)
+    host, devices = given.get("host"), given.get("devices")
     if isinstance(host, Mapping):
-        yield from _unknown("hardware.host", host, _HOST_KEYS)
-        yield from _wrong("hardware.host.memory", parse_size, host.get("memory"))
+        yield from _unknown(f"{place}.host", host, _HOST_KEYS)
+        yield from _wrong(f"{place}.host.memory", parse_size, host.get("memory"))
     elif host is not None:
-        yield Fault("hardware.host", f"{host!r} is no host; give {{memory: SIZE}}, or null for this machine's")
+        yield Fault(f"{place}.host", f"{host!r} is no host; give {{memory: SIZE}}, or null for this machine's")
     if devices is not None and not isinstance(devices, list):
         yield Fault(
-            "hardware.devices", f"{devices!r} is no list; give null, or one {{memory: SIZE}} for each accelerator"
+            f"{place}.devices", f"{devices!r} is no list; give null, or one {{memory: SIZE}} for each accelerator"
         )
     for index, device in enumerate(devices if isinstance(devices, list) else ()):
-        yield from _device_faults(f"hardware.devices[{index}]", device)
+        yield from _device_faults(f"{place}.devices[{index}]", device)
 
 
 def _device_faults(place: str, device: object) -> Iterator[Fault]:

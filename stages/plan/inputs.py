@@ -27,6 +27,7 @@ from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan import options
 from offstage.stages.plan.budgets import Allowance, allow, rooms
 from offstage.stages.plan.expert_slots import SINGLE, Routing
+from offstage.stages.plan.hosts import Division
 from offstage.stages.plan.lossless import LosslessPacking, with_copies
 from offstage.stages.plan.memory_needs import MemoryNeeds, compute_dtype, memory_needs, most
 from offstage.stages.plan.outline import Outline
@@ -68,6 +69,14 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What is one ``host``'s by a ``division`` of the model."""
+
+    division: Division
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanInputs:
     """The model by the key of its ``skeleton``, the map that was asked for, and what is demanded beside weights.
 
@@ -82,7 +91,8 @@ class PlanInputs:
     ``process_bytes`` are what the process holds on each device of all that is neither weights nor the request's.
     ``packing`` is how floats are packed, null if they stay; where that is the plan's to choose, ``plain`` is the same
     without it. Whether weights may be brought by blocks of rows hangs on ``kernel_identity``; ``kernels`` are what
-    those of the host take. ``notes`` is what there is to say of the plan beside what it says itself.
+    those of the host take. ``notes`` is what there is to say of the plan beside what it says itself. Where the model is
+    divided among hosts, it is the ``share`` of the one that this is.
     """
 
     skeleton: str
@@ -106,6 +116,7 @@ class PlanInputs:
     plain: PlanInputs | None = None
     kernel_identity: str = ""
     notes: tuple[str, ...] = ()
+    share: Share | None = None
 
     @property
     def learning(self) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import write_text
-from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.empty_init.skeleton import Skeleton, parent
+from offstage.stages.hosts.partition import Partition, share
 from offstage.stages.machine.rates import Rates, known_rates
 from offstage.stages.plan.expert_slots import Pool
 from offstage.stages.plan.layout import Layout, Room
@@ -67,6 +68,19 @@ class DevicePlan(Room):
 
 
 @dataclass(frozen=True, slots=True)
+class HostPlan:
+    """One of the hosts that a model is divided among: its ``blocks`` in words, the ``weights`` and the ``peaks`` of its
+    devices in bytes, the ``seconds`` of its part of a token, and the bytes that it streams for that.
+    """
+
+    blocks: str
+    weights: Mapping[DeviceId, int]
+    peaks: Mapping[DeviceId, int]
+    seconds: float
+    streamed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class AlikeLayers:
     """Layers whose tensors lie alike: their ``names``, and the lines of one, whose names go on from the layer's.
 
@@ -96,6 +110,9 @@ class Plan:
     divided among layers. ``codec`` is what streamed weights are packed by that the checkpoint has plain, null where
     they stay so. ``block_rows`` has the weights of linear layers that are brought by blocks of so many rows, since not
     even the reserve can hold one of them whole.
+
+    Where the model is divided among ``hosts``, it is the plan of one ``host``, for what that computes by the
+    ``partition``; seconds are then those of a token on all of them.
     """
 
     policy: str
@@ -112,6 +129,13 @@ class Plan:
     pass_tokens: int = 1
     codec: str | None = None
     block_rows: Mapping[str, int] = field(default_factory=dict)
+    partition: Partition | None = None
+    host: int = 0
+    hosts: tuple[HostPlan, ...] = ()
+
+    def share(self, skeleton: Skeleton) -> Skeleton:
+        """Return ``skeleton``, of the whole model, as the host has it that this is the plan of."""
+        return skeleton if self.partition is None else share(skeleton, self.partition.away(self.host))
 
     @cached_property
     def tensors(self) -> dict[str, Line]:

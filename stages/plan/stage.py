@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -11,11 +11,15 @@ from typing import Any
 
 from offstage.pipeline.errors import BudgetError, ConfigError, Fault
 from offstage.pipeline.garbage import uncollected
+from offstage.pipeline.peers import started_together
 from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
 from offstage.pipeline.typed_config import read
 from offstage.stages.empty_init import skeleton as skeletons
+from offstage.stages.empty_init.identity import is_plan
 from offstage.stages.empty_init.stage import FUSED, EmptyInitStage, multiplies_packed
+from offstage.stages.hosts.partition import Partition, chain_of, share
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
+from offstage.stages.machine.hosts import host_config, host_count, own_host, read_network, require_started
 from offstage.stages.machine.kernels import Kernels
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.budgets import Allowance
@@ -29,9 +33,19 @@ from offstage.stages.plan.checks import (
     require_room,
 )
 from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
+from offstage.stages.plan.hosts import (
+    Division,
+    PlannedHost,
+    agreed,
+    divide,
+    one_at_a_time,
+    served_faults,
+    with_division,
+)
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
+    Share,
     gather_inputs,
     host_kernels,
     known_machine,
@@ -73,7 +87,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 29
+    version = 30
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
     metrics = PLAN_METRICS
@@ -82,6 +96,7 @@ class PlanStage(Stage[PlanInputs]):
         """Yield what is wrong with the budgets and the map, as far as neither model nor machine must be known."""
         given = read(PlanConfig, config)
         yield from options.faults(given)
+        yield from served_faults(config)
         if given.execution == options.FASTEST and asking(config) == "finetune":
             yield Fault(
                 "execution",
@@ -108,23 +123,25 @@ class PlanStage(Stage[PlanInputs]):
 
     def gather(self, context: Context) -> PlanInputs:
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
-        config, stored = context.config, context.artifact("empty_init")
+        described, stored = context.config.get("hardware") or {}, context.artifact("empty_init")
+        host, config = own_host(described), host_config(context.config, own_host(described))
         machine, kernels = _measured(config, context.cache)
         outline = Outline(stored.read(skeletons.Skeleton, skeletons.FILE_NAME))
         packing = possible_packing(read(PlanConfig, config).storage, outline, config, context.cache)
         rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
         measure = {"generate": media_demand, "finetune": training_demand}.get(asking(config))
         live = partial(context.live, EmptyInitStage.name)
-        return gather_inputs(
-            with_row_blocks(outline, config, context.cache, machine),
-            config,
-            machine=machine,
-            rates=rates,
-            kernels=kernels,
-            skeleton=stored.key,
-            measured=measure(config, context.cache, skeleton=stored.key, live=live) if measure else None,
-            packing=packing,
-        )
+        measured = measure(config, context.cache, skeleton=stored.key, live=live) if measure else None
+        outline = with_row_blocks(outline, config, context.cache, machine)
+        gather = partial(gather_inputs, skeleton=stored.key, measured=measured)
+        if host_count(described) < 2:
+            return gather(outline, config, machine=machine, rates=rates, kernels=kernels, packing=packing)
+        here = PlannedHost(machine, rates, kernels, config.get("max_memory"))
+        division = _division(outline, context, here, gather)
+        part = replace(outline, skeleton=share(outline.skeleton, division.partition.away(host)))
+        config = one_at_a_time(config)
+        inputs = gather(part, config, machine=machine, rates=rates, kernels=kernels)
+        return replace(inputs, share=Share(division, host))
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json`` and ``device_map.json``."""
@@ -170,6 +187,33 @@ def _measured(config: Config, cache: Path) -> tuple[Hardware, Kernels]:
         return known_machine(config, cache), kernels.result()
 
 
+def _division(outline: Outline, context: Context, here: PlannedHost, gather: Callable[..., PlanInputs]) -> Division:
+    """Return how the model is divided among the hosts of the config, of which this is one where they are there."""
+    config, described = one_at_a_time(context.config), context.config.get("hardware") or {}
+    require_started(described, is_plan=is_plan(context.config))
+    chain = chain_of(outline.skeleton)
+
+    def search(hosts: Sequence[PlannedHost]) -> Division:
+        def plan_of(host: int, partition: Partition) -> plans.Plan:
+            part = replace(outline, skeleton=share(outline.skeleton, partition.away(host)))
+            one = hosts[host]
+            own = {**host_config(config, host), "max_memory": one.max_memory}
+            return plan_from(gather(part, own, machine=one.machine, rates=one.rates, kernels=one.kernels))
+
+        return divide(outline.skeleton, chain, plan_of, hosts, read_network(described))
+
+    def planned() -> list[PlannedHost]:
+        found = []
+        for host in range(host_count(described)):
+            own = host_config(config, host)
+            machine, kernels = _measured(own, context.cache)
+            rates = machine_rates(own, machine, context.cache, outline)
+            found.append(PlannedHost(machine, rates, kernels, own.get("max_memory")))
+        return found
+
+    return agreed(here if started_together() > 1 else planned, search)
+
+
 def plan_from(inputs: PlanInputs) -> plans.Plan:
     """Return the plan of these inputs, with what is predicted of it: of what is open the soonest.
 
@@ -187,7 +231,8 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
         raise refusal
     plan = min(options, key=lambda option: option.seconds).plan
     require_room(plan, inputs.machine)
-    return replace(plan, notes=(*plan.notes, *inputs.notes))
+    plan = replace(plan, notes=(*plan.notes, *inputs.notes))
+    return plan if inputs.share is None else with_division(plan, inputs.share.division, inputs.share.host)
 
 
 def _soonest_size(inputs: PlanInputs) -> PlanOption:

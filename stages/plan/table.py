@@ -11,7 +11,7 @@ from offstage.pipeline.report.quantities import scale_for
 from offstage.stages.empty_init.skeleton import upward
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Line
-from offstage.stages.units import DeviceId, format_bytes, in_tier_order
+from offstage.stages.units import DISK, DeviceId, format_bytes, in_tier_order
 
 _MOST_LISTED = 24
 """The letters that the numbers of a row's modules may take."""
@@ -100,8 +100,23 @@ def render(plan: Plan) -> str:
     lines = [["module", "lies on", "computes on", "size"]]
     lines += [[row.name, str(row.device), str(row.execution), format_bytes(row.bytes)] for row in rows(plan)]
     told = [*rates_told(plan), *links_told(plan), *experts_told(plan), *packed_told(plan), *host_layers_told(plan)]
-    held = ledger_rows(plan)
-    return "\n\n".join([_align(_bounded(lines), numbers=1), _align(_bounded(held), numbers=len(held[0]) - 1), *told])
+    held, hosts = ledger_rows(plan), host_rows(plan)
+    apart = [_align(_bounded(hosts), numbers=len(hosts[0]) - 2)] if hosts else []
+    tables = [_align(_bounded(lines), numbers=1), _align(_bounded(held), numbers=len(held[0]) - 1)]
+    return "\n\n".join([*apart, *tables, *told])
+
+
+def host_rows(plan: Plan) -> list[list[str]]:
+    """Return a row of cells for each host that the model is divided among; none where there is one."""
+    if not plan.hosts:
+        return []
+    found = [["host", "computes", "in memory", "on disk", "streamed a token", "its seconds"]]
+    for number, host in enumerate(plan.hosts):
+        there = sum(size for device, size in host.weights.items() if device != DISK)
+        sizes = [format_bytes(size) for size in (there, host.weights.get(DISK, 0), host.streamed_bytes)]
+        mark = f"{number}{' (below)' * (number == plan.host)}"
+        found.append([mark, host.blocks, *sizes, f"{host.seconds:.3g} s"])
+    return found
 
 
 def summary(plan: Plan) -> str:

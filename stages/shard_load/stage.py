@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.errors import CheckpointError, Fault, StorageError
 from offstage.pipeline.memory_monitor import held_bytes
+from offstage.pipeline.peers import peers
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage, model_name
 from offstage.pipeline.typed_config import PATHS, absolute, read
 from offstage.stages.checkpoints.adapters import adapter_folder, open_adapter, weights_identity
@@ -26,6 +28,7 @@ from offstage.stages.checkpoints.hashes import check_hashes, hold, whole_digests
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
+from offstage.stages.hosts.partition import Partition
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.serving import routed
 from offstage.stages.units import CPU, DeviceId, format_bytes
@@ -118,9 +121,12 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         opened, adapter = _open_weights(model, depth=given.depth), _open_adapter(model)
         if given.verify == "full":
             opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
+        named = identity(opened)
+        if found.partition is not None:
+            peers().require_same("model.path: the checkpoint", fingerprint(named))
         return ShardLoadInputs(
             config=given,
-            checkpoint=identity(opened),
+            checkpoint=named,
             place=opened.place if given.depth == "index" else None,
             digests=whole_digests(opened) if given.verify == "full" else None,
             adapter=None if adapter is None else weights_identity(adapter),
@@ -191,6 +197,8 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         from offstage.stages.shard_load.place import host_block, joined, place
 
         tables, devices = _prepare(inputs, context), Devices(inputs.ledgers)
+        if inputs.plan.partition is not None:
+            _divide(context.live("empty_init"), inputs.plan.partition)
         base_bytes = held_bytes()
         for load, _ in tables if inputs.config.verify == "full" else ():
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
@@ -232,7 +240,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     from offstage.stages.shard_load.checkpoint_match import prepare, prepare_adapted
     from offstage.stages.shard_load.sources import LoadPlan, find_sources
 
-    skeleton = context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME)
+    skeleton = inputs.plan.share(context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME))
     model, checkpoint, strict = context.live("empty_init"), _opened(inputs), inputs.config.strict
     if inputs.opened_adapter is None:
         loads = [prepare(model, skeleton, checkpoint=checkpoint, strict=strict)]
@@ -247,6 +255,13 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     )
     loads = [replace(load, check_finite=inputs.config.check_finite) for load in loads]
     return [(load, find_sources(load, plan)) for load in loads]
+
+
+def _divide(model: Any, partition: Partition) -> None:
+    """Put stand-ins into ``model`` for what other hosts compute."""
+    from offstage.stages.hosts.stand_ins import stand_in
+
+    stand_in(model, partition, peers())
 
 
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: Sources) -> Sources:

@@ -1,0 +1,293 @@
+"""The processes that torchrun started for one run, of which this is one: what they tell each other, and who is lost.
+
+Values go between them as tensors and JSON, over torch.distributed; nothing is pickled. Each notes every second in the
+rendezvous' store that it lives, and looks at the others' notes: where one failed, or says nothing more, all end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from offstage.pipeline.errors import OffstageError
+
+if TYPE_CHECKING:
+    import torch
+
+_HEADER_BYTES = 512
+"""What goes before a message: the JSON of what it is, if that is short, and how long it is."""
+_BEAT_SECONDS, _SILENT_SECONDS, _PATIENCE_SECONDS = 1.0, 20.0, 4.0
+"""How often each says that it lives; after how long a silence it counts as lost; how long what is at work has to end by
+itself then."""
+_CONNECT_SECONDS = 120.0
+_EVER = timedelta(days=30)
+"""Those who are slow are waited for: whether they live is told otherwise."""
+_RUNNING, _FAILED, _DONE = "running", "failed", "done"
+
+
+class HostError(OffstageError, OSError):
+    """Another host of the run failed, went away, or runs something else."""
+
+    exit_code = 5
+
+
+def started_together() -> int:
+    """Return how many processes torchrun started, this one among them; 1 where it is alone."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def own_rank() -> int:
+    """Return the number of this process among them."""
+    return int(os.environ["RANK"]) if started_together() > 1 else 0
+
+
+def on_one_machine() -> int:
+    """Return how many of them share this machine, and so its memory."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if started_together() > 1 else 1
+
+
+def are_together(config: Mapping[str, Any]) -> bool:
+    """Return whether the processes that torchrun started carry out one run of ``config``, and not each its own."""
+    return started_together() > 1 and (config.get("hardware") or {}).get("hosts") is not None
+
+
+@lru_cache(maxsize=1)
+def peers() -> Peers:
+    """Return the processes that torchrun started, connected the first time; raises ``HostError`` where that fails."""
+    return Peers()
+
+
+class Peers:
+    """The ``size`` processes of a run, which know each other by their ``rank``.
+
+    ``sent_bytes`` and ``received_bytes`` are those of tensors so far.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as distributed
+
+        self.rank, self.size = own_rank(), started_together()
+        self.sent_bytes = self.received_bytes = 0
+        self._distributed = distributed
+        self._watch: Watch | None = None
+        with self._guarded():
+            store = _store("connect", _CONNECT_SECONDS)
+            distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
+        self._watch = Watch(self.rank, self.size)
+
+    def exchange(self, value: object) -> list[Any]:
+        """Return what each of them gives as ``value``, in their order: JSON."""
+        found = []
+        for host in range(self.size):
+            if host == self.rank:
+                for other in range(self.size):
+                    self.send_json(value, other)
+                found.append(json.loads(json.dumps(value)))
+            else:
+                found.append(self.receive_json(host))
+        return found
+
+    def agree(self, said: bool) -> bool:
+        """Return whether all of them say so."""
+        return all(self.exchange(said))
+
+    def require_same(self, what: str, value: object) -> None:
+        """Refuse to go on where another has another ``value`` of ``what``, as a fingerprint or in words."""
+        for host, other in enumerate(self.exchange(value)):
+            if other != json.loads(json.dumps(value)):
+                raise HostError(
+                    f"{what} is {other!r} on host {host} and {value!r} on host {self.rank}; have the same on both"
+                )
+
+    def send_json(self, value: object, host: int) -> None:
+        """Send ``value`` to ``host``; to this one itself nothing is sent."""
+        import torch
+
+        if host == self.rank:
+            return
+        text = json.dumps(value, separators=(",", ":")).encode()
+        first = len(text).to_bytes(8, "little") + text[: _HEADER_BYTES - 8]
+        self._send(torch.frombuffer(bytearray(first.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8), host)
+        if rest := text[_HEADER_BYTES - 8 :]:
+            self._send(torch.frombuffer(bytearray(rest), dtype=torch.uint8), host)
+
+    def receive_json(self, host: int) -> Any:
+        """Return the value that ``host`` sends next."""
+        import torch
+
+        first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self._receive(first, host)
+        held = bytes(first.numpy())
+        length = int.from_bytes(held[:8], "little")
+        rest = torch.empty(max(0, length - _HEADER_BYTES + 8), dtype=torch.uint8)
+        if rest.numel():
+            self._receive(rest, host)
+        return json.loads(held[8 : 8 + length] + bytes(rest.numpy()))
+
+    def send(self, tensor: torch.Tensor, host: int) -> None:
+        """Send the values of ``tensor`` to ``host``."""
+        import torch
+
+        if tensor.numel():
+            self._send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), host)
+            self.sent_bytes += tensor.numel() * tensor.element_size()
+
+    def receive(self, tensor: torch.Tensor, host: int) -> torch.Tensor:
+        """Fill ``tensor``, which lies on the host, with the values that ``host`` sends next, and return it."""
+        import torch
+
+        if tensor.numel():
+            self._receive(tensor.reshape(-1).view(torch.uint8), host)
+            self.received_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _send(self, data: torch.Tensor, host: int) -> None:
+        with self._guarded(host):
+            self._distributed.send(data, host)
+
+    def _receive(self, data: torch.Tensor, host: int) -> None:
+        with self._guarded(host):
+            self._distributed.recv(data, host)
+
+    @contextmanager
+    def _guarded(self, host: int | None = None) -> Iterator[None]:
+        """Turn what the connection raises into the error that says which host was lost, and why if that is known."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._watch is None:
+                raise HostError(f"the hosts of the run couldn't be connected: {_first_line(error)}") from error
+            raise HostError(self._watch.reason(host) or f"host {host} went away") from error
+
+    def ending(self, end: Callable[[str], object]) -> None:
+        """Have ``end`` called with the reason where the run must be ended from outside of what is at work."""
+        if self._watch is not None:
+            self._watch.end = end
+
+    def fail(self, reason: str) -> None:
+        """Tell the others why this one ends."""
+        if self._watch is not None:
+            self._watch.note(_FAILED, reason)
+
+    def close(self) -> None:
+        """End together: nobody is missed from now on."""
+        if self._watch is not None:
+            self.exchange(True)
+            self._watch.note(_DONE)
+            self._watch.stop()
+
+
+@contextmanager
+def in_step(config: Mapping[str, Any], end: Callable[[str], object]) -> Iterator[None]:
+    """Carry out a run together with the other hosts, if ``config`` says so: what ends one of them ends all.
+
+    Where what is at work here can't be ended, ``end`` is called with the reason, and then the process ends.
+    """
+    if not are_together(config):
+        yield
+        return
+    here = peers()
+    here.ending(end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        here.fail("interrupted")
+        raise
+    except BaseException as error:
+        here.fail(str(error) or type(error).__name__)
+        raise
+    here.close()
+
+
+class Watch:
+    """Says every second that this process lives, and sees whether the others do."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.end: Callable[[str], object] | None = None
+        self._rank, self._others = rank, [host for host in range(size) if host != rank]
+        self._state: dict[str, Any] = {"state": _RUNNING}
+        self._store = _store("watch", _SILENT_SECONDS)
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._lost: str | None = None
+        self._stopped = threading.Event()
+        self._beats = 0
+        self._beat()
+        threading.Thread(target=self._run, name="offstage-peers", daemon=True).start()
+
+    def note(self, state: str, reason: str = "") -> None:
+        """Tell the others the ``state`` of this process, at once."""
+        self._state = {"state": state, "reason": reason}
+        with suppress(RuntimeError):
+            self._beat()
+
+    def stop(self) -> None:
+        """Watch nobody from now on."""
+        self._stopped.set()
+
+    def reason(self, host: int | None) -> str | None:
+        """Return why the run can't go on, which ``host`` may have said by now; null where nobody knows."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while self._lost is None and time.monotonic() < until:
+            time.sleep(_BEAT_SECONDS / 4)
+        return self._lost
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(str(self._rank), json.dumps({**self._state, "beat": self._beats}))
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None:
+                self._beat()
+                self._lost = next(filter(None, map(self._look, self._others)), None)
+        except RuntimeError as error:  # the store's connection broke: its process is gone, or the network
+            self._lost = f"the rendezvous went away ({_first_line(error)})"
+        if self._lost is not None and not self._stopped.wait(_PATIENCE_SECONDS):
+            self._abort(self._lost)
+
+    def _look(self, host: int) -> str | None:
+        """Return why ``host`` is lost, null while it isn't."""
+        if not self._store.check([str(host)]):
+            return None  # it has yet to come
+        text = self._store.get(str(host)).decode()
+        said: Mapping[str, Any] = json.loads(text)
+        if said["state"] == _FAILED:
+            return f"host {host}: {said['reason']}"
+        now = time.monotonic()
+        last, since = self._seen.get(host, ("", now))
+        if text != last:
+            self._seen[host] = (text, now)
+        elif said["state"] == _RUNNING and now - since > _SILENT_SECONDS:
+            return f"host {host} has said nothing for {_SILENT_SECONDS:.0f} s: it hangs, or the network does"
+        return None
+
+    def _abort(self, reason: str) -> None:
+        """End the process from this thread: what is at work waits for a host that doesn't come."""
+        if self.end is not None:
+            with suppress(Exception):
+                self.end(reason)
+        sys.stderr.write(f"offstage: {reason}\n")
+        sys.stderr.flush()
+        os._exit(HostError.exit_code)
+
+
+def _store(use: str, seconds: float) -> Any:
+    """Return a connection to the rendezvous' store, for one ``use``: others may be waiting for something."""
+    import torch.distributed as distributed
+
+    kinds: Any = distributed  # what it exports for type checkers lacks its stores
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = kinds.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+    return kinds.PrefixStore(f"offstage/{use}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,244 @@
+"""A model divided among hosts: which blocks each computes, so that a token is predicted to be the soonest.
+
+One host after another works on a token, so its seconds are the sum of theirs, and of what is sent between them. A plan
+for several hosts is a list of ordinary ones, each for what a host computes, in that host's budgets: the search knows a
+division by what these plans predict. It begins with blocks in proportion to what hosts have room for, and moves cuts,
+one or several side by side, as long as that is sooner, by ever smaller steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from offstage.pipeline.decoding import decode
+from offstage.pipeline.errors import BudgetError, ConfigError, Fault
+from offstage.pipeline.peers import peers
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, upward
+from offstage.stages.hosts.partition import Chain, Partition, partition_of
+from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.hosts import KEY, Network, host_count
+from offstage.stages.machine.kernels import Kernels
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.plan import HostPlan, Plan
+from offstage.stages.units import DISK
+
+PlanOf = Callable[[int, Partition], Plan]
+"""Returns the plan of a host for what it computes by a partition; raises ``BudgetError`` where it has no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedHost:
+    """What planning goes by of one host: its ``machine`` and figures, and the budgets that it was given."""
+
+    machine: Hardware
+    rates: Rates
+    kernels: Kernels
+    max_memory: Mapping[str, str] | None
+
+    @property
+    def room(self) -> int:
+        """The bytes that it has for weights in memory, about."""
+        return self.machine.host.available_bytes + sum(one.free_bytes for one in self.machine.accelerators)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a model is divided: the ``partition``, what each host has of it, the ``seconds`` of a token with all sends,
+    and how many forwards more a pass of decoding may make for free on all of them.
+    """
+
+    partition: Partition
+    hosts: tuple[HostPlan, ...]
+    seconds: float
+    forwards_for_free: float
+
+
+def agreed(hosts: Callable[[], Sequence[PlannedHost]] | PlannedHost, search: Callable[..., Division]) -> Division:
+    """Return the division that ``search`` finds for the hosts: on those that run it the first one does, for all.
+
+    ``hosts`` are what is planned for, or what this one is where all are there.
+    """
+    if not isinstance(hosts, PlannedHost):
+        return search(hosts())
+    here = peers()
+    told = here.exchange(asdict(hosts))
+    found = search([decode(PlannedHost, one) for one in told]) if here.rank == 0 else None
+    return decode(Division, here.exchange(None if found is None else asdict(found))[0])
+
+
+def divide(
+    skeleton: Skeleton, chain: Chain, plan_of: PlanOf, hosts: Sequence[PlannedHost], network: Network
+) -> Division:
+    """Return how the model of ``skeleton`` is divided among ``hosts``, as it is cut along ``chain``.
+
+    Raises ``ConfigError`` where there are fewer blocks than hosts, ``BudgetError``, with the host's number, where no
+    division found has room on each.
+    """
+    if chain.length < len(hosts):
+        raise ConfigError(f"{KEY}: {len(hosts)} hosts for {chain.length} blocks; take {chain.length} at most")
+    kinds = [json.dumps(asdict(host), sort_keys=True) for host in hosts]
+    search = _Search(skeleton, chain, plan_of, kinds)
+    cuts = search.best(_proportional(_sizes(skeleton, chain), [host.room for host in hosts]))
+    partition = partition_of(chain, cuts)
+    plans = [search.plan(host, partition) for host in range(partition.hosts)]
+    seconds = sum(float(plan.forecast["seconds_per_token"]) for plan in plans)
+    return Division(
+        partition,
+        tuple(_host_plan(partition, host, plan) for host, plan in enumerate(plans)),
+        seconds + _network_seconds(skeleton, chain, partition.hosts, network),
+        min(float(plan.forecast.get("forwards_for_free", 0)) for plan in plans),
+    )
+
+
+def _host_plan(partition: Partition, host: int, plan: Plan) -> HostPlan:
+    return HostPlan(
+        blocks=partition.told(host),
+        weights={device: one.weights for device, one in plan.devices.items() if one.weights},
+        peaks={device: one.own_bytes for device, one in plan.devices.items() if device != DISK and one.own_bytes},
+        seconds=float(plan.forecast["seconds_per_token"]),
+        streamed_bytes=int(plan.forecast["streamed_bytes_per_token"]),
+    )
+
+
+def _network_seconds(skeleton: Skeleton, chain: Chain, hosts: int, network: Network) -> float:
+    """Return the seconds of what is sent for a token: a hidden state at each border, the last host's output to all."""
+    head = [spec for spec in skeleton.by_module.get(chain.head or "", ()) if len(spec.shape) == 2]
+    words, hidden = head[0].shape if head else (0, 0)
+    wide = head[0].bytes // max(1, words * hidden) if head else 0
+    messages = (hosts - 1) * 2
+    return messages * network.latency + (hosts - 1) * (hidden + words) * wide / network.rate
+
+
+def _sizes(skeleton: Skeleton, chain: Chain) -> list[int]:
+    """Return the bytes of each block, as it rests."""
+    index = {name: place for place, name in enumerate(_blocks(chain))}
+    found = [0] * len(index)
+    for spec in skeleton.unique:
+        place = next((index[above] for above in upward(spec.name) if above in index), None)
+        if place is not None:
+            found[place] += spec.packed.bytes if spec.packed else spec.bytes
+    return found
+
+
+def _blocks(chain: Chain) -> list[str]:
+    return [name for blocks in chain.stacks.values() for name in blocks]
+
+
+def _proportional(sizes: Sequence[int], room: Sequence[int]) -> tuple[int, ...]:
+    """Return the cuts by which each host has blocks in proportion to its room, and one at least."""
+    whole, sums = sum(room) or len(room), [0, *accumulate(sizes)]
+    wanted = [share * sums[-1] / whole for share in accumulate(one or 1 for one in room)]
+    cuts = [0]
+    for host, share in enumerate(wanted[:-1]):
+        _, nearest = min((abs(held - share), place) for place, held in enumerate(sums))
+        cuts.append(min(max(nearest, cuts[-1] + 1), len(sizes) - (len(room) - 1 - host)))
+    return (*cuts, len(sizes))
+
+
+class _Search:
+    """Plans of hosts for runs of blocks, each made once: hosts and runs that are alike have one."""
+
+    def __init__(self, skeleton: Skeleton, chain: Chain, plan_of: PlanOf, kinds: Sequence[str]) -> None:
+        self._chain, self._plan_of, self._kinds = chain, plan_of, kinds
+        self._looks = _looks(skeleton, chain)
+        self._known: dict[object, Plan | BudgetError] = {}
+
+    def plan(self, host: int, partition: Partition) -> Plan:
+        """Return the plan of ``host`` itself, not of one that is alike."""
+        try:
+            return self._plan_of(host, partition)
+        except BudgetError as error:
+            raise BudgetError(f"host {host} ({partition.told(host)}): {error}") from error
+
+    def best(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the cuts that are the soonest of those met on the way from ``cuts``."""
+        best, step = (self._cost(cuts), cuts), 1 << max(0, (cuts[-1] // 4).bit_length() - 1)
+        while step:
+            moved = min(((self._cost(other), other) for other in _moved(best[1], step)), default=best)
+            best, step = (moved, step) if moved[0] < best[0] else (best, step // 2)
+        return best[1]
+
+    def _cost(self, cuts: tuple[int, ...]) -> tuple[int, float]:
+        """Return how many hosts have no room for theirs, and the seconds of those that have."""
+        partition, short, seconds = partition_of(self._chain, cuts), 0, 0.0
+        for host, (begin, end) in enumerate(pairwise(cuts)):
+            key = (self._kinds[host], self._looks[begin:end], end == cuts[-1])
+            if key not in self._known:
+                try:
+                    self._known[key] = self._plan_of(host, partition)
+                except BudgetError as error:
+                    self._known[key] = error
+            found = self._known[key]
+            if isinstance(found, BudgetError):
+                short += 1
+            else:
+                seconds += float(found.forecast["seconds_per_token"])
+        return short, seconds
+
+
+def _moved(cuts: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts with one of them, or several side by side, moved by ``step``: each host keeps a block."""
+    for first in range(1, len(cuts) - 1):
+        for last in range(first, len(cuts) - 1):
+            for by in (step, -step):
+                moved = tuple(cut + by if first <= place <= last else cut for place, cut in enumerate(cuts))
+                if all(begin < end for begin, end in pairwise(moved)):
+                    yield moved
+
+
+def _looks(skeleton: Skeleton, chain: Chain) -> tuple[int, ...]:
+    """Return a number for each block of the chain: the same for those whose tensors and caches are alike."""
+    blocks = _blocks(chain)
+    index = {name: place for place, name in enumerate(blocks)}
+    inside: list[list[TensorSpec]] = [[] for _ in blocks]
+    for spec in skeleton.tensors:
+        above = next((above for above in upward(spec.name) if above in index), None)
+        if above is not None:
+            inside[index[above]].append(replace(spec, name=spec.name[len(above) :]))
+    kept = {name: replace(cache, blocks=()) for cache in skeleton.caches for name in cache.blocks}
+    numbers: dict[object, int] = {}
+    found = ((tuple(specs), kept.get(name)) for name, specs in zip(blocks, inside, strict=True))
+    return tuple(numbers.setdefault(look, len(numbers)) for look in found)
+
+
+def with_division(plan: Plan, division: Division, host: int) -> Plan:
+    """Return ``plan``, of ``host``, with how the model is divided, and what a token takes on all hosts together."""
+    forecast: Mapping[str, float | int | str] = {
+        **plan.forecast,
+        "seconds_per_token": division.seconds,
+        "forwards_for_free": division.forwards_for_free,
+    }
+    return replace(plan, partition=division.partition, host=host, hosts=division.hosts, forecast=forecast)
+
+
+def one_at_a_time(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config`` for a plan of one of several hosts: prompts go one after another, as on all of them."""
+    generate = config.get("generate")
+    return {**config, "generate": {**generate, "lockstep": 1}} if isinstance(generate, Mapping) else dict(config)
+
+
+def served_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield what of ``config`` isn't served where a model is divided among hosts."""
+    if host_count(config.get("hardware") or {}) < 2:
+        return
+    stages = config.get("stages") or ()
+    if "finetune" in stages:
+        yield Fault(KEY, "a model that is divided among hosts isn't trained; leave hosts null, or stages=finetune out")
+    generate, score = (config.get(name) or {} for name in ("generate", "score"))
+    if "generate" in stages and generate.get("lockstep") not in (None, "auto", 1):
+        yield Fault(
+            "generate.lockstep", f"{generate['lockstep']!r}: hosts answer one prompt after another; leave it out"
+        )
+    for name, node in (("generate", generate), ("score", score)):
+        if name in stages and node.get("batch_size") == "auto":
+            yield Fault(f"{name}.batch_size", "'auto' is chosen by each host, and all must choose alike; give a number")
+    kept = (config.get("forward") or {}).get("outputs") or ()
+    for name in ("hidden_states", "attentions") if "forward" in stages else ():
+        if name in kept:
+            yield Fault("forward.outputs", f"{name!r} lies on several hosts, and isn't brought together; leave it out")
+    if ((config.get("measure") or {}).get("repeats") or 1) != 1:
+        yield Fault("measure.repeats", "hosts that run together measure once; leave it at 1")
