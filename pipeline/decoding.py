@@ -106,8 +106,8 @@ def _of_fields(kind: Any, reading: Reading) -> Decoder:
         names, needed = {name: name for name in hints}, hints.keys() - kind._field_defaults.keys()
     decoders = {key: _decoder(hints[name], reading) for key, name in names.items() if isinstance(key, str)}
     is_lenient, whole = reading == "lenient", names.get(WHOLE)
-    empty = {key: _empty(hints[names[key]]) for key in needed} if is_lenient else {}
-    nothing = {key: one for key, one in empty.items() if one is not _UNKNOWN}
+    forgiven = needed if is_lenient else ()
+    nothing = {key: one for key in forgiven if (one := _empty(hints[names[key]])) is not _UNKNOWN}
 
     def made(value: Any) -> Any:
         fit = isinstance(value, Mapping)

@@ -68,9 +68,7 @@ def installed_metrics() -> MetricTable:
 
 
 def metric_table(run: Run) -> MetricTable:
-    """Return the metrics that the record of ``run`` has a table of; all that are known where it is from before there
-    were any. The many runs of a sweep share one.
-    """
+    """Return the metrics that ``run`` has a table of; of a record from before there were any all that are known."""
     return _table(json.dumps(run.metric_table)) if run.metric_table else installed_metrics()
 
 

@@ -50,13 +50,11 @@ def read_run(path: Path) -> Run:
     type is as good as none. Raises ``RecordError`` where the file is no record, or one of its sections no section.
     """
     try:
-        content = _parsed(path, read_regular(path))
-        written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
-    except RecordError:
-        raise
+        text, when = read_regular(path), path.stat().st_mtime
     except OSError as error:
         raise RecordError(path, error.strerror or str(error)) from error
-    return replace(_decoded(path, printable_data(content), "lenient"), written=written)
+    run = _decoded(path, printable_data(_parsed(path, text)), "lenient")
+    return replace(run, written=datetime.fromtimestamp(when).isoformat(" ", "minutes"))
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:

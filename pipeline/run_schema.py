@@ -272,8 +272,9 @@ class Run:
     def reason(self) -> str:
         """What the record says of why the run isn't completed; of one without an end how far it came."""
         if self.status == "running":
+            written = f"last written {self.written}, " if self.written else ""
             progress = f"after {self.stages[-1].name}" if self.stages else "before the first stage ended"
-            return f"still at work or killed: last written {self.written}, {progress}"
+            return f"still at work or killed: {written}{progress}"
         return self.error.message if self.error else ""
 
     @property
@@ -283,7 +284,7 @@ class Run:
             return ""
         error = self.error or RunError()
         where = f"{error.stage}: " if error.stage else ""
-        return where + ("; ".join(self.reason.split("\n")) or error.type or "the record gives no reason")
+        return where + ("; ".join(self.reason.splitlines()) or error.type or "the record gives no reason")
 
     @property
     def untested(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ class RunComparison:
 def compare_runs(before: Run, after: Run) -> RunComparison:
     """Return what changed from ``before`` to ``after``."""
     runs, table = (before, after), metric_table(after).joined(metric_table(before))
-    found = compare(*(replace(run, device_map=_plan_of(run)) for run in runs))
+    plans = ({layer.name: " and ".join(layer.devices) for layer in read_layers(run)} for run in runs)
+    found = compare(*(replace(run, device_map=plan) for run, plan in zip(runs, plans, strict=True)))
     status = [(run.status, " ".join(run.reason.split())) for run in runs]
     ended = [
         Change(name, *pair) for name, *pair in zip(("status", "reason"), *status, strict=True) if len(set(pair)) > 1
@@ -69,11 +70,6 @@ def compare_runs(before: Run, after: Run) -> RunComparison:
         Section("Tokens", (), _outputs(found, before, after)),
     )
     return RunComparison(before.folder, after.folder, sections)
-
-
-def _plan_of(run: Run) -> Mapping[str, str]:
-    """Return the map of the plan that ``run`` followed."""
-    return {layer.name: " and ".join(layer.devices) for layer in read_layers(run)}
 
 
 def _told(place: str, value: object, unit: Callable[[str, Any], Unit] | None) -> str:

@@ -60,8 +60,7 @@ class TrackedRun:
     @classmethod
     def of(cls, record: RunRecord, *, host: str | None = None) -> TrackedRun:
         """Return what is told of the run of ``record``, on the machine of the name ``host`` if that is known."""
-        run = record.run
-        began = run.started or ""
+        run, began = record.run, record.run.started or ""
         ended = _milliseconds(run.finished or began)
         return cls(
             name=run_name(run.folder),
