@@ -60,7 +60,7 @@ def settled(folder: Path, job: SweepJob) -> JobState:
             _give_up(record)
             break
         time.sleep(_MOMENT)
-    return JobState(record and record.run, has_ended=True)
+    return JobState(record.run if record is not None else None, has_ended=True)
 
 
 def _give_up(record: RunRecord) -> None:
@@ -102,7 +102,7 @@ def told(count: Mapping[str, int]) -> str:
 def begun(folder: Path, job: SweepJob) -> JobState:
     """Return how far a job of the sweep in ``folder`` is that hasn't ended, as far as is known here."""
     record = find_record(folder, job)
-    return JobState(record and record.run, has_ended=False)
+    return JobState(record.run if record is not None else None, has_ended=False)
 
 
 def _leading(runs: Sequence[Run]) -> list[Metric]:
