@@ -318,14 +318,22 @@ def test_a_checkpoint_that_is_gone_is_not_replayed(run_path: Path, replay: Repla
     assert "Traceback" not in err
 
 
+FAILED = {
+    **{section: [] for section in ("overrides", "stages", "outputs")},
+    **{section: {} for section in ("config", "environment", "metrics")},
+    "status": "failed",
+}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (None, "no run.json there; give the folder of a run"),
-        ("{", "not JSON"),
+        ("{", "no JSON that can be read"),
         ("[]", "no run record"),
         ('{"schema_version": 99}', "no run record"),
-        ('{"schema_version": 1, "status": "failed"}', "the run is failed"),
+        ('{"schema_version": 1, "status": "completed"}', "damaged: config is missing"),
+        (json.dumps(FAILED), "the run is failed"),
     ],
 )
 def test_what_is_no_completed_run_is_refused(content: str | None, words: str, replay: Replay, tmp_path: Path) -> None:
