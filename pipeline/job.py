@@ -14,6 +14,7 @@ import logging.config
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from offstage.pipeline.memory_monitor import MemoryMonitor
 from offstage.pipeline.peers import HostError, in_step
 from offstage.pipeline.process_setup import die_with_parent
-from offstage.pipeline.record import RunRecord, never_left_running
+from offstage.pipeline.record import RunRecord, host_summary, never_left_running
 from offstage.pipeline.replay_inputs import Earlier, hold
 from offstage.pipeline.run_screen import RunScreen
 from offstage.pipeline.runner import Observer, Runner, check_config
@@ -56,7 +57,7 @@ def perform(
         RunScreen(record) as screen,
         MemoryMonitor() as monitor,
         Ending(record, monitor) as ending,
-        in_step(record.config, lambda reason: record.finish("failed", error=HostError(reason))),
+        in_step(record.config, record.data["environment"], partial(_end_from_outside, record)) as hosts,
         mendable(),
     ):
         stages = check_config(record.config)
@@ -67,11 +68,18 @@ def perform(
         )
         reports = runner.run()
         watch.ended()
+        if hosts is not None:
+            record.note_hosts(hosts.exchange(host_summary(record)))
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
     closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
     screen.finish(reports, "\n".join(filter(None, [record.run.untested, closing])))
     record.require()
     return 0
+
+
+def _end_from_outside(record: RunRecord, reason: str) -> None:
+    """Have the record say that another host ended the run."""
+    record.finish("failed", error=HostError(reason))
 
 
 class Ending:

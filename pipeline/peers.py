@@ -6,6 +6,7 @@ rendezvous' store that it lives, and looks at the others' notes: where one faile
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -30,6 +31,9 @@ itself then."""
 _CONNECT_SECONDS = 120.0
 _EVER = timedelta(days=30)
 """Those who are slow are waited for: whether they live is told otherwise."""
+_LIBRARIES = ("offstage", "torch", "transformers", "tokenizers")
+_OWN_KEYS = {"max_memory", "offload_folder", "outputs", "hardware"}
+"""The keys of a config that may differ from host to host."""
 _RUNNING, _FAILED, _DONE = "running", "failed", "done"
 
 
@@ -82,6 +86,7 @@ class Peers:
             store = _store("connect", _CONNECT_SECONDS)
             distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
         self._watch = Watch(self.rank, self.size)
+        atexit.register(self._watch.leave)
 
     def exchange(self, value: object) -> list[Any]:
         """Return what each of them gives as ``value``, in their order: JSON."""
@@ -181,23 +186,31 @@ class Peers:
         """End together: nobody is missed from now on."""
         if self._watch is not None:
             self.exchange(True)
-            self._watch.note(_DONE)
-            self._watch.stop()
+            self._watch.leave()
 
 
 @contextmanager
-def in_step(config: Mapping[str, Any], end: Callable[[str], object]) -> Iterator[None]:
+def in_step(
+    config: Mapping[str, Any], environment: Mapping[str, Any], end: Callable[[str], object]
+) -> Iterator[Peers | None]:
     """Carry out a run together with the other hosts, if ``config`` says so: what ends one of them ends all.
 
-    Where what is at work here can't be ended, ``end`` is called with the reason, and then the process ends.
+    They must have the same ``config``, but for what is each host's own, and the same libraries in the ``environment``.
+    Where what is at work here can't be ended, ``end`` is called with the reason, and then the process ends. Yields
+    null where the run is this process's alone.
     """
     if not are_together(config):
-        yield
+        yield None
         return
     here = peers()
     here.ending(end)
     try:
-        yield
+        for key in _LIBRARIES:
+            here.require_same(key, environment.get(key))
+        here.require_same("the stages' keys", sorted(set(config) - _OWN_KEYS))
+        for key in sorted(set(config) - _OWN_KEYS):
+            here.require_same(key, config[key])
+        yield here
     except KeyboardInterrupt:
         here.fail("interrupted")
         raise
@@ -227,6 +240,12 @@ class Watch:
         self._state = {"state": state, "reason": reason}
         with suppress(RuntimeError):
             self._beat()
+
+    def leave(self) -> None:
+        """Be missed by nobody, as the process ends."""
+        self.stop()
+        if self._state["state"] == _RUNNING:
+            self.note(_DONE)
 
     def stop(self) -> None:
         """Watch nobody from now on."""

@@ -234,6 +234,11 @@ class RunRecord:
         self._content |= sections
         self._write()
 
+    def note_hosts(self, hosts: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what each host that the run was divided among came to, in their order."""
+        self._content["hosts"] = list(hosts)
+        self._write()
+
     def note_enforcement(self, *, bytes_allowed: int | None, how: str) -> None:
         """Keep whether the run's memory was capped, at how many bytes, and how or why not."""
         enforced = bytes_allowed is not None
@@ -285,6 +290,17 @@ class RunRecord:
 
     def _text(self) -> str:
         return as_json(self._content)
+
+
+def host_summary(record: RunRecord) -> dict[str, Any]:
+    """Return what the record of a run by several hosts has of the one whose ``record`` this is, so far.
+
+    ``record`` is the path of that host's own; ``memory`` and ``metrics`` are as there.
+    """
+    known = record.data
+    metrics = {name: value for name, value in known["metrics"].items() if value is not None}
+    about = {name: known["environment"].get(name) for name in ("platform", "cpu")}
+    return {"record": str(record.path), **about, "memory": known["memory"], "metrics": metrics}
 
 
 def is_own_config(config: Config, signature: object, noted: object) -> bool:

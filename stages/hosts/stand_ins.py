@@ -151,12 +151,12 @@ def stand_in(model: nn.Module, partition: Partition, peers: Peers) -> None:
     for stack, blocks in partition.blocks.items():
         own, count = partition.own(host, stack), len(blocks)
         before = AwayRun(wire, partition.owner(stack, own.start - 1) if own and own.start else None)
-        ends = stack in partition.shares_end
-        after = AwayRun(wire, partition.owner(stack, count - 1) if ends and own.stop < count else None)
+        ends, is_last = stack in partition.shares_end, bool(own) and own.stop == count
+        after = AwayRun(wire, partition.owner(stack, count - 1) if ends and not is_last else None)
         _replace(model, blocks, range(own.start) if own else range(0), before)
         _replace(model, blocks, range(own.stop if own else 0, count), after)
         if own:
-            following = [partition.owner(stack, own.stop)] if own.stop < count else others if ends else []
+            following = (others if ends else []) if is_last else [partition.owner(stack, own.stop)]
             _send_on(model.get_submodule(blocks[own.stop - 1]), wire, following, after)
     head = partition.head
     if head is not None and host != partition.last:

@@ -1,0 +1,210 @@
+"""The command on several hosts, which torchrun starts: processes of one machine, each with a budget and a disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.deadline import deadline
+from tests.e2e.conftest import environment, records_in
+from tests.long_form import in_ci
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ARGUMENTS = ["generate.max_new_tokens=12", "max_memory.cpu=2MB"]
+LONG = ["generate.max_new_tokens=900", "generate.min_new_tokens=900", "generate.prompts=[Once]", "max_memory.cpu=6MB"]
+
+
+def start(folder: Path, count: int, command: Sequence[str]) -> subprocess.Popen[str]:
+    """Start ``command`` (torchrun's words for it) on so many hosts, in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [*TORCHRUN, "--nproc-per-node", str(count), *command],
+        cwd=folder,
+        env=environment({"OMP_NUM_THREADS": "1"}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, count: int, *arguments: str) -> tuple[int, str, str]:
+    with deadline(), start(folder, count, ["-m", "offstage", *arguments]) as process:
+        out, err = process.communicate()
+        return process.returncode, out, err
+
+
+def alone(folder: Path, *arguments: str) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "offstage", *arguments]
+    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True)
+    return next(iter(records_in(folder).values()))
+
+
+def by_rank(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the hosts of the last run, in their order."""
+    records = records_in(folder)
+    named = {host["record"]: number for record in records.values() for number, host in enumerate(record["hosts"])}
+    return [records[Path(path)] for path in sorted(named, key=named.__getitem__)]
+
+
+def own_lines(text: str) -> list[str]:
+    """Return what offstage itself said, not torchrun."""
+    return [line for line in text.splitlines() if line.startswith("offstage: ")]
+
+
+def process_of(process: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """Return the process of the host ``rank``, once it is there."""
+    while True:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                if child.environ().get("RANK") == str(rank):
+                    return child
+            except psutil.Error:
+                continue
+        time.sleep(0.05)
+
+
+def wait_for(folder: Path, text: str) -> None:
+    """Wait until each of two hosts has ``text`` in its log."""
+    while sum(text in log.read_text() for log in folder.glob("outputs/runs/*/*/run.log")) < 2:
+        time.sleep(0.05)
+
+
+def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path / "two", 2, *ARGUMENTS)
+    assert code == 0, err
+    first, second = by_rank(tmp_path / "two")
+    one = alone(tmp_path / "one", *ARGUMENTS)
+    tokens = [output["token_ids"] for output in one["outputs"]]
+    assert [[output["token_ids"] for output in record["outputs"]] for record in (first, second)] == [tokens, tokens]
+    assert out.count("time a token") == 1, "the first host alone shows what came out"
+    assert "0 (below)" in out
+    told = [
+        {name: record["memory"][name] for name in host["memory"]}
+        for host, record in zip(first["hosts"], (first, second), strict=True)
+    ]
+    assert [host["memory"] for host in first["hosts"]] == told
+    maps = [set(record["device_map"]) for record in (first, second)]
+    assert any(name.startswith("model.layers.0") for name in maps[0])
+    assert not any(name.startswith("model.layers.0") for name in maps[1])
+    for record in (first, second):
+        assert record["metrics"]["streamed_bytes_per_token"] == record["metrics"]["predicted_streamed_bytes_per_token"]
+
+
+@pytest.mark.long_form
+def test_a_second_run_of_hosts_builds_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        code, _, err = run(tmp_path, 2, *ARGUMENTS)
+        assert code == 0, err
+    last = list(records_in(tmp_path).values())[-2:]
+    assert all(stage["cached"] for record in last for stage in record["stages"])
+
+
+@pytest.mark.parametrize("stage", in_ci("score", of=["score", "forward"]))
+def test_scores_and_forwards_are_those_of_one_host(tmp_path: Path, stage: str) -> None:
+    texts = f"{stage}.texts=[Once upon a time, The end]"
+    code, _, err = run(tmp_path / "two", 2, f"stages={stage}", texts, "max_memory.cpu=2MB")
+    assert code == 0, err
+    first, second = by_rank(tmp_path / "two")
+    assert first["outputs"] == second["outputs"] == alone(tmp_path / "one", f"stages={stage}", texts)["outputs"]
+
+
+@pytest.mark.long_form
+def test_a_run_of_hosts_is_replayed_by_one(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, 2, *ARGUMENTS)
+    assert code == 0, err
+    replay = [sys.executable, "-c", "from offstage.pipeline.commands import replay; replay()"]
+    folder = next(iter(records_in(tmp_path))).parent
+    done = subprocess.run([*replay, str(folder)], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+REFUSED = {
+    "stages=finetune": "hardware.hosts: a model that is divided among hosts isn't trained",
+    "hardware.hosts=3": "hardware.hosts: 3 hosts are described, and the run has 2 processes",
+    "generate.lockstep=2": "generate.lockstep: 2: hosts take one prompt after another",
+    "generate.batch_size=auto": "generate.batch_size: 'auto' is chosen by each host",
+    "measure.repeats=2": "measure.repeats: hosts that run together measure once",
+}
+
+
+@pytest.mark.parametrize("argument", in_ci("hardware.hosts=3", of=REFUSED))
+def test_what_hosts_dont_serve_is_refused_by_name(tmp_path: Path, argument: str) -> None:
+    code, out, err = run(tmp_path, 2, argument)
+    assert code != 0
+    assert out == ""
+    assert any(line.startswith(f"offstage: {REFUSED[argument]}") for line in own_lines(err)), err
+
+
+def test_hosts_with_different_configs_end_and_say_which_key_differs(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m offstage seed=$RANK"
+    with deadline(), start(tmp_path, 2, ["--no-python", "bash", "-c", command]) as process:
+        _, err = process.communicate()
+    assert process.returncode != 0
+    assert any("seed is " in line and "have the same on both" in line for line in own_lines(err)), err
+    assert {record["status"] for record in records_in(tmp_path).values()} == {"failed"}
+
+
+@pytest.mark.parametrize("rank", in_ci(1, of=[0, 1]))
+def test_a_host_that_is_killed_ends_all_and_the_next_run_is_right(tmp_path: Path, rank: int) -> None:
+    with deadline(), start(tmp_path, 2, ["-m", "offstage", *LONG]) as process:
+        wait_for(tmp_path, "generate: begins")
+        process_of(process, rank).send_signal(signal.SIGKILL)
+        _, err = process.communicate()
+    assert process.returncode != 0
+    statuses = sorted(record["status"] for record in records_in(tmp_path).values())
+    assert statuses in (["failed", "running"], ["interrupted", "running"]), "who was killed can say nothing"
+    assert not [line for line in err.splitlines() if "unforeseen" in line], err
+    code, _, err = run(tmp_path, 2, *ARGUMENTS)
+    assert code == 0, err
+
+
+@pytest.mark.long_form
+def test_a_host_that_hangs_is_named_and_all_end(tmp_path: Path) -> None:
+    with deadline(), start(tmp_path, 2, ["-m", "offstage", *LONG]) as process:
+        wait_for(tmp_path, "generate: begins")
+        hung = process_of(process, 1)
+        hung.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        while process_of(process, 0).status() != psutil.STATUS_ZOMBIE and not own_lines_of(tmp_path):
+            time.sleep(0.1)
+        assert time.monotonic() - stopped < 30
+        hung.send_signal(signal.SIGKILL)
+        process.communicate()
+    (reason,) = own_lines_of(tmp_path)
+    assert reason.startswith("host 1 has said nothing for 20 s")
+
+
+def own_lines_of(folder: Path) -> list[str]:
+    """Return what the records of runs that failed give as the reason."""
+    return [record["error"]["message"] for record in records_in(folder).values() if record["status"] == "failed"]
+
+
+def test_an_interrupt_ends_every_host(tmp_path: Path) -> None:
+    with deadline(), start(tmp_path, 2, ["-m", "offstage", *LONG]) as process:
+        wait_for(tmp_path, "generate: begins")
+        os.kill(process_of(process, 0).pid, signal.SIGINT)
+        process.communicate()
+    statuses = {record["status"] for record in records_in(tmp_path).values()}
+    assert statuses <= {"interrupted", "failed"}
+    assert "interrupted" in statuses
+
+
+def test_hosts_that_arent_there_are_planned_for(tmp_path: Path) -> None:
+    hosts = "hardware.hosts=[{host: {memory: 1GB}}, {host: {memory: 2GB}, max_memory: {cpu: 5MB}}, {}]"
+    record = alone(tmp_path, "stages=plan_only", hosts, "max_memory.cpu=1MB", "hardware=2x24gb", "max_memory.0=2MB")
+    (plan,) = tmp_path.glob("outputs/cache/plan/*/plan.json")
+    hosts_planned = json.loads(plan.read_text())["hosts"]
+    assert len(hosts_planned) == 3
+    own = [host["seconds"] for host in hosts_planned]
+    assert record["metrics"]["predicted_seconds_per_token"] > sum(own), "what is sent takes time too"

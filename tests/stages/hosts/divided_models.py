@@ -1,0 +1,144 @@
+"""Run by torchrun: small models of many architectures, each divided among all ranks, asked what one process is asked.
+
+``python divided_models.py FOLDER NAME…`` leaves ``NAME-RANK.json`` in the folder: for each way to generate whether the
+tokens and the logits are those of the whole model, to the bit; whether the rank's tensors are those of its share of the
+skeleton; and the bytes of tensors that it sent.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BloomConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    JambaConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from offstage.pipeline.peers import peers
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.identity import MODEL_KEYS
+from offstage.stages.empty_init.model import build_model
+from offstage.stages.hosts.partition import chain_of, partition_of, share
+from offstage.stages.hosts.stand_ins import stand_in
+
+_SMALL = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+_SIZES = {**_SMALL, "num_hidden_layers": 6}
+_HEADS = {**_SIZES, "num_key_value_heads": 2}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**_HEADS),
+    "tied": lambda: LlamaConfig(**_HEADS, tie_word_embeddings=True),
+    "gemma2": lambda: Gemma2Config(**_HEADS, head_dim=16, sliding_window=8),
+    "mixtral": lambda: MixtralConfig(**_HEADS, num_local_experts=4),
+    "t5": lambda: T5Config(
+        vocab_size=200, d_model=32, d_kv=16, d_ff=64, num_layers=4, num_heads=4, decoder_start_token_id=1
+    ),
+    "mamba": lambda: MambaConfig(vocab_size=200, hidden_size=32, num_hidden_layers=6),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **_SIZES, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
+        first_k_dense_replace=2, moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16,
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_HEADS, **_MOE, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, shared_expert_intermediate_size=32,
+    ),
+    "bart": lambda: BartConfig(
+        vocab_size=200, d_model=32, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=128,
+    ),
+    "gpt2": lambda: GPT2Config(vocab_size=200, n_embd=32, n_layer=6, n_head=4, bos_token_id=1, eos_token_id=2),
+    "opt": lambda: OPTConfig(**_SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=128),
+    "bloom": lambda: BloomConfig(vocab_size=200, hidden_size=32, n_layer=6, n_head=4),
+    "falcon": lambda: FalconConfig(vocab_size=200, hidden_size=32, num_hidden_layers=6, num_attention_heads=4),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_HEADS, **_MOE, head_dim=16),
+    "jamba": lambda: JambaConfig(**{**_HEADS, "num_hidden_layers": 8}, num_experts=2, use_mamba_kernels=False),
+    "mamba2": lambda: Mamba2Config(
+        vocab_size=200, hidden_size=32, num_hidden_layers=6, num_heads=8, head_dim=8, n_groups=2, state_size=8
+    ),
+}  # fmt: skip
+_IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 3, 4, 5, 6, 7], [0, 0, 5, 4, 3, 2, 8, 9, 10, 11, 12, 13]])
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampled": {"do_sample": True},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+}
+_NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+
+
+def generated(model: Any, way: str) -> tuple[torch.Tensor, ...] | str:
+    """Return the tokens and all logits; a refusal of transformers is as good an answer, where all hosts have it."""
+    batch = (
+        {"input_ids": _IDS, "attention_mask": (_IDS != 0).long()} if way != "prompt lookup" else {"input_ids": _IDS[:1]}
+    )
+    torch.manual_seed(7)
+    try:
+        found = model.generate(**batch, **_NEW, **WAYS[way], return_dict_in_generate=True, output_logits=True)
+    except ValueError as error:
+        return str(error)
+    return (found.sequences, *found.logits)
+
+
+def is_same(first: tuple[torch.Tensor, ...] | str, second: tuple[torch.Tensor, ...] | str) -> bool:
+    if isinstance(first, str) or isinstance(second, str):
+        return first == second
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def skeleton_of(config: Any, folder: Path, model_class: type) -> Any:
+    config.architectures = [model_class.__name__]
+    config.save_pretrained(folder)
+    return describe(build_model({**MODEL_KEYS, "kind": "pretrained", "path": str(folder)}, "float32"))
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    here = peers()
+    for name in names:
+        config = CONFIGS[name]()
+        torch.manual_seed(1)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32).eval()
+        skeleton = skeleton_of(config, folder / f"{name}-{here.rank}", type(model))
+        chain = chain_of(skeleton)
+        inner = random.Random(name).sample(range(1, chain.length), here.size - 1)
+        partition = partition_of(chain, [0, *sorted(inner), chain.length])
+        wanted = {way: generated(model, way) for way in WAYS}
+        stand_in(model, partition, here)
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        told = {tensor.name for tensor in share(skeleton, partition.away(here.rank)).tensors}
+        before = here.sent_bytes
+        same = {way: is_same(wanted[way], generated(model, way)) for way in WAYS}
+        found = {
+            "same": same,
+            "tensors": {tensor_name for tensor_name, _ in tensors} == told,
+            "sent_bytes": here.sent_bytes - before,
+            "cuts": {stack: list(cuts) for stack, cuts in partition.cuts.items()},
+        }
+        (folder / f"{name}-{here.rank}.json").write_text(json.dumps(found))
+    here.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,57 @@
+"""A model over several hosts gives the tokens and the logits of one process, to the bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import LONG_FORM
+from tests.long_form import in_ci
+from tests.stages.hosts.divided_models import CONFIGS, WAYS
+
+ROOT = Path(__file__).parents[3]
+HOSTS = 3
+SHORT = ("llama", "tied", "gemma2", "mixtral", "t5", "mamba")
+NAMES = in_ci(*SHORT, of=CONFIGS)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Return what each host found, by model: one start of the hosts for all."""
+    folder = tmp_path_factory.mktemp("hosts")
+    script = Path(__file__).with_name("divided_models.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(HOSTS)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    asked = list(CONFIGS) if os.environ.get(LONG_FORM) else list(SHORT)
+    done = subprocess.run(
+        [*launcher, str(script), str(folder), *asked], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: [json.loads((folder / f"{name}-{host}.json").read_text()) for host in range(HOSTS)] for name in asked}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_host_has_the_whole_models_tokens_and_logits(answers: Any, name: str) -> None:
+    for host in answers[name]:
+        assert host["same"] == dict.fromkeys(WAYS, True), host["cuts"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_host_holds_what_its_share_of_the_skeleton_says(answers: Any, name: str) -> None:
+    assert all(host["tensors"] for host in answers[name])
+
+
+def test_between_hosts_goes_a_hidden_state_a_border_and_the_logits_and_no_more(answers: Any) -> None:
+    wide, words, rows, tokens = 32, 200, 2, 12
+    positions = {"greedy": 2 * (12 + tokens - 1), "beams": 6 * (12 + tokens - 1), "sampled": 2 * (12 + tokens - 1)}
+    hidden = sum(positions.values()) * wide * 4
+    logits = (2 + 6 + 2) * tokens * words * 4 * (HOSTS - 1)
+    first, middle, last = (host["sent_bytes"] for host in answers["llama"])
+    assert first == middle, "each sends on what it was sent"
+    lookups = first - hidden  # prompt lookup's forwards are as many as its drafts make them
+    assert 0 < lookups <= (12 + tokens * 4) * wide * 4, rows
+    assert logits < last <= logits + (1 + tokens) * 4 * words * 4 * (HOSTS - 1)
