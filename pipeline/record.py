@@ -24,7 +24,7 @@ from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.plain_data import as_json, walk
 from offstage.pipeline.printable_text import printable_data
 from offstage.pipeline.regular_files import parse_json, read_regular
-from offstage.pipeline.run_schema import SCHEMA_VERSION, Run, StageRun, Status
+from offstage.pipeline.run_schema import SCHEMA_VERSION, HostRun, Run, StageRun, Status
 from offstage.pipeline.signatures import is_signed, sign
 from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
@@ -293,14 +293,12 @@ class RunRecord:
 
 
 def host_summary(record: RunRecord) -> dict[str, Any]:
-    """Return what the record of a run by several hosts has of the one whose ``record`` this is, so far.
-
-    ``record`` is the path of that host's own; ``memory`` and ``metrics`` are as there.
-    """
-    known = record.data
-    metrics = {name: value for name, value in known["metrics"].items() if value is not None}
-    about = {name: known["environment"].get(name) for name in ("platform", "cpu")}
-    return {"record": str(record.path), **about, "memory": known["memory"], "metrics": metrics}
+    """Return what the record of a run by several hosts has of the one whose ``record`` this is, so far: a ``HostRun``."""
+    run = record.run
+    metrics = {name: value for name, value in run.metrics.items() if value is not None}
+    about = (run.environment.get(name) for name in ("platform", "cpu"))
+    found: dict[str, Any] = encode(HostRun(str(record.path), *about, memory=run.memory, metrics=metrics))
+    return found
 
 
 def is_own_config(config: Config, signature: object, noted: object) -> bool:

@@ -192,6 +192,17 @@ class Enforcement:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRun:
+    """What one of several hosts came to that a run was divided among: ``record`` is where its own record lies."""
+
+    record: str
+    platform: str | None = None
+    cpu: str | None = None
+    memory: RunMemory = RunMemory()
+    metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Provenance:
     """``samples`` make the figures, ``earlier`` of them measured by runs before, ``busy`` while others computed."""
 
@@ -247,6 +258,7 @@ class Run:
     device_map: Mapping[str, Any] | None = None
     enforcement: Enforcement | None = None
     compared: tuple[str, ...] = field(default=(), metadata=_SPARSE)
+    hosts: tuple[HostRun, ...] = field(default=(), metadata=_SPARSE)
     folder: Path = field(default=Path(), metadata=_BESIDE)
     """Where the record lies."""
     written: str = field(default="", metadata=_BESIDE)
