@@ -293,11 +293,11 @@ class RunRecord:
 
 
 def host_summary(record: RunRecord) -> dict[str, Any]:
-    """Return what the record of a run by several hosts has of the one whose ``record`` this is, so far: a ``HostRun``."""
+    """Return the ``HostRun`` that the record of a run by several hosts has of the one of this ``record``, so far."""
     run = record.run
     metrics = {name: value for name, value in run.metrics.items() if value is not None}
-    about = (run.environment.get(name) for name in ("platform", "cpu"))
-    found: dict[str, Any] = encode(HostRun(str(record.path), *about, memory=run.memory, metrics=metrics))
+    platform, cpu = (run.environment.get(name) for name in ("platform", "cpu"))
+    found: dict[str, Any] = encode(HostRun(str(record.path), platform, cpu, run.memory, metrics))
     return found
 
 
