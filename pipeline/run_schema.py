@@ -120,13 +120,13 @@ class RunMemory:
 class Output:
     """What one prompt, text, row or step gave: ``token_ids`` are the new tokens alone, null where it is no tokens.
 
-    ``prompt`` is a text, or what else was given; ``prompt_tokens`` how long it is. Outputs that are no tokens have a
+    ``prompt`` and ``text`` are texts, or what else was given; ``prompt_tokens`` how long it is. Outputs that are no tokens have a
     ``name``, and what else the stage says.
     """
 
     prompt: Any = None
     name: str | None = None
-    text: str | None = None
+    text: Any = None
     token_ids: tuple[int, ...] | None = None
     prompt_tokens: int | None = None
     batch: int | None = None
@@ -141,7 +141,7 @@ class Output:
     def told(self) -> str:
         """Its text, or where it is no tokens all else that is known of it."""
         if "token_ids" in self.whole:
-            return self.text or ""
+            return str(self.text or "")
         return ", ".join(f"{key} {_plain(one)}" for key, one in self.whole.items() if key not in ("prompt", "name"))
 
     @property

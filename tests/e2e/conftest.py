@@ -18,7 +18,9 @@ from typing import IO, Any
 
 import pytest
 
-from offstage.pipeline.metrics import MetricTable
+from offstage.pipeline.decoding import decode
+from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.run_schema import Run
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
 from tests.json_schema import run_validator
 
@@ -42,7 +44,7 @@ class Finished:
         assert len(self.records) == 1, (len(self.records), self.err)
         (record,) = self.records
         run_validator().validate(record)
-        table = MetricTable.read(record["metric_table"])
+        table = metric_table(decode(Run, record, "open"))
         undeclared = [name for name in record["metrics"] if table.find(name) is None]
         assert not undeclared, "each metric is declared by the stage that reports it"
         return record
