@@ -120,8 +120,8 @@ class RunMemory:
 class Output:
     """What one prompt, text, row or step gave: ``token_ids`` are the new tokens alone, null where it is no tokens.
 
-    ``prompt`` and ``text`` are texts, or what else was given; ``prompt_tokens`` how long it is. Outputs that are no tokens have a
-    ``name``, and what else the stage says.
+    ``prompt`` and ``text`` are texts, or tokens and what else was given for one; ``prompt_tokens`` is the prompt's
+    length. Outputs that are no tokens have a ``name``, and what else the stage says.
     """
 
     prompt: Any = None
