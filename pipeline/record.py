@@ -24,7 +24,7 @@ from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.plain_data import as_json, walk
 from offstage.pipeline.printable_text import printable_data
 from offstage.pipeline.regular_files import parse_json, read_regular
-from offstage.pipeline.run_schema import SCHEMA_VERSION, HostRun, Run, StageRun, Status
+from offstage.pipeline.run_schema import SCHEMA_VERSION, Enforcement, HostRun, Run, RunError, StageRun, Status
 from offstage.pipeline.signatures import is_signed, sign
 from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
@@ -241,8 +241,7 @@ class RunRecord:
 
     def note_enforcement(self, *, bytes_allowed: int | None, how: str) -> None:
         """Keep whether the run's memory was capped, at how many bytes, and how or why not."""
-        enforced = bytes_allowed is not None
-        self._content["enforcement"] = {"enforced": enforced, "bytes": bytes_allowed, "how": how}
+        self._content["enforcement"] = encode(Enforcement(bytes_allowed is not None, bytes_allowed, how))
         self._write()
 
     def finish(self, status: Status, *, error: BaseException | None = None, stage: str | None = None) -> None:
@@ -250,8 +249,7 @@ class RunRecord:
         self._content["status"] = status
         self._content["finished"] = _now()
         if error is not None:
-            message = str(error)
-            self._content["error"] = {"stage": stage, "type": type(error).__name__, "message": message}
+            self._content["error"] = encode(RunError(stage, type(error).__name__, str(error)))
         self._write()
 
     def require(self) -> None:

@@ -80,8 +80,8 @@ class _Places:
     """Where what a record names may lie on this machine."""
 
     def __init__(self, then: RunRecord) -> None:
-        paths = {name: Path(text) for name, text in (then.run.places or {}).items()}
-        self._then = {name: path for name, path in paths.items() if path.is_absolute()}
+        noted = then.run.places or {}
+        self._then = {name: path for name, text in noted.items() if (path := Path(text)).is_absolute()}
         self._run = then.path.absolute().parent
 
     def here(self, key: str, path: str) -> str:

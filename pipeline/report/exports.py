@@ -19,7 +19,7 @@ from offstage.pipeline.report.noise import FIRST_TOKEN, LEVEL, SECONDS
 from offstage.pipeline.report.placements import in_tier_order
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.summary import Summary
-from offstage.pipeline.run_schema import Bytes, Output, Run, RunError, Sample
+from offstage.pipeline.run_schema import Output, RunError, Sample
 
 SCHEMA_VERSION = 2
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
@@ -58,7 +58,8 @@ def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
     error = run.error or RunError()
     row |= {"error_stage": error.stage or "", "error_type": error.type, "reason": run.reason}
     row |= settings
-    for section, held in _memory(run).items():
+    for section in MEMORY:
+        held = getattr(run.memory, section)
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row |= {"model.class": run.model.class_name, "model.parameters": run.model.count}
@@ -116,10 +117,6 @@ def _output(output: Output) -> dict[str, Any]:
     return {"prompt": output.title, "text": output.told, "token_ids": output.token_ids or (), "prompt_tokens": length}
 
 
-def _memory(run: Run) -> dict[str, Bytes]:
-    return {part: getattr(run.memory, part) for part in MEMORY}
-
-
 def _job(job: Job) -> dict[str, Any]:
     run, table, error = job.run, metric_table(job.run), job.run.error or RunError()
     return {
@@ -129,7 +126,7 @@ def _job(job: Job) -> dict[str, Any]:
         "error": {"stage": error.stage or "", "type": error.type, "message": run.reason} if run.reason else None,
         "overrides": list(run.overrides),
         "model": {"class": run.model.class_name, "parameters": dict(run.model.parameters), "bytes": run.model.bytes},
-        "memory": {section: dict(held) for section, held in _memory(run).items()},
+        "memory": {section: dict(getattr(run.memory, section)) for section in MEMORY},
         "metrics": run.metrics,
         "units": {name: table.unit(name, value) for name, value in run.metrics.items() if not isinstance(value, str)},
         "experts": {layer: dict(use) for layer, use in run.experts.items()},

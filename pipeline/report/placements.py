@@ -114,9 +114,8 @@ def _artifact(run: Run) -> Path | None:
         return None
     caches = [above / "cache" / PLAN_STAGE for above in run.folder.parents]
     moved = [cache / Path(stage.key).name for cache in caches] if stage.key else []
-    found = next(
-        (folder for folder in [Path(stage.artifact), *moved] if folder.is_absolute() and folder.is_dir()), None
-    )
+    places = [Path(stage.artifact), *moved]
+    found = next((folder for folder in places if folder.is_absolute() and folder.is_dir()), None)
     if found is None or lies_in(found, [run.folder, *caches]) or is_own_config(run.config, run.signature, run.places):
         return found
     return next((folder for folder in moved if folder.is_dir() and lies_in(folder, caches)), None)

@@ -168,10 +168,8 @@ def _given(run: Run, device: str) -> str:
 
 
 def _peaks(jobs: Sequence[Job]) -> list[Column]:
-    every = devices(jobs, lambda run: run.memory.measured)
-    return [
-        _numbers(f"peak {device}", "bytes", [job.run.memory.measured.get(device) for job in jobs]) for device in every
-    ]
+    every, peaks = devices(jobs, lambda run: run.memory.measured), [job.run.memory.measured for job in jobs]
+    return [_numbers(f"peak {device}", "bytes", [held.get(device) for held in peaks]) for device in every]
 
 
 def _links(jobs: Sequence[Job], table: MetricTable) -> list[Column]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,10 +27,7 @@ from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import Number, Sample
 
 _Sampled = tuple[int, Job, Sample, Number]
-_PANELS: tuple[tuple[str, Callable[[Sample], Number | None]], ...] = (
-    ("prompt: time to first token", lambda sample: sample.metric(FIRST_TOKEN)),
-    ("decoding: time a token", lambda sample: sample.metric(SECONDS)),
-)
+_PANELS = (("prompt: time to first token", FIRST_TOKEN), ("decoding: time a token", SECONDS))
 _KINDS = {
     (False, False): ("a sample", "circle", SERIES[0]),
     (True, False): ("taken by an earlier run", "circle-open", SERIES[0]),
@@ -47,8 +44,8 @@ def sample_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise
         return None
     found = [
         [(row, job, one, time) for row, job in enumerate(rows) for one in job.run.counting
-         if (time := value(one)) is not None]
-        for _, value in _PANELS
+         if (time := one.metric(name)) is not None]
+        for _, name in _PANELS
     ]  # fmt: skip
     panels = [_traces(samples, first=not place, **on_panel(place)) for place, samples in enumerate(found)]
     axes = [
