@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from itertools import repeat
 from operator import gt
+from reprlib import Repr
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -37,6 +38,8 @@ list goes without. What must be an object or a list is one all the same."""
 _LARGEST = 2**63
 """Numbers from here on, and those that are none, are no values to who reads leniently: no array holds them."""
 _UNKNOWN = object()
+_BRIEF = Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 60  # of a value that may have millions of parts
 _SCALARS: Mapping[object, tuple[type, ...]] = {
     bool: (bool,), int: (int,), float: (int, float), str: (str,), NoneType: (NoneType,),
 }  # fmt: skip
@@ -198,5 +201,5 @@ def _within(place: object, read: Decoder, value: Any) -> Any:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = _BRIEF.repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
