@@ -253,6 +253,7 @@ def load(
     concurrency: Literal["queue", "lockstep"] = "queue",
     max_waiting: int = 64,
     asks: Literal["generate", "score"] = "generate",
+    hosts: Literal["auto"] | None = None,
     cache: PathLike | None = None,
     **options: Any,
 ) -> LoadedModel:
@@ -266,9 +267,10 @@ def load(
     relies on. ``device_map`` is a policy, a map of module names to devices, the path of a ``device_map.json``, or one
     device. With ``execution="fastest"`` layers that lie on the host compute there where that is predicted to be faster
     than bringing them to an accelerator. ``concurrency`` is how calls go that threads ``submit``: one after another, or
-    ``batch_size`` of them in lockstep, and ``max_waiting`` how many may wait. ``cache`` is where
-    skeletons, plans, measured rates and weights that must be converted are kept: by default
-    ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
+    ``batch_size`` of them in lockstep, and ``max_waiting`` how many may wait. With ``hosts="auto"``, in a script that
+    torchrun started on several machines, the model is divided among them: all must make the same calls in the same
+    order, and each has the answer. ``cache`` is where skeletons, plans, measured rates and weights that must be
+    converted are kept: by default ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
 
     ``options`` are keys of the config by their own names, nested ones as dicts: ``offload_folder``, ``strict``,
     ``storage={"io": "direct"}``, ``hardware``, …; and those of its ``model``: ``revision``, ``tokenizer``,
@@ -286,6 +288,8 @@ def load(
     bound_kernel_caches()
     stages: list[Stage[Any]] = [stage() for stage in _STAGES]
     config = _config(stages, located(os.fspath(path_or_hub_id)), options)
+    if hosts is not None:
+        config["hardware"] = {**(config["hardware"] or {}), "hosts": hosts}
     config |= {
         "dtype": dtype_name(dtype),
         "device_map": _plain(device_map),

@@ -145,7 +145,14 @@ class AwayHead(nn.Module):
 
 
 def stand_in(model: nn.Module, partition: Partition, peers: Peers) -> None:
-    """Put stand-ins into ``model`` for what other hosts compute, and have what they need sent to them."""
+    """Put stand-ins into ``model`` for what other hosts compute, and have what they need sent to them.
+
+    Raises ``ConfigError`` for a model whose blocks read the keys and values of others, which may be elsewhere.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ConfigError(f"{KEY}: {type(model).__name__} has layers that read other layers' keys; leave hosts null")
     wire, host = Wire(peers), peers.rank
     others = [other for other in range(partition.hosts) if other != host]
     for stack, blocks in partition.blocks.items():

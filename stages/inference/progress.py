@@ -73,6 +73,7 @@ class Progress:
         forgotten = [number for number in self.done if number not in batches]
         for number in forgotten:
             del self.done[number]
+        self.earlier = len({row["index"] for rows in self.done.values() for row in rows})
         if forgotten:
             self._write([row for rows in self.done.values() for row in rows])
 

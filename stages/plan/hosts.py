@@ -26,6 +26,9 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.plan import HostPlan, Plan
 from offstage.stages.units import DISK
 
+_WORTH_MOVING = 0.999
+"""What of a token's seconds must be left for blocks to move: hosts that are alike have as many, but for a reason."""
+
 PlanOf = Callable[[int, Partition], Plan]
 """Returns the plan of a host for what it computes by a partition; raises ``BudgetError`` where it has no room."""
 
@@ -156,11 +159,12 @@ class _Search:
 
     def best(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the cuts that are the soonest of those met on the way from ``cuts``."""
-        best, step = (self._cost(cuts), cuts), 1 << max(0, (cuts[-1] // 4).bit_length() - 1)
+        best, step = (*self._cost(cuts), cuts), 1 << max(0, (cuts[-1] // 4).bit_length() - 1)
         while step:
-            moved = min(((self._cost(other), other) for other in _moved(best[1], step)), default=best)
-            best, step = (moved, step) if moved[0] < best[0] else (best, step // 2)
-        return best[1]
+            moved = min(((*self._cost(other), other) for other in _moved(best[2], step)), default=best)
+            is_better = (moved[0], moved[1]) < (best[0], best[1] * _WORTH_MOVING)
+            best, step = (moved, step) if is_better else (best, step // 2)
+        return best[2]
 
     def _cost(self, cuts: tuple[int, ...]) -> tuple[int, float]:
         """Return how many hosts have no room for theirs, and the seconds of those that have."""
@@ -181,10 +185,10 @@ class _Search:
 
 
 def _moved(cuts: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts with one of them, or several side by side, moved by ``step``: each host keeps a block."""
+    """Yield the cuts with one of them, or several side by side, moved by some ``step``: each host keeps a block."""
     for first in range(1, len(cuts) - 1):
         for last in range(first, len(cuts) - 1):
-            for by in (step, -step):
+            for by in (step, -step, 2 * step, -2 * step, 3 * step, -3 * step):
                 moved = tuple(cut + by if first <= place <= last else cut for place, cut in enumerate(cuts))
                 if all(begin < end for begin, end in pairwise(moved)):
                     yield moved

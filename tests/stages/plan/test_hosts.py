@@ -1,0 +1,138 @@
+"""How a model is divided among hosts: as soon as any division, by plans like those of one host."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from offstage.pipeline.errors import BudgetError, ConfigError
+from offstage.stages.hosts.partition import Partition, chain_of, partition_of, share
+from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.host_memory import Host
+from offstage.stages.machine.hosts import Network, hosts_faults
+from offstage.stages.machine.kernels import NOMINAL
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.hosts import Division, PlannedHost, divide, with_division
+from offstage.stages.plan.inputs import gather_inputs
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.stage import plan_from
+from offstage.stages.units import CPU
+from tests.long_form import in_ci
+from tests.stages.hosts.test_partition import decoder
+from tests.stages.plan.test_stage import config
+
+GB = 10**9
+NETWORK = Network(rate=10**9, latency=0.0)
+
+
+def model(sizes: Sequence[int]) -> Outline:
+    """Return a decoder whose blocks have so many bytes each."""
+    plain = decoder(len(sizes))
+    wide = {f"layers.{index}.weight": size // 4 for index, size in enumerate(sizes)}
+    specs = (replace(spec, shape=(wide.get(spec.name, 2),)) for spec in plain.tensors)
+    return Outline(replace(plain, tensors=tuple(specs)))
+
+
+def host(memory: int, *, storage: int = GB) -> PlannedHost:
+    """Return one that may hold so many bytes of weights, and reads others at that many bytes a second."""
+    machine = Hardware((), Host(64 * GB, 64 * GB))
+    return PlannedHost(machine, Rates(storage=storage), NOMINAL, {"cpu": str(memory), "disk": "1TB"})
+
+
+def planned(outline: Outline, hosts: Sequence[PlannedHost], number: int, partition: Partition) -> Plan:
+    one, part = hosts[number], replace(outline, skeleton=share(outline.skeleton, partition.away(number)))
+    given = config(max_memory=one.max_memory, storage={"io": "direct"})
+    return plan_from(gather_inputs(part, given, machine=one.machine, rates=one.rates, kernels=one.kernels))
+
+
+def divided(outline: Outline, hosts: Sequence[PlannedHost]) -> Division:
+    chain = chain_of(outline.skeleton)
+    return divide(
+        outline.skeleton, chain, lambda number, partition: planned(outline, hosts, number, partition), hosts, NETWORK
+    )
+
+
+def seconds_of(outline: Outline, hosts: Sequence[PlannedHost], cuts: Sequence[int]) -> float:
+    partition = partition_of(chain_of(outline.skeleton), cuts)
+    try:
+        plans = [planned(outline, hosts, number, partition) for number in range(len(hosts))]
+    except BudgetError:
+        return float("inf")
+    return sum(float(plan.forecast["seconds_per_token"]) for plan in plans)
+
+
+@pytest.mark.parametrize("seed", in_ci(0, 1, 2, of=range(40)))
+def test_no_division_is_sooner_than_the_one_that_is_found(seed: int) -> None:
+    chance = random.Random(seed)
+    blocks = chance.randint(4, 8)
+    even = chance.random() < 0.5
+    sizes = [10**7 if even else chance.randint(1, 20) * 10**6 for _ in range(blocks)]
+    count = chance.choice([2, 3])
+    hosts = [host(chance.randint(15, 60) * 10**6, storage=chance.choice([GB // 2, 3 * GB])) for _ in range(count)]
+    outline = model(sizes)
+    found = divided(outline, hosts)
+    cuts = (*found.partition.cuts["layers"],)
+    every = [(0, *inner, blocks) for inner in combinations(range(1, blocks), count - 1)]
+    best = min(seconds_of(outline, hosts, one) for one in every)
+    assert seconds_of(outline, hosts, cuts) <= best * 1.02
+
+
+def test_a_host_with_more_memory_has_more_blocks_and_nothing_is_streamed_where_all_fits() -> None:
+    found = divided(model([10**7] * 12), [host(45 * 10**6), host(95 * 10**6)])
+    assert found.partition.cuts["layers"][1] <= 4
+    assert [one.streamed_bytes for one in found.hosts] == [0, 0]
+
+
+def test_what_is_sent_takes_time_too() -> None:
+    outline, hosts = model([10**7] * 4), [host(10**9)] * 2
+    chain = chain_of(outline.skeleton)
+
+    def took(network: Network) -> float:
+        return divide(
+            outline.skeleton, chain, lambda number, part: planned(outline, hosts, number, part), hosts, network
+        ).seconds
+
+    assert took(Network(rate=10**9, latency=0.5)) - took(NETWORK) == pytest.approx(1.0)
+
+
+def test_where_no_division_has_room_the_host_is_named() -> None:
+    outline, hosts = model([10**7] * 4), [host(10**9), host(10**6)]
+    with pytest.raises(BudgetError, match=r"^host 1 \(layers 1-3\): max_memory\.cpu"):
+        divided(outline, hosts)
+
+
+def test_more_hosts_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^hardware\.hosts: 3 hosts for 2 blocks; take 2 at most"):
+        divided(model([10**7] * 2), [host(10**9)] * 3)
+
+
+def test_a_hosts_plan_says_what_a_token_takes_on_all() -> None:
+    outline, hosts = model([10**7] * 4), [host(10**9)] * 2
+    found = divided(outline, hosts)
+    plan = with_division(planned(outline, hosts, 1, found.partition), found, 1)
+    assert plan.forecast["seconds_per_token"] == found.seconds
+    assert plan.hosts[1].weights == {CPU: plan.devices[CPU].weights}
+    assert {spec.name for spec in plan.share(outline.skeleton).tensors} == set(plan.tensors)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "keys"),
+    [
+        ({"hosts": "auto", "network": {"rate": "1GB", "latency": 0.001}}, []),
+        ({"hosts": 4}, []),
+        ({"hosts": [{"host": {"memory": "1GB"}}, {}]}, []),
+        ({"hosts": 1}, ["hardware.hosts"]),
+        ({"hosts": True}, ["hardware.hosts"]),
+        ({"hosts": "two"}, ["hardware.hosts"]),
+        ({"hosts": [{"memory": "1GB"}, 3]}, ["hardware.hosts[0]", "hardware.hosts[1]"]),
+        ({"network": {"rate": "fast", "latency": -1, "mtu": 9}}, ["rate", "latency", "mtu"]),
+        ({"network": 3}, ["hardware.network"]),
+    ],
+)
+def test_what_is_wrong_with_hosts_is_said_by_key(hardware: dict[str, object], keys: list[str]) -> None:
+    assert [fault.key.removeprefix("hardware.network.") for fault in hosts_faults(hardware)] == keys
