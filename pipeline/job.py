@@ -57,7 +57,7 @@ def perform(
         RunScreen(record) as screen,
         MemoryMonitor() as monitor,
         Ending(record, monitor) as ending,
-        in_step(record.config, record.data["environment"], partial(_end_from_outside, record)) as hosts,
+        in_step(record.config, record.run.environment, partial(_end_from_outside, record)) as hosts,
         mendable(),
     ):
         stages = check_config(record.config)
