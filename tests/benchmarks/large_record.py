@@ -1,7 +1,8 @@
 """What a record of very many tokens costs: to write, to read, to hold against another, to report.
 
 ``python -m tests.benchmarks.large_record`` makes two records of ten million generated tokens each (``--tokens``) in a
-folder of its own, which is removed. Each step is a process, told by its processor's seconds; to make the random tokens is a part of writing.
+folder of its own, which is removed. Each step is a process, told by its processor's seconds; to make the random tokens
+is a part of writing.
 """
 
 from __future__ import annotations
