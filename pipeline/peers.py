@@ -33,7 +33,8 @@ _EVER = timedelta(days=30)
 """Those who are slow are waited for: whether they live is told otherwise."""
 _LIBRARIES = ("offstage", "torch", "transformers", "tokenizers")
 _OWN_KEYS = {"max_memory", "offload_folder", "outputs", "hardware"}
-"""The keys of a config that may differ from host to host."""
+_OWN_PATHS = {"path", "tokenizer", "adapter"}
+"""What may differ from host to host: keys of a config, and those below ``model``; of files the content is compared."""
 _RUNNING, _FAILED, _DONE = "running", "failed", "done"
 
 
@@ -207,9 +208,11 @@ def in_step(
     try:
         for key in _LIBRARIES:
             here.require_same(key, environment.get(key))
-        here.require_same("the stages' keys", sorted(set(config) - _OWN_KEYS))
-        for key in sorted(set(config) - _OWN_KEYS):
-            here.require_same(key, config[key])
+        shared = {key: value for key, value in config.items() if key not in _OWN_KEYS}
+        shared["model"] = {key: value for key, value in config["model"].items() if key not in _OWN_PATHS}
+        here.require_same("the stages' keys", sorted(shared))
+        for key in sorted(shared):
+            here.require_same(key, shared[key])
         yield here
     except KeyboardInterrupt:
         here.fail("interrupted")

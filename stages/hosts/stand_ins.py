@@ -150,7 +150,7 @@ def stand_in(model: nn.Module, partition: Partition, peers: Peers) -> None:
     Raises ``ConfigError`` for a model whose blocks read the keys and values of others, which may be elsewhere.
     """
     config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     if getattr(text, "num_kv_shared_layers", 0):
         raise ConfigError(f"{KEY}: {type(model).__name__} has layers that read other layers' keys; leave hosts null")
     wire, host = Wire(peers), peers.rank

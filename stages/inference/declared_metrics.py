@@ -27,6 +27,8 @@ WHOLE_RUN = (
     # The time that forwards waited for weights.
     Metric("stall_seconds", "seconds"),
     Metric("link_stall_seconds", "seconds", per_device=True),
+    # What a host sent to the others of the run, in bytes of tensors: hidden states and logits.
+    Metric("sent_bytes", "bytes", "sent to other hosts", optional=True),
     # How often an expert that tokens were routed to was in a slot: in decoding alone where there was any. By layer
     # the section ``experts`` has these, with the bytes that were streamed.
     Metric("expert_hit_rate", "share", "experts in slots", optional=True),

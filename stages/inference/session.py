@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -118,6 +118,7 @@ class ModelSession(ABC, Generic[Given]):
         where it is of something else.
         """
         progress = Progress(file, asked=None if file is None else fingerprint(self.inputs.wherever_it_lies()))
+        self._agree(progress)
         say_earlier(progress.earlier, self.count, self.units)
         with self.answering() as answer:
             found = answer(progress, self.task)
@@ -129,17 +130,28 @@ class ModelSession(ABC, Generic[Given]):
         Results are kept beside it as they come; those that are there already, of a run that was killed, are taken.
         """
         progress = Progress(file.with_name(self.results_file) if self.results_file else None)
-        if self.plan.partition is not None:  # all hosts go on after what all of them have
-            progress.keep(set.intersection(*map(set, peers().exchange(sorted(progress.done)))))
+        self._agree(progress)
         earlier = say_earlier(progress.earlier, self.count, self.units)
         with self.answering() as answer:
             found, sample = self._timed(answer, progress, self.task)
         for name, tensors in found.files.items():
             with named(file.with_name(name)):
                 save_file(dict(tensors), file.with_name(name))
-        metrics = run_metrics(self.dispatched, {**found.sums, **found.metrics, **earlier})
+        sent = {} if self.plan.partition is None else {"sent_bytes": peers().sent_bytes}
+        metrics = run_metrics(self.dispatched, {**found.sums, **found.metrics, **earlier, **sent})
         told = {**found.found, "sample": sample.stored()}
         save_result(file, self.dispatched, metrics=metrics, measured=sample.peaks, found=told)
+
+    def _agree(self, progress: Progress) -> None:
+        """Have all hosts of the run, if it has several, do the same work: what none of them has done yet.
+
+        Raises ``HostError`` where one is asked something else, or reads text otherwise.
+        """
+        if self.plan.partition is None:
+            return
+        asked = replace(self.inputs.wherever_it_lies(), skeleton="", weights="", model={})
+        peers().require_same("what is asked (prompts, options, the tokenizer's files)", fingerprint(asked)[:16])
+        progress.keep(set.intersection(*map(set, peers().exchange(sorted(progress.done)))))
 
     def _timed(self, answer: Answering, progress: Progress, title: str) -> tuple[PassResult, TimedSample]:
         """Return the answer, and how its time went: when it began, who had the processor, how the machine was."""

@@ -86,15 +86,19 @@ def hosts_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault("hardware.network", f"{network!r} is no mapping; give {{rate: 1.2GB, latency: 0.0002}}, or null")
         return
     for key, value in (network or {}).items():
-        if key not in _NETWORK_KEYS:
-            yield Fault(f"hardware.network.{key}", f"unknown key; there are {', '.join(_NETWORK_KEYS)}")
-        elif key == "rate":
-            try:
-                parse_rate(value)
-            except ValueError as error:
-                yield Fault("hardware.network.rate", str(error))
-        elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            yield Fault("hardware.network.latency", f"{value!r} is no number of seconds; give one from 0 up")
+        yield from _network_faults(str(key), value)
+
+
+def _network_faults(key: str, value: object) -> Iterator[Fault]:
+    if key == "rate":
+        try:
+            parse_rate(value)  # type: ignore[arg-type]
+        except ValueError as error:
+            yield Fault("hardware.network.rate", str(error))
+    elif key not in _NETWORK_KEYS:
+        yield Fault(f"hardware.network.{key}", f"unknown key; there are {', '.join(_NETWORK_KEYS)}")
+    elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        yield Fault("hardware.network.latency", f"{value!r} is no number of seconds; give one from 0 up")
 
 
 def require_started(hardware: Mapping[str, Any], *, is_plan: bool) -> None:

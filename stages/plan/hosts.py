@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 from offstage.pipeline.decoding import decode
@@ -186,12 +186,12 @@ class _Search:
 
 def _moved(cuts: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
     """Yield the cuts with one of them, or several side by side, moved by some ``step``: each host keeps a block."""
-    for first in range(1, len(cuts) - 1):
-        for last in range(first, len(cuts) - 1):
-            for by in (step, -step, 2 * step, -2 * step, 3 * step, -3 * step):
-                moved = tuple(cut + by if first <= place <= last else cut for place, cut in enumerate(cuts))
-                if all(begin < end for begin, end in pairwise(moved)):
-                    yield moved
+    inner = range(1, len(cuts) - 1)
+    runs = ((first, last) for first in inner for last in inner if first <= last)
+    for (first, last), by in product(runs, (step, -step, 2 * step, -2 * step, 3 * step, -3 * step)):
+        moved = tuple(cut + by if first <= place <= last else cut for place, cut in enumerate(cuts))
+        if all(begin < end for begin, end in pairwise(moved)):
+            yield moved
 
 
 def _looks(skeleton: Skeleton, chain: Chain) -> tuple[int, ...]:

@@ -123,7 +123,8 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
         named = identity(opened)
         if found.partition is not None:
-            peers().require_same("model.path: the checkpoint", fingerprint(named))
+            both = (named, None if adapter is None else weights_identity(adapter))
+            peers().require_same("the content of the checkpoint and the adapter", fingerprint(both)[:16])
         return ShardLoadInputs(
             config=given,
             checkpoint=named,

@@ -18,7 +18,9 @@ def device(**keys: Any) -> dict[str, Any]:
 
 
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"hosts": {"memory": "1GB"}}, "hardware.hosts", "unknown key (did you mean 'host'?); here may stand devices"),
+    ({"hosts": {"memory": "1GB"}}, "hardware.hosts", "names no hosts; give null for one, auto for those that torchrun"),
+    ({"hosst": {"memory": "1GB"}}, "hardware.hosst", "unknown key (did you mean 'host'?); here may stand devices"),
+    ({"hosts": [{"devices": 3}, {}]}, "hardware.hosts[0].devices", "3 is no list"),
     ({"zzz": 1}, "hardware.zzz", "unknown key; here may stand devices, host, rates"),
     ({1: 1}, "hardware.1", "unknown key; here may stand"),
     ({"host": {"memory": "1GB", "memroy": "1GB"}}, "hardware.host.memroy", "(did you mean 'memory'?); here may"),

@@ -1,0 +1,154 @@
+"""A model over several hosts beside one: ``python -m tests.benchmarks.hosts 7b --cap 8GiB --hosts 2 --rounds 3``.
+
+In turn, each from a cold page cache: one host under a hard memory cap, which streams what doesn't fit; as many hosts as
+are asked for, each under a cap of its own, started by torchrun as on as many machines; and the plain model of
+transformers under a cap as large as all of theirs. With ``--network 1gbit`` each host is in a network namespace of its
+own, behind a link of that rate (tc's token bucket). All share this machine's cores, of which one host computes at a
+time. Needs root. Prints seconds a token, measured and predicted, the bytes of tensors between hosts, and peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offstage.stages.units import format_bytes, parse_size
+from tests.benchmarks.caps import cap
+from tests.benchmarks.offload import rounds_parser, run_rounds, say
+from tests.benchmarks.sides import PROMPT, Setting, Side, accelerate_side, offstage_side
+
+ONE, PLAIN = "one host", "plain model"
+_PORT = 29611
+_ADDRESS = "10.77.0.{}"
+
+
+@contextmanager
+def network(hosts: int, rate: str | None) -> Iterator[list[list[str]]]:
+    """Lend a network namespace for each of ``hosts``, joined by links of ``rate``; yield what begins a command in each.
+
+    Without a rate all are in this one.
+    """
+    if rate is None:
+        yield [[] for _ in range(hosts)]
+        return
+    names, bridge = [f"offstage-{host}" for host in range(hosts)], "offstage-net"
+    with ExitStack() as undo:
+        _ip("link", "add", bridge, "type", "bridge")
+        undo.callback(_ip, "link", "del", bridge)
+        _ip("link", "set", bridge, "up")
+        for host, name in enumerate(names):
+            _ip("netns", "add", name)
+            undo.callback(_ip, "netns", "del", name)
+            outer, inner = f"offs{host}a", f"offs{host}b"
+            _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
+            _ip("link", "set", inner, "netns", name)
+            _ip("link", "set", outer, "master", bridge, "up")
+            _ip("-n", name, "addr", "add", f"{_ADDRESS.format(host + 1)}/24", "dev", inner)
+            _ip("-n", name, "link", "set", inner, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            for device, inside in ((outer, []), (inner, ["ip", "netns", "exec", name])):
+                bucket = ["rate", rate, "burst", "256kb", "latency", "50ms"]
+                subprocess.run([*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *bucket], check=True)
+        # ``ip netns exec`` would mount another /sys, without the memory groups
+        yield [
+            ["nsenter", f"--net=/var/run/netns/{name}", "env", f"GLOO_SOCKET_IFNAME=offs{host}b"]
+            for host, name in enumerate(names)
+        ]
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def hosts_side(setting: Setting, hosts: int, rate: str | None, options: Sequence[str]) -> Side:
+    """Run offstage on so many hosts, each capped; return what the first one's record says, and all their peaks."""
+    shutil.rmtree(setting.work / "outputs", ignore_errors=True)
+    tokens = [f"generate.max_new_tokens={setting.tokens}", f"generate.min_new_tokens={setting.tokens}"]
+    asked = [f"model.path={setting.checkpoint}", f"generate.prompts=[{PROMPT}]", *tokens, "max_memory=null", *options]
+    address = "127.0.0.1" if rate is None else _ADDRESS.format(1)
+    with ExitStack() as stack:
+        inside = stack.enter_context(network(hosts, rate))
+        started = []
+        for host in range(hosts):
+            launch = ["--nnodes", str(hosts), "--node-rank", str(host), "--nproc-per-node", "1"]
+            launch += ["--master-addr", address, "--master-port", str(_PORT), "--no-python"]
+            group = stack.enter_context(cap(setting.cap))  # of what runs the model, and not of its launcher
+            launch += group.entering([sys.executable, "-m", "offstage", *asked])
+            command = [*inside[host], sys.executable, "-m", "torch.distributed.run", *launch]
+            environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            started.append(subprocess.Popen(command, cwd=setting.work, env=environment, **pipes))
+        said = [process.communicate(timeout=setting.timeout_seconds)[1] for process in started]
+    if any(process.returncode for process in started):
+        own = [line for text in said for line in text.splitlines() if line.startswith("offstage: ")]
+        return {"seconds": None, "failed": " ".join(own)[:400] or " ".join(said)[:400]}
+    return _told(setting.work)
+
+
+def _told(work: Path) -> Side:
+    anyone = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
+    first = json.loads(Path(anyone["hosts"][0]["record"]).read_text())
+    metrics, hosts = first["metrics"], first["hosts"]
+    peaks = [(host["memory"]["measured"]["cpu"], host["memory"]["predicted"]["cpu"]) for host in hosts]
+    return {
+        "seconds": metrics["decode_seconds_per_token"],
+        "predicted": metrics["predicted_seconds_per_token"],
+        "tokens": first["outputs"][0]["token_ids"],
+        "streamed": sum(host["metrics"]["streamed_bytes_per_token"] for host in hosts),
+        "sent": sum(host["metrics"]["sent_bytes"] for host in hosts),
+        "peaks": ", ".join(f"{format_bytes(peak)} of {format_bytes(predicted)}" for peak, predicted in peaks),
+    }
+
+
+def prepare(setting: Setting, arguments: argparse.Namespace) -> dict[str, Callable[[], Side]]:
+    """Return what runs each side, by the side's name."""
+    hosts = arguments.hosts
+    whole = Setting(setting.checkpoint, setting.work, setting.cap * hosts, setting.tokens, setting.timeout_seconds)
+    return {
+        ONE: partial(offstage_side, setting, arguments.option),
+        f"{hosts} hosts": partial(hosts_side, setting, hosts, arguments.network, arguments.option),
+        PLAIN: partial(accelerate_side, whole, setting.cap * hosts),
+    }
+
+
+def summarise(rounds: list[dict[str, Any]]) -> None:
+    """Print medians and their ratios, and whether all said the same."""
+    medians: dict[str, float] = {}
+    for name in rounds[0]["sides"]:
+        lived = [one["sides"][name]["seconds"] for one in rounds if one["sides"][name]["seconds"]]
+        if lived:
+            medians[name] = statistics.median(lived)
+        say(
+            f"median  {name:14} {medians.get(name, float('nan')):.4f} s a token, survived {len(lived)} of {len(rounds)}"
+        )
+    several = next(name for name in medians if name.endswith(" hosts"))
+    for name in (ONE, PLAIN):
+        if name in medians:
+            say(f"{several} take {medians[several] / medians[name]:.3f} of the time of the {name}")
+    said = {tuple(side["tokens"]) for one in rounds for side in one["sides"].values() if side["seconds"]}
+    say("all gave the same tokens" if len(said) == 1 else f"THE SIDES GAVE {len(said)} DIFFERENT ANSWERS")
+
+
+def main() -> None:
+    """Run the rounds and print the medians."""
+    parser = rounds_parser(str(__doc__), tokens=8)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--network", metavar="RATE", help="the rate of each host's link, as tc takes it: 1gbit, 10gbit")
+    parser.add_argument("--option", action="append", default=[], help="an override for offstage")
+    arguments = parser.parse_args()
+    say(f"{arguments.hosts} hosts of {format_bytes(parse_size(arguments.cap or '2GiB'))}")
+    run_rounds(arguments, prepare=prepare, summarise=summarise, results="hosts")
+
+
+if __name__ == "__main__":
+    main()
