@@ -40,6 +40,12 @@ def stage_class(name: str) -> Any:
         ) from error
 
 
+def work_of(name: str) -> str:
+    """Return the stage ``name`` with what it does, as far as it says that: for who waits for it."""
+    doing = getattr(stage_class(name), "doing", "")
+    return f"{name}: {doing}" if doing else name
+
+
 def any_measures(names: Iterable[str]) -> bool:
     """Return whether one of the stages is measured as the keys ``measure`` of the config say."""
     return any(getattr(stage_class(name), "measures", False) for name in names)

@@ -22,7 +22,7 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.environment import imported_packages
 from offstage.pipeline.errors import BudgetError
-from offstage.pipeline.installed_stages import declared_metrics
+from offstage.pipeline.installed_stages import declared_metrics, work_of
 from offstage.pipeline.kernel_caches import bound_kernel_caches
 from offstage.pipeline.malloc import return_freed_memory
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
@@ -136,13 +136,13 @@ class _Watch(Observer):
 
     def keyed(self, stage: str, sources: SourceFiles) -> None:
         """Say that the stage is looked at; refuse a checkpoint, or an adapter, that isn't the recorded one."""
-        announce(stage)
+        announce(work_of(stage))
         if self._expected is not None:
             self._record.note_compared(hold(stage, sources, self._expected, self._record.config))
 
     def begins(self, stage: str) -> None:
         """Show the stage on a terminal; set the cap before the first stage that comes after the plan."""
-        announce(stage)
+        announce(work_of(stage))
         allowed = cap_bytes(self._record)
         if self._group is None or allowed is None:
             return

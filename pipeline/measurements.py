@@ -1,8 +1,9 @@
 """What a run cost, as tables for the terminal: its figures, the peaks of its devices, and its links.
 
 They are made of the record alone, by the table of metrics that it has, so that whichever stage comes last is shown by
-them. What isn't known has no cell, and a table that says nothing isn't there. A prediction stands
-beside what was measured, or alone where nothing was: one of a token says nothing of a run that made none.
+them. What isn't known has no cell, nor has a time or a share of nothing, and a table that says nothing isn't there. A
+prediction stands beside what was measured, or alone where nothing was: one of a token says nothing of a run that made
+none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def measurements(run: Run) -> Iterator[Table]:
     The times of decoding and its bytes are a forward's, however many sequences share it.
     """
     metrics, table = run.metrics, metric_table(run)
-    found = [(row[0], {one.kind: _cell(one, metrics.get(one.name)) for one in row}) for row in table.rows()]
+    shown = [row for row in table.rows() if not row[0].aside]
+    found = [(row[0], {one.kind: _cell(one, metrics.get(one.name)) for one in row}) for row in shown]
     planned = not any(cells.get("measured") for _, cells in found)
     rows = [
         [of.title, cells.get("measured", ""), _range(run, of), cells.get("predicted", ""), cells.get("bound", "")]
@@ -44,7 +46,7 @@ def measurements(run: Run) -> Iterator[Table]:
 def remarks(run: Run) -> Iterator[str]:
     """Yield what must be known of the figures of ``run`` by who uses them, whichever stages it is of."""
     found = run.provenance
-    if found.busy:
+    if found.busy and found.samples > 1:  # of one alone nobody asked how far it is to be trusted: its record says it
         yield (
             f"Others used the processor in {found.busy} of {found.samples} samples: the times say less of this run; "
             "measure.fresh=true measures again."
@@ -53,7 +55,11 @@ def remarks(run: Run) -> Iterator[str]:
 
 
 def _cell(metric: Metric, value: float | str | None) -> str:
-    return value if isinstance(value, str) else "" if value is None else tell(value, metric.unit)
+    if isinstance(value, str):
+        return value
+    if value is None or (not value and metric.unit in ("seconds", "share")):
+        return ""
+    return tell(value, metric.unit)
 
 
 def _range(run: Run, metric: Metric) -> str:

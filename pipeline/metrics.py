@@ -27,7 +27,8 @@ class Metric:
     Tables have those with a ``title``. ``kind`` says whether it is measured, or predicted before anything ran, or the
     ``bound`` that no measurement can pass; of these two ``of`` names the metric that they are the prediction or the
     bound of, where there is one, and they stand beside it. One that is there ``per_device`` goes by ``name.DEVICE``.
-    A sweep's table, which has room for little, shows what ``leads``. Records have a null for each that isn't known,
+    A sweep's table, which has room for little, shows what ``leads``, and the screen of a run leaves out what stands
+    ``aside``: the others say it shorter. Records have a null for each that isn't known,
     but for those that are ``optional``: these say nothing of most runs.
 
     Raises:
@@ -41,6 +42,7 @@ class Metric:
     of: str = ""
     per_device: bool = False
     leads: bool = False
+    aside: bool = False
     optional: bool = False
 
     def __post_init__(self) -> None:

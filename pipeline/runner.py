@@ -127,7 +127,10 @@ class Runner:
         cached = list(self.chain.artifacts)
         self._lacking = {name for name in cached if self.chain.lacks_figures(name)}
         remaining = [name for name in self.chain.stages if name not in cached or name in self._lacking]
-        raise_faults([fault for name in remaining if name not in cached for fault in self._examine(name)])
+        fresh = [name for name in remaining if name not in cached]
+        for name in fresh:
+            self.chain.begin_measuring(name)
+        raise_faults([fault for name in fresh for fault in self._examine(name)])
         self._write_record()
         for name in remaining:
             self.at_work = name

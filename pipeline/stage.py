@@ -161,11 +161,16 @@ class Stage(Protocol[Inputs]):
     One with an attribute ``metrics``, a sequence of ``Metric``, declares those that it reports: by that they have their
     units and their places in every table, in exports, comparisons and trackers, and a search can go by them.
 
+    One with an attribute ``doing`` has a terminal say that beside its name while it is at work.
+
     One with an attribute ``measures`` that is true is measured as the keys ``measure`` of the config say, beyond what
     its artifact came with: see ``lacks_figures`` and ``measure``.
 
     One with a method ``prepare_machine(config, cache)`` has it called before the first job of a sweep on this machine,
     to measure then, while nothing runs, what the jobs will go by and to keep it in the cache.
+
+    One with a method ``begin_measuring(config, cache)`` has it called as soon as it is known that the stage will work,
+    before others import what they need: to begin beside that what takes a process of its own. It returns at once.
 
     One with a method ``sources(inputs, context)`` returns the ``SourceFiles`` that ``inputs`` were gathered from.
 

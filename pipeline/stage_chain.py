@@ -116,6 +116,12 @@ class StageChain:
             self._live[name] = live
         return cached
 
+    def begin_measuring(self, name: str) -> None:
+        """Have the stage ``name``, which will work, begin what it measures beside other work."""
+        begin = getattr(self.stages[name], "begin_measuring", None)
+        if begin is not None:
+            begin(self.config, self.cache)
+
     def lacks_figures(self, name: str) -> bool:
         """Return whether the run asks for figures of ``name`` that the cache, which has its artifact, hasn't."""
         stage = self.stages[name]

@@ -51,9 +51,9 @@ def plain_table(
     return table
 
 
-def announce(stage: str) -> None:
-    """Say on a terminal which stage is at work."""
-    show_line(stage and f"{stage} …")
+def announce(work: str) -> None:
+    """Say on a terminal which ``work`` is under way; nothing: none any more."""
+    show_line(work and f"{work} …")
 
 
 def show_line(text: str) -> None:

@@ -1,6 +1,6 @@
 """What all tests have in common: the long form, draws that are the same on each run of the short one, and garbage.
 
-What their imports make is never looked through for garbage.
+What their imports make is never looked through for garbage. A run ends with what it skipped, by the reasons.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
@@ -48,3 +50,18 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were skipped for which reason: a line for each reason, wherever the tests stand."""
+    lines = skipped_by_reason(report.longrepr for report in terminalreporter.stats.get("skipped", ()))
+    if lines:
+        terminalreporter.section("skipped")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def skipped_by_reason(skips: Iterable[object]) -> list[str]:
+    """Return a line for each reason, the commonest first; ``skips`` are what pytest has of them: file, line, reason."""
+    reasons = Counter(str(skip[2] if isinstance(skip, tuple) else skip).removeprefix("Skipped: ") for skip in skips)
+    return [f"{count:5}  {reason}" for reason, count in reasons.most_common()]

@@ -60,6 +60,7 @@ class DispatchStage(Stage[DispatchInputs]):
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
+    doing = "has the rest stream"
     version = 9
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig

@@ -45,6 +45,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
     """
 
     name = "finetune"
+    doing = "trains"
     version = 1
     needs: tuple[str, ...] = ("dispatch",)
     config_class = FinetuneConfig

@@ -32,6 +32,7 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
     """
 
     name = "forward"
+    doing = "calls the model"
     version = 2
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ForwardConfig

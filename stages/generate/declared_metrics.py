@@ -25,6 +25,7 @@ GENERATE_METRICS = (
             f"{BETWEEN_TOKENS}_p{percent}",
             "seconds",
             f"between tokens, p{percent}" if percent == _SHOWN else "",
+            aside=True,
             optional=True,
         )
         for percent in PERCENTILES
@@ -34,7 +35,7 @@ GENERATE_METRICS = (
     Metric("decode_cpu_seconds_per_token", "seconds", optional=True),
     Metric("streamed_bytes_per_token", "bytes", "streamed a token"),
     *STREAMING,
-    Metric("stall_seconds_per_token", "seconds", "stalled a token"),
+    Metric("stall_seconds_per_token", "seconds", "stalled a token", aside=True),
     Metric("passes", "count", "passes", optional=True),
     Metric("batches_begun_again", "count", optional=True),
     Metric("speculation", "word", "drafts judged", optional=True),

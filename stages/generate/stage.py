@@ -55,6 +55,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     """
 
     name = "generate"
+    doing = "answers the prompts"
     version = 10
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig

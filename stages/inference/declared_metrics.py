@@ -18,7 +18,7 @@ LOADING = (
 STREAMING = (
     # What set the speed, as measured: ``storage``, ``link`` or ``compute``.
     Metric("bound", "word", "bound by"),
-    Metric("streamed_bytes_per_second", "bytes/s", "streaming"),
+    Metric("streamed_bytes_per_second", "bytes/s", "streaming", aside=True),
     # The part of the time of forwards, or of decoding, in which these waited for weights.
     Metric("stall_share", "share", "stall share"),
 )

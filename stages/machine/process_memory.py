@@ -4,8 +4,7 @@ No constant knows it. transformers imports what it finds installed (scipy, sciki
 hundreds of megabytes. So the embedded model is run once, in a process of its own, which imports all that a run does.
 With an accelerator it streams to that one, and samples: the driver's context, what the host keeps of the kernels that
 were loaded (about a gigabyte on an H100), and the workspaces of cuBLAS, which lie in the accelerator's own memory.
-After the run that process has what it takes to measure how fast the host decodes, where that is asked for too: most of
-the time of either probe goes to the imports.
+Most of its time goes to imports, as most of the time of the run that asks does: it can begin while that one imports.
 """
 
 from __future__ import annotations
@@ -13,27 +12,27 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.stage import MEASURED
-from offstage.stages.machine import decoding_probe
 from offstage.stages.machine.hardware import driver_free_bytes
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kept_figures import KeptFigure
-from offstage.stages.machine.own_process import has_room, measure_apart
-from offstage.stages.machine.rates import host_rates
+from offstage.stages.machine.own_process import measure_apart
 
 FILE_NAME = "process_memory.json"
 
 _log = logging.getLogger("offstage")
 
-_STEP = 4 * 10**6
+STEP_BYTES = 4 * 10**6
 """Figures are kept in such steps: what is measured twice is nearly the same, and a plan's key exactly."""
 
 _CONFIG = (
@@ -68,14 +67,40 @@ NOMINAL_WITH_ACCELERATOR = ProcessMemory(host=1_400 * 10**6, device=36 * 10**6, 
 """Where it can't be measured: about what it was on an H100, with torch 2.11 and CUDA 13."""
 
 
-def process_memory(folder: Path, *, accelerator: str = "", rates: bool = False) -> ProcessMemory:
+_begun: dict[tuple[Path, str], Future[ProcessMemory]] = {}
+"""What is being found, and was asked for by nobody yet."""
+
+
+def begin_process_memory(folder: Path, *, accelerator: str = "") -> None:
+    """Have what ``process_memory`` returns be found from now on, in a thread; who asks waits for it.
+
+    A process that ends meanwhile waits for nothing, and the one that is measured ends with it.
+    """
+    if (folder, accelerator) in _begun:
+        return
+    found = _begun[folder, accelerator] = Future[ProcessMemory]()
+
+    def find() -> None:
+        try:
+            found.set_result(_find(folder, accelerator))
+        except BaseException as error:  # noqa: BLE001 - who asks has it
+            found.set_exception(error)
+
+    Thread(target=find, daemon=True).start()
+
+
+def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
     """Return what a run's process holds beside weights: as kept in ``folder``, or measured and kept now.
 
     ``accelerator`` is the name of the one that is there, empty without one. Where it can't be measured it is nominal.
-    With ``rates`` those of the host are measured and kept too, where a process is measured.
     """
+    begun = _begun.pop((folder, accelerator), None)
+    return _find(folder, accelerator) if begun is None else begun.result()
+
+
+def _find(folder: Path, accelerator: str) -> ProcessMemory:
     nominal = NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL
-    probe = partial(_measure_apart, folder if rates else None, accelerator)
+    probe = partial(_measure_apart, accelerator)
     figure = KeptFigure(FILE_NAME, _key(accelerator), probe, asdict(nominal), of_user=True)
     return ProcessMemory(**figure.get(folder))
 
@@ -97,23 +122,20 @@ def identity(paths: list[str] | None = None) -> str:
     return f"python {version}; {len(found)} distributions {sha256(' '.join(sorted(found)).encode()).hexdigest()[:16]}"
 
 
-def _measure_apart(rates: Path | None, accelerator: str) -> dict[str, int] | None:
+def _measure_apart(accelerator: str) -> dict[str, int] | None:
     """Return what ``measure`` does; null where memory is too short for a second process, or where that fails."""
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
     with TemporaryDirectory(prefix="offstage-") as folder:
-        kept = str(rates.absolute()) if rates else ""
         beside = (NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL).host
-        found: dict[str, int] | None = measure_apart(
-            "process_memory", kept, accelerator, beside=beside, folder=Path(folder)
-        )
+        found: dict[str, int] | None = measure_apart("process_memory", accelerator, beside=beside, folder=Path(folder))
         return found
 
 
-def measure(rates: str, accelerator: str) -> dict[str, int] | None:
+def measure(accelerator: str) -> dict[str, int] | None:
     """Return the peaks of a run of the embedded model less what its plan has for all else; null where they can't be.
 
-    This process is that run, in its folder, and then what measures the host's rates, kept in ``rates`` unless that is
-    empty. The run's plan goes by the nominal figure without an accelerator, which stands in its cache.
+    This process is that run, in its folder. Its plan goes by the nominal figure without an accelerator, which stands in
+    its cache.
     """
     kept = Path("outputs/cache", MEASURED)
     kept.mkdir(parents=True)
@@ -127,8 +149,6 @@ def measure(rates: str, accelerator: str) -> dict[str, int] | None:
     except SystemExit as end:
         if end.code:
             return None
-    if rates and has_room(decoding_probe.BYTES):
-        host_rates(Path(rates), decoding_probe.measure)
     records = list(Path().glob("outputs/runs/*/*/run.json"))
     found = _read(records[0]) if records else None
     return None if found is None else asdict(replace(found, context=context))
@@ -157,4 +177,4 @@ def _read(record: Path) -> ProcessMemory | None:
 
 
 def _in_steps(count: int) -> int:
-    return max(0, -(-count // _STEP) * _STEP)
+    return max(0, -(-count // STEP_BYTES) * STEP_BYTES)

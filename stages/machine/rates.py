@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage.stages.machine import probes
-from offstage.stages.machine.decoding_probe import decoding_speed
+from offstage.stages.machine.decoding_probe import decoding_speed, narrow_speed
 from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.own_process import measure_apart
@@ -121,14 +121,20 @@ def parse_rate(value: int | str) -> int:
 
 
 def local_rates(
-    folder: Path, sample: Path | None, accelerators: Sequence[str] = (), *, pinned: Mapping[str, Any] | None = None
+    folder: Path,
+    sample: Path | None,
+    accelerators: Sequence[str] = (),
+    *,
+    pinned: Mapping[str, Any] | None = None,
+    light: bool = False,
 ) -> Rates:
     """Return this machine's rates, coarsely: those kept in ``folder``, or measured now and kept there.
 
     ``sample`` is a large file on the storage in question (a shard of the checkpoint); each file system has a rate
     of its own. ``accelerators`` are the names of those that are here; the first one's link and memory are measured, and
     how fast it is given work. What can't be measured keeps its nominal value; those that are ``pinned`` (``{storage:
-    3GB}``) aren't measured.
+    3GB}``) aren't measured. For a ``light`` model, whose tokens are calls and little else, how many of them the host
+    makes is measured in a moment, and how fast it reads is nominal.
     """
     wanted: dict[str, tuple[str, Callable[[], int | None]]] = {}
     if sample is not None:
@@ -140,7 +146,8 @@ def local_rates(
     given = _read(pinned or {})
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
     found = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
-    found |= {} if {"host", "calls"} <= given.keys() else host_rates(folder, decoding_speed)
+    if not given.keys() >= ({"calls"} if light else {"host", "calls"}):
+        found |= light_rates(folder) if light else host_rates(folder)
     measured = {name: coarse_rate(speed) for name, speed in found.items() if speed}
     return known_rates({**measured, **given}, {})
 
@@ -149,12 +156,21 @@ def _of(measured_apart: Callable[[], dict[str, int] | None], name: str) -> int |
     return (measured_apart() or {}).get(name)
 
 
-def host_rates(folder: Path, probe: Callable[[], dict[str, int] | None]) -> dict[str, int]:
-    """Return how fast the host decodes, by name: as ``folder`` or this user keeps it, or as ``probe`` measures it.
+def host_rates(folder: Path) -> dict[str, int]:
+    """Return how fast the host decodes, by name: as ``folder`` or this user keeps it, or as it is measured now.
 
     It hangs on what chooses the kernels, and on how many threads run them. None where it can't be measured.
     """
-    return dict(KeptFigure(DECODING_NAME, identity(), probe, nominal={}, of_user=True).get(folder))
+    return dict(KeptFigure(DECODING_NAME, identity(), decoding_speed, nominal={}, of_user=True).get(folder))
+
+
+def light_rates(folder: Path) -> dict[str, int]:
+    """Return how many ``calls`` the host makes in decoding with a narrow model: as kept, or measured in this process.
+
+    Such a model takes no memory to speak of, and what it imports the run imports too.
+    """
+    key = f"narrow {identity()}"
+    return {"calls": int(KeptFigure(DECODING_NAME, key, narrow_speed, nominal=Rates().calls, of_user=True).get(folder))}
 
 
 def coarse_rate(speed: int) -> int:

@@ -6,27 +6,23 @@ plan of their key.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 
-from offstage.pipeline.stage import MEASURED, Config
+from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
-from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
-from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.inputs.finetune_options import Learns
-from offstage.stages.machine.hardware import Accelerator, Hardware, hardware
+from offstage.stages.machine.hardware import Accelerator, Hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
-from offstage.stages.machine.kernels import NOMINAL, Kernels, identity, local_kernels
-from offstage.stages.machine.process_memory import process_memory
-from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
-from offstage.stages.machine.row_products import exact_dtypes
+from offstage.stages.machine.kernels import Kernels, identity
+from offstage.stages.machine.process_memory import STEP_BYTES
+from offstage.stages.machine.rates import Rates
 from offstage.stages.plan import options
 from offstage.stages.plan.budgets import Allowance, allow, rooms
 from offstage.stages.plan.expert_slots import SINGLE, Routing
+from offstage.stages.plan.figures import host_is_described
 from offstage.stages.plan.hosts import Division
 from offstage.stages.plan.lossless import LosslessPacking, with_copies
 from offstage.stages.plan.memory_needs import MemoryNeeds, compute_dtype, memory_needs, most
@@ -35,7 +31,6 @@ from offstage.stages.plan.request.choose import why_not_in_lockstep
 from offstage.stages.plan.request.geometry import Geometry, Request, read_geometry
 from offstage.stages.plan.request.media_demand import MediaDemand
 from offstage.stages.plan.request.requests import (
-    asking,
     lockstep_is_chosen,
     media_request,
     read_request,
@@ -44,7 +39,6 @@ from offstage.stages.plan.request.requests import (
     with_adapter,
 )
 from offstage.stages.plan.request.training import TrainingDemand, training_needs
-from offstage.stages.plan.row_blocks import possible_dtypes
 from offstage.stages.plan.serving import Io, choose_io
 from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.traffic import Step
@@ -126,6 +120,15 @@ class PlanInputs:
             return tuple(spec.name for spec in parameters if is_added(spec.name))
         floating = (spec.name for spec in parameters if spec.dtype.startswith(("float", "bfloat")))
         return tuple(floating) if self.learns == "all" else ()
+
+    @property
+    def hangs_on_kernels(self) -> bool:
+        """Whether the plan may be another one where ``kernels`` take less, or its peak by more than steps hide.
+
+        It can be where a budget is worked out beside what they take.
+        """
+        asked = self.demands
+        return any(one.allowance.terms or one.needs.scratch_bytes > STEP_BYTES for one in asked)
 
     def needs(self, demand: Demand, blocks: Mapping[int, int]) -> MemoryNeeds:
         """Return what ``demand`` needs where weights of so many bytes are multiplied by ``blocks`` of so many."""
@@ -250,87 +253,12 @@ def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, need
     return Demand(None, needs, allowance, step, choose_io(given.storage.io, **streaming), ())
 
 
-def known_machine(config: Config, cache: Path) -> Hardware:
-    """Return the machine that ``config`` describes; this one with what the process of a run was measured to hold.
-
-    Of another host nothing is measured here: what its process holds is the nominal figure. An accelerator that is
-    there has less for weights by the context, and by the workspaces of the threads that compute: a backward pass has
-    one of its own. Each accelerator beyond the first is taken to cost the host as much as that one.
-    """
-    machine = hardware(config)
-    there = [device for device in machine.accelerators if not device.simulated]
-    if _host_is_described(config) and not there:
-        return machine
-    rates = (config.get("hardware") or {}).get("devices") is None
-    held = process_memory(cache / MEASURED, accelerator=there[0].name if there else "", rates=rates)
-    threads = 2 if asking(config) == "finetune" else 1
-    accelerators = (
-        replace(
-            device,
-            free_bytes=max(0, device.free_bytes - (0 if device.has_context else held.context)),
-            process_bytes=held.device * threads,
-        )
-        for device in there
-    )
-    if there:
-        machine = replace(machine, accelerators=tuple(accelerators))
-    if _host_is_described(config):
-        return machine
-    process = held.host + max(0, len(there) - 1) * max(0, held.host - PROCESS_BYTES)
-    return replace(machine, host=replace(machine.host, process_bytes=process))
-
-
-def _host_is_described(config: Config) -> bool:
-    return (config.get("hardware") or {}).get("host") is not None
-
-
 def _assumed_of_host(config: Config) -> tuple[str, ...]:
     """Return in words what is assumed of a host that ``config`` describes: it isn't asked, nor is this one for it."""
-    if not _host_is_described(config):
+    if not host_is_described(config):
         return ()
     held = format_bytes(PROCESS_BYTES)
     return (f"hardware.host is described: a process is taken to hold {held} there, its kernels what the widest do",)
-
-
-def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outline | None = None) -> Rates:
-    """Return the rates that the config gives, the others as they are measured on the checkpoint's largest file.
-
-    Those of a machine that is described and isn't this one are nominal where they aren't given. That of unpacking is
-    of the codecs which tensors of ``outline`` rest in.
-    """
-    described = config.get("hardware") or {}
-    if described.get("devices") is not None:
-        return read_rates(described)
-    files = ModelSource.of(config["model"]).local_weights
-    sample = max(files, key=lambda path: path.stat().st_size, default=None)
-    names = [accelerator.name for accelerator in machine.accelerators]
-    pinned = described.get("rates") or {}
-    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned)
-    if outline is None or "unpacking" in pinned:
-        return rates
-    used: Counter[str] = Counter()
-    for name, packed in outline.packed.items():
-        used[packed.codec] += outline.sizes[name]
-    unpacking = mean_rate(unpacking_rates(cache / MEASURED, used), used)
-    return rates if unpacking is None else replace(rates, unpacking=coarse_rate(unpacking))
-
-
-def host_kernels(config: Config, cache: Path) -> Kernels:
-    """Return what this machine's kernels take beside their operands; nominal figures where the host is another one."""
-    return NOMINAL if _host_is_described(config) else local_kernels(cache / MEASURED)
-
-
-def with_row_blocks(outline: Outline, config: Config, cache: Path, machine: Hardware) -> Outline:
-    """Return ``outline`` with what says in which dtypes products by blocks of rows have the same bits as whole ones.
-
-    It is known of this host's kernels alone, and not of an accelerator's that is really there. A training is never
-    computed so: what autograd saves is whole weights.
-    """
-    elsewhere = _host_is_described(config) or not all(device.simulated for device in machine.accelerators)
-    dtypes = possible_dtypes(outline)
-    if elsewhere or asking(config) == "finetune" or not dtypes:
-        return outline
-    return replace(outline, exact=lru_cache(partial(exact_dtypes, cache / MEASURED, dtypes)))
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: MemoryNeeds) -> dict[str, int]:

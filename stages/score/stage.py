@@ -49,6 +49,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
     """
 
     name = "score"
+    doing = "scores the texts"
     version = 4
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ScoreConfig

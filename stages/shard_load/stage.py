@@ -99,6 +99,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
     """
 
     name = "shard_load"
+    doing = "reads what stays in memory"
     version = 5
     needs: tuple[str, ...] = ("empty_init",)
     config_class = ShardLoadConfig

@@ -25,7 +25,10 @@ STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 
 
 @pytest.mark.from_nothing
-def test_the_main_job_runs_and_a_second_run_is_served_from_the_cache(offstage: Run, tmp_path: Path) -> None:
+def test_the_main_job_runs_and_a_second_run_is_served_from_the_cache(
+    offstage: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     first = offstage()
     assert first.code == 0, first.err
     assert first.cached == dict.fromkeys(STAGES, False)
@@ -42,6 +45,11 @@ def test_the_main_job_runs_and_a_second_run_is_served_from_the_cache(offstage: R
     assert first.record["outputs"][0]["text"]
     for stage in first.record["stages"]:
         assert Path(stage["artifact"]).joinpath("manifest.json").is_file()
+
+    for hardware in (tmp_path / "user/offstage/hardware", tmp_path / "outputs/cache/hardware"):
+        measured = {path.name: [*json.loads(path.read_text())["content"]] for path in hardware.glob("*.json")}
+        assert measured.keys() == {"process_memory.json", "decoding.json"}, "neither storage nor kernels"
+        assert [key.split()[0] for key in measured["decoding.json"]] == ["narrow"], "its calls, and no reading"
 
     second = offstage()
     assert second.cached == dict.fromkeys(STAGES, True)

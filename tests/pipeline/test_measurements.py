@@ -55,6 +55,16 @@ def test_what_was_measured_stands_beside_the_prediction_and_the_bound(tmp_path: 
     ]
 
 
+def test_what_is_nothing_and_what_others_say_shorter_is_in_the_record_alone(tmp_path: Path) -> None:
+    plain = {"decode_seconds_per_token": 0.75, "streamed_bytes_per_token": 0}
+    nothing = {"stall_share": 0.0, "stall_seconds_per_token": 0.0, "load_seconds": 0.0}
+    aside = {"stall_seconds_per_token": 0.5, "time_between_tokens_seconds_p90": 1.0, "streamed_bytes_per_second": 10**9}
+    expected = shown(tmp_path / "a", **plain)
+    assert expected[1:] == [["time", "a", "token", "750.0", "ms"], ["streamed", "a", "token", "0", "B"]]
+    for name, said in {"b": nothing, "c": aside}.items():
+        assert shown(tmp_path / name, **plain, **said) == expected
+
+
 def test_a_plan_alone_shows_what_it_predicts(tmp_path: Path) -> None:
     lines = shown(tmp_path, memory={"predicted": {"0": 2 * 10**9, "cpu": 10**9, "disk": 5}}, **PREDICTED)
     assert lines[0] == ["predicted"]
@@ -103,6 +113,12 @@ def test_several_samples_show_how_many_there_are_and_how_far_they_spread(tmp_pat
 def test_what_others_took_is_said_below(tmp_path: Path) -> None:
     record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True), sample(1.0))), cached=True)
     assert [line.split(":")[0] for line in remarks(record.run)] == ["Others used the processor in 1 of 2 samples"]
+
+
+def test_of_one_sample_nobody_asked_how_far_it_is_to_be_trusted(tmp_path: Path) -> None:
+    record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True),)))
+    assert not list(remarks(record.run))
+    assert record.data["samples"][0]["processor"]["busy"] is True
 
 
 LINKS = {

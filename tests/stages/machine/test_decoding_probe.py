@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.stages.machine import decoding_probe
-from offstage.stages.machine.decoding_probe import decoding_speed, launch_speed, measure
+from offstage.stages.machine.decoding_probe import decoding_speed, launch_speed, measure, narrow_speed
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates
 
@@ -38,8 +40,31 @@ def test_a_narrow_decoder_is_bound_by_its_calls_and_a_wide_one_by_its_weights() 
 
 
 def test_more_layers_take_as_much_longer_to_be_given_to_an_accelerator() -> None:
-    few, many = launch_speed("cpu", 2, 12), launch_speed("cpu", 8, 12)
-    assert 0.5 * few < many < 2 * few, "calls a second, of however many"
+    pairs = ((launch_speed("cpu", 2, 12), launch_speed("cpu", 8, 12)) for _ in range(20))  # others disturb some
+    assert any(0.5 * few < many < 2 * few for few, many in pairs), "calls a second, of however many"
+
+
+def test_a_light_models_calls_are_measured_by_this_process_and_its_reading_isn_t(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer(tmp_path, monkeypatch, SPEED)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    found = {local_rates(tmp_path / name, None, light=True) for name in ("one", "another")}
+    assert torch.equal(torch.rand(3), expected), "a caller's draws are those that they would be"
+    (rates,) = found
+    assert rates == replace(Rates(), calls=rates.calls)
+    kept = read_sealed(tmp_path / "another" / DECODING_NAME)
+    assert kept == {f"narrow {identity()}": kept[f"narrow {identity()}"]}
+    assert not asked.read_text(), "no process was started"
+    assert local_rates(tmp_path / "given", None, light=True, pinned={"calls": 5000}).calls == 5000
+    assert not (tmp_path / "given").exists()
+
+
+def test_a_token_of_more_layers_takes_as_many_more_calls() -> None:
+    few, many = narrow_speed(1), narrow_speed(8)
+    assert few < many < 4 * few, "what a token takes beside its layers weighs less"
 
 
 def test_what_was_measured_is_kept_for_the_user_and_taken_over_by_other_caches(

@@ -1,18 +1,30 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
 from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.stage import MEASURED
-from offstage.stages.machine import kernels, own_process, process_memory as module
+from offstage.stages.machine import own_process, process_memory as module
 from offstage.stages.machine.host_memory import PROCESS_BYTES
-from offstage.stages.machine.process_memory import FILE_NAME, NOMINAL, ProcessMemory, identity, process_memory
+from offstage.stages.machine.process_memory import (
+    FILE_NAME,
+    NOMINAL,
+    ProcessMemory,
+    begin_process_memory,
+    identity,
+    process_memory,
+)
 from offstage.stages.machine.rates import DECODING_NAME
+from tests.deadline import deadline
 
 OTHER = ProcessMemory(404_000_000, 8_000_000, 12_000_000)
 KEPT = asdict(OTHER)
@@ -57,23 +69,54 @@ def test_where_it_cannot_be_measured_it_is_nominal_and_the_next_run_asks_again(
     assert process_memory(tmp_path / MEASURED) == NOMINAL, "there is no memory for a second process"
 
 
-def test_a_process_that_is_measured_measures_the_rates_of_the_host_too(tmp_path: Path) -> None:
-    held = process_memory(tmp_path / MEASURED, rates=True)
+def test_a_process_is_measured_and_what_it_holds_is_kept_for_the_user_too(tmp_path: Path) -> None:
+    held = process_memory(tmp_path / MEASURED)
     assert 5 * 10**7 < held.host < 10**11
     assert held.device == held.context == 0
     for folder in (tmp_path / MEASURED, user_cache() / MEASURED):
         assert read_sealed(folder / FILE_NAME) == {identity(): asdict(held)}
-        assert read_sealed(folder / DECODING_NAME)[kernels.identity()].keys() == {"host", "calls"}
+        assert not (folder / DECODING_NAME).exists(), "no rate was asked for"
 
 
-def test_no_rates_are_measured_where_nobody_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, python = tmp_path / "said", tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "rates to [$5]" >> {said}\nexit 1\n')
+def test_what_was_begun_is_waited_for_and_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python, asked, goes_on = (tmp_path / name for name in ("python", "asked", "goes on"))
+    python.write_text(
+        f'#!/bin/sh\necho >> "{asked}"\nuntil [ -e "{goes_on}" ]; do sleep 0.01; done\necho \'{json.dumps(KEPT)}\'\n'
+    )
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    process_memory(tmp_path / "one")
-    process_memory(tmp_path / "another", rates=True)
-    assert said.read_text().splitlines() == ["rates to []", f"rates to [{tmp_path / 'another'}]"]
+    folder = tmp_path / MEASURED
+    for _ in range(2):
+        begin_process_memory(folder)
+    with deadline():
+        while not asked.exists():
+            time.sleep(0.01)
+        goes_on.touch()
+        assert process_memory(folder) == OTHER
+    assert asked.read_text() == "\n"
+    assert process_memory(folder) == OTHER, "now as it is kept"
+
+
+def test_who_asks_has_the_error_of_what_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "identity", lambda: 1 / 0)
+    begin_process_memory(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        process_memory(tmp_path)
+
+
+def test_a_process_that_ends_meanwhile_waits_for_nothing_and_leaves_none(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from offstage.stages.machine import process_memory as module;"
+        f"module.begin_process_memory(Path({str(tmp_path)!r}));"
+        "import psutil\n"
+        "while not psutil.Process().children(): time.sleep(0.01)\n"
+        "print(psutil.Process().children()[0].pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    with deadline(20):
+        while psutil.pid_exists(int(done.stdout)):
+            time.sleep(0.01)
+    assert not (tmp_path / FILE_NAME).exists(), "it didn't end by itself"
 
 
 def test_other_packages_are_another_environment(tmp_path: Path) -> None:

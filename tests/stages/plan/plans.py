@@ -22,7 +22,7 @@ from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import AlikeLayers, DevicePlan, Plan
 from offstage.stages.plan.predict import predict
 from offstage.stages.plan.serving import Io, Line, Serving
-from offstage.stages.plan.stage import plan_from
+from offstage.stages.plan.soonest_plan import plan_from
 from offstage.stages.units import DeviceId
 
 

@@ -20,7 +20,7 @@ from offstage.stages.plan.hosts import Division, PlannedHost, divide, with_divis
 from offstage.stages.plan.inputs import gather_inputs
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.stage import plan_from
+from offstage.stages.plan.soonest_plan import plan_from
 from offstage.stages.units import CPU
 from tests.long_form import in_ci
 from tests.stages.hosts.test_partition import decoder

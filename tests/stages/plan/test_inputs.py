@@ -29,6 +29,18 @@ def test_an_open_batch_size_has_the_same_key_however_much_more_than_enough_is_fr
     assert keyed(gathered(20 * GB)) == keyed(gathered(14 * GB))
 
 
+def test_a_plan_hangs_on_kernels_where_a_budget_is_worked_out_or_they_take_more_than_steps_hide() -> None:
+    machine = Hardware(accelerators=(), host=Host(total_bytes=64 * GB, available_bytes=20 * GB))
+
+    def hangs(prompt: int, **given: object) -> bool:
+        asked = config(generate={"prompts": [[1] * prompt]}, stages=["generate"], **given)
+        inputs = gather_inputs(stack(3), asked, machine=machine, rates=read_rates({}), kernels=NOMINAL)
+        return inputs.hangs_on_kernels
+
+    assert not hangs(3)
+    assert hangs(3, max_memory={})
+
+
 @pytest.mark.parametrize("free", [PROCESS_BYTES // 2, PROCESS_BYTES])
 def test_where_memory_may_be_too_little_for_one_of_the_sizes_it_is_a_part_of_the_key(free: int) -> None:
     assert gathered(free).rooms

@@ -1,0 +1,162 @@
+"""The figures of the machine that plans go by, measured where they aren't known: for each plan those that it hangs on.
+
+What a run's process holds is a part of every plan's peak. It takes a process some seconds to find out, and is begun as
+soon as it is known that a plan will be made, beside this process's own imports. How fast the host reads weights, and
+what its kernels take, say nothing of a model that is light: what a token of it takes is calls of modules, and those
+are measured in a moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+from offstage.pipeline.stage import MEASURED, Config
+from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
+from offstage.stages.checkpoints.model_source import ModelSource
+from offstage.stages.machine.hardware import Hardware, hardware
+from offstage.stages.machine.host_memory import PROCESS_BYTES
+from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
+from offstage.stages.machine.process_memory import begin_process_memory, process_memory
+from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
+from offstage.stages.machine.row_products import exact_dtypes
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.request.geometry import read_geometry
+from offstage.stages.plan.request.requests import asking
+from offstage.stages.plan.row_blocks import possible_dtypes
+
+_LIGHT_SHARE = 1 / 3
+"""The part of the time of a model's calls in which its weights are read, at the most, where it is light."""
+_NOMINAL = Rates()
+_CALLS_A_LAYER = 9
+"""Of modules that hold weights: seven products, as most decoders have, and two norms."""
+
+
+def is_light(outline: Outline, config: Config) -> bool:
+    """Return whether a token of ``outline`` takes calls of modules and next to no reading, by the nominal rates.
+
+    It does where the host computes all of it. A training is no decoding, whatever the model.
+    """
+    return _is_light(outline.skeleton.bytes, len(outline.skeleton.calls), config)
+
+
+def _is_light(size: int, calls: int, config: Config) -> bool:
+    if asking(config) == "finetune" or hardware(config).accelerators:
+        return False
+    return size / _NOMINAL.host <= _LIGHT_SHARE * calls / _NOMINAL.calls
+
+
+def prepare(config: Config, cache: Path) -> None:
+    """Have the figures measured and kept that a plan under ``config`` will go by, as far as its model is known.
+
+    That is its files' size, and how many layers its config has, which tell whether it will be light.
+    """
+    size = sum(path.stat().st_size for path in ModelSource.of(config["model"]).local_weights)
+    calls = _CALLS_A_LAYER * read_geometry(config["model"]).layers
+    machine_rates(config, known_machine(config, cache), cache, light=_is_light(size, calls, config))
+
+
+def begin_measuring(config: Config, cache: Path) -> None:
+    """Have what ``known_machine`` waits for be looked for and measured from now on, beside what this process does."""
+    accelerator = _asked_of(hardware(config), config)
+    if accelerator is not None:
+        begin_process_memory(cache / MEASURED, accelerator=accelerator)
+
+
+def known_machine(config: Config, cache: Path) -> Hardware:
+    """Return the machine that ``config`` describes; this one with what the process of a run was measured to hold.
+
+    Of another host nothing is measured here: what its process holds is the nominal figure. An accelerator that is
+    there has less for weights by the context, and by the workspaces of the threads that compute: a backward pass has
+    one of its own. Each accelerator beyond the first is taken to cost the host as much as that one.
+    """
+    machine = hardware(config)
+    accelerator = _asked_of(machine, config)
+    if accelerator is None:
+        return machine
+    held = process_memory(cache / MEASURED, accelerator=accelerator)
+    machine = hardware(config)  # once more: the process that is measured holds memory meanwhile
+    threads = 2 if asking(config) == "finetune" else 1
+    there = [device for device in machine.accelerators if not device.simulated]
+    accelerators = (
+        replace(
+            device,
+            free_bytes=max(0, device.free_bytes - (0 if device.has_context else held.context)),
+            process_bytes=held.device * threads,
+        )
+        for device in there
+    )
+    if there:
+        machine = replace(machine, accelerators=tuple(accelerators))
+    if host_is_described(config):
+        return machine
+    process = held.host + max(0, len(there) - 1) * max(0, held.host - PROCESS_BYTES)
+    return replace(machine, host=replace(machine.host, process_bytes=process))
+
+
+def _asked_of(machine: Hardware, config: Config) -> str | None:
+    """Return the name of the accelerator that a run's process is measured with, empty without one; null where it is
+    another machine's process.
+    """
+    name = next((device.name for device in machine.accelerators if not device.simulated), "")
+    return None if host_is_described(config) and not name else name
+
+
+def known_machine_and_kernels(config: Config, cache: Path, *, light: bool) -> tuple[Hardware, Kernels]:
+    """Return the machine, and what its kernels take. Where neither is known a process measures each, side by side.
+
+    For a ``light`` model that is at first the most that any were found to take.
+    """
+    begin_measuring(config, cache)
+    kernels = NOMINAL if light else host_kernels(config, cache)
+    return known_machine(config, cache), kernels
+
+
+def host_is_described(config: Config) -> bool:
+    """Return whether the host is the config's to describe, which isn't asked then, nor is this one for it."""
+    return (config.get("hardware") or {}).get("host") is not None
+
+
+def machine_rates(
+    config: Config, machine: Hardware, cache: Path, outline: Outline | None = None, *, light: bool = False
+) -> Rates:
+    """Return the rates that the config gives, the others as they are measured on the checkpoint's largest file.
+
+    Those of a machine that is described and isn't this one are nominal where they aren't given. That of unpacking is
+    of the codecs which tensors of ``outline`` rest in. Of a ``light`` model's host only calls are measured.
+    """
+    described = config.get("hardware") or {}
+    if described.get("devices") is not None:
+        return read_rates(described)
+    files = ModelSource.of(config["model"]).local_weights
+    sample = max(files, key=lambda path: path.stat().st_size, default=None)
+    names = [accelerator.name for accelerator in machine.accelerators]
+    pinned = described.get("rates") or {}
+    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light)
+    if outline is None or "unpacking" in pinned:
+        return rates
+    used: Counter[str] = Counter()
+    for name, packed in outline.packed.items():
+        used[packed.codec] += outline.sizes[name]
+    unpacking = mean_rate(unpacking_rates(cache / MEASURED, used), used)
+    return rates if unpacking is None else replace(rates, unpacking=coarse_rate(unpacking))
+
+
+def host_kernels(config: Config, cache: Path) -> Kernels:
+    """Return what this machine's kernels take beside their operands; nominal figures where the host is another one."""
+    return NOMINAL if host_is_described(config) else local_kernels(cache / MEASURED)
+
+
+def with_row_blocks(outline: Outline, config: Config, cache: Path, machine: Hardware) -> Outline:
+    """Return ``outline`` with what says in which dtypes products by blocks of rows have the same bits as whole ones.
+
+    It is known of this host's kernels alone, and not of an accelerator's that is really there. A training is never
+    computed so: what autograd saves is whole weights.
+    """
+    elsewhere = host_is_described(config) or not all(device.simulated for device in machine.accelerators)
+    dtypes = possible_dtypes(outline)
+    if elsewhere or asking(config) == "finetune" or not dtypes:
+        return outline
+    return replace(outline, exact=lru_cache(partial(exact_dtypes, cache / MEASURED, dtypes)))

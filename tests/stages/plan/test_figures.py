@@ -1,0 +1,40 @@
+"""Which figures of the machine a plan goes by: a light model's by what its calls take, and by little else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.figures import is_light
+from offstage.stages.plan.outline import Outline
+from tests.stages.plan.skeletons import outline
+from tests.stages.plan.test_stage import config, two_accelerators
+
+NOMINAL = Rates()
+
+
+def model(*, seconds: float, calls: int) -> Outline:
+    """Return a model that is read in so many ``seconds`` at the nominal rate, with so many modules to call."""
+    found = outline({"l.0.w": round(seconds * NOMINAL.host)})
+    return replace(found, skeleton=replace(found.skeleton, calls=("l.0",) * calls))
+
+
+def light(*, seconds: float = 0.001, calls: int = 75, **given: Any) -> bool:
+    return is_light(model(seconds=seconds, calls=calls), config(**given))
+
+
+def test_a_model_is_light_whose_calls_take_far_longer_than_reading_its_weights() -> None:
+    assert light()
+    assert not light(seconds=0.002)
+    assert light(seconds=0.002, calls=150)
+    assert not light(calls=0), "nothing is known of its calls"
+
+
+@pytest.mark.parametrize(
+    "given", [{"stages": ["finetune"], "finetune": {}}, {"hardware": two_accelerators()}], ids=["trained", "elsewhere"]
+)
+def test_none_is_light_that_is_trained_or_that_an_accelerator_computes(given: dict[str, Any]) -> None:
+    assert not light(**given)
