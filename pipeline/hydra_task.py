@@ -51,7 +51,7 @@ class Task:
         record = _start_record(config)
         code = run_tracked(record, lambda: self._carry_out(record))
         if code == 0:
-            require_numbers(RunRecord.load(record.path).data)
+            require_numbers(RunRecord.load(record.path).run)
         return code
 
     def _carry_out(self, record: RunRecord) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.metrics import RUN_METRICS, MetricTable
+from offstage.pipeline.run_schema import Run
 
 GROUP = "offstage.stages"
 OWN_PACKAGE = "offstage-pipeline"
@@ -71,10 +73,14 @@ def installed_metrics() -> MetricTable:
     return found
 
 
-def metric_table(record: Mapping[str, Any]) -> MetricTable:
-    """Return the metrics that ``record`` has a table of; of a record from before there were any all that are known."""
-    stored = record.get("metric_table")
-    return MetricTable.read(stored) if stored else installed_metrics()
+def metric_table(run: Run) -> MetricTable:
+    """Return the metrics that ``run`` has a table of; of a record from before there were any all that are known."""
+    return _table(json.dumps(run.metric_table)) if run.metric_table else installed_metrics()
+
+
+@lru_cache
+def _table(stored: str) -> MetricTable:
+    return MetricTable.read(json.loads(stored))
 
 
 def stage_configs() -> dict[str, type[Any]]:

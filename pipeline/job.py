@@ -54,10 +54,10 @@ def perform(
     return_freed_memory()
     bound_kernel_caches()
     with (
-        RunScreen(record.data) as screen,
+        RunScreen(record) as screen,
         MemoryMonitor() as monitor,
         Ending(record, monitor) as ending,
-        in_step(record.config, record.data["environment"], partial(_end_from_outside, record)) as hosts,
+        in_step(record.config, record.run.environment, partial(_end_from_outside, record)) as hosts,
         mendable(),
     ):
         stages = check_config(record.config)
@@ -72,9 +72,7 @@ def perform(
             record.note_hosts(hosts.exchange(host_summary(record)))
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
     closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
-    noted = record.data["enforcement"]
-    untested = [f"no memory cap was tested: {noted['how']}"] if noted and not noted["enforced"] else []
-    screen.finish(reports, "\n".join([*untested, closing]))
+    screen.finish(reports, "\n".join(filter(None, [record.run.untested, closing])))
     record.require()
     return 0
 
@@ -117,13 +115,13 @@ def cap_bytes(record: RunRecord) -> int | None:
     It is what is predicted, or the budget that the config gives if that is more; a budget that was worked out is what
     the machine can give, and no promise of the run's.
     """
-    memory = record.data["memory"]
-    predicted = memory["predicted"].get("cpu")
+    memory = record.run.memory
+    predicted = memory.predicted.get("cpu")
     if predicted is None:
         return None
-    given = memory["budget"].get("cpu") if record.config.get("max_memory") else None
-    most: int = max(predicted, memory.get("simulated", {}).get("cpu") or 0, given or 0)
-    return most + KERNEL_BYTES
+    given = memory.budget.get("cpu") if record.config.get("max_memory") else None
+    simulated = memory.simulated.get("cpu")
+    return int(max(predicted, simulated or 0, given or 0)) + KERNEL_BYTES
 
 
 class _Watch(Observer):
@@ -134,7 +132,7 @@ class _Watch(Observer):
     ) -> None:
         self._record, self._screen, self._group = record, screen, group
         self.sees_text = screen.is_live
-        self._expected = Earlier.of(expected.data, expected.path.parent) if expected else None
+        self._expected = Earlier.of(expected.run) if expected else None
 
     def keyed(self, stage: str, sources: SourceFiles) -> None:
         """Say that the stage is looked at; refuse a checkpoint, or an adapter, that isn't the recorded one."""
@@ -167,8 +165,8 @@ class _Watch(Observer):
     def ended(self) -> None:
         """Say so where there was nothing to cap."""
         if self._group is not None:
-            stages = self._record.data["stages"]
-            why = "served from the cache" if stages and stages[-1]["cached"] else "no stage came after the plan"
+            last = self._record.run.stages[-1:]
+            why = "served from the cache" if last and last[0].cached else "no stage came after the plan"
             self._record.note_enforcement(bytes_allowed=None, how=f"nothing was loaded: {why}")
 
 

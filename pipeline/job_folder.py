@@ -61,10 +61,10 @@ class JobFolder:
         path = self._folder / RECORD
         if not path.exists():
             return False
-        found = RunRecord.load(path)
-        if found.data["overrides"] != list(overrides):
+        found = RunRecord.load(path).run
+        if found.overrides != tuple(overrides):
             return False
-        if found.data["status"] == "completed":
+        if found.status == "completed":
             return True
         free = next(name for number in count(1) if not (name := path.with_stem(f"{path.stem}-{number}")).exists())
         with mendable(self._folder):

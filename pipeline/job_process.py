@@ -127,7 +127,7 @@ class PassedSignals:
 def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | None) -> int:
     """Return the job's exit code; where it couldn't write how it ended, write that for it."""
     record = RunRecord.load(path)
-    unfinished = record.data["status"] == "running"
+    unfinished = record.run.status == "running"
     if passed:
         if unfinished:
             record.finish("interrupted", error=KeyboardInterrupt())
@@ -137,7 +137,7 @@ def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | N
             record.finish("failed", error=KilledError(f"the job's process exited {code} without a word; see run.log"))
         return code
     error = KilledError(_reason(record, -code, group))
-    if record.data["status"] == "completed":
+    if record.run.status == "completed":
         _log.warning("the run completed, and its process was %s as it ended", error)
         return 0
     if unfinished:
@@ -147,9 +147,11 @@ def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | N
 
 def _reason(record: RunRecord, number: int, group: MemoryGroup | None) -> str:
     name = signal.Signals(number).name
-    cap = (record.data.get("enforcement") or {}).get("bytes")
-    if group is not None and group.kills() and cap:
-        return f"killed by its memory cap: it needed more than the {cap} bytes that its plan allows (enforce_memory)"
+    cap = record.run.enforcement
+    if group is not None and group.kills() and cap is not None and cap.bytes:
+        return (
+            f"killed by its memory cap: it needed more than the {cap.bytes} bytes that its plan allows (enforce_memory)"
+        )
     if number == signal.SIGKILL:
         return f"killed by {name}: by hand, or by the system when memory ran out (see dmesg); lower max_memory.cpu"
     return f"killed by {name}; see run.log beside the record"
@@ -157,5 +159,4 @@ def _reason(record: RunRecord, number: int, group: MemoryGroup | None) -> str:
 
 def _stage_at_work(record: RunRecord) -> str | None:
     """Return the first stage of the run that the record has no entry for."""
-    done = {stage["name"] for stage in record.data["stages"]}
-    return next((name for name in record.config.get("stages", ()) if name not in done), None)
+    return next((name for name in record.config.get("stages", ()) if record.run.stage(name) is None), None)

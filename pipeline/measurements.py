@@ -8,51 +8,50 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import Metric, MetricTable
-from offstage.pipeline.provenance import provenance
 from offstage.pipeline.report.placements import linked_devices
 from offstage.pipeline.report.quantities import scale_for, tell
+from offstage.pipeline.run_schema import Metrics, Run, RunMemory
 from offstage.pipeline.terminal import plain_table
 
 _DISK = "disk"
 
 
-def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield the tables of what ``record`` says was measured and predicted.
+def measurements(run: Run) -> Iterator[Table]:
+    """Yield the tables of what the record of ``run`` says was measured and predicted.
 
     The times of decoding and its bytes are a forward's, however many sequences share it.
     """
-    metrics, memory, table = record["metrics"], record["memory"], metric_table(record)
+    metrics, table = run.metrics, metric_table(run)
     shown = [row for row in table.rows() if not row[0].aside]
     found = [(row[0], {one.kind: _cell(one, metrics.get(one.name)) for one in row}) for row in shown]
     planned = not any(cells.get("measured") for _, cells in found)
     rows = [
-        [of.title, cells.get("measured", ""), _range(record, of), cells.get("predicted", ""), cells.get("bound", "")]
+        [of.title, cells.get("measured", ""), _range(run, of), cells.get("predicted", ""), cells.get("bound", "")]
         for of, cells in found
         if cells.get("measured") or (planned and any(cells.values()))
     ]
-    how = provenance(record).told() + " (accelerators simulated)" * bool(metrics.get("simulated_accelerators"))
+    how = run.provenance.told() + " (accelerators simulated)" * bool(metrics.get("simulated_accelerators"))
     yield from _table(["", how, "least to largest", "predicted", "bound"], rows)
-    yield from _table(["device", "peak", "predicted"], list(_devices(memory)))
+    yield from _table(["device", "peak", "predicted"], list(_devices(run.memory)))
     yield from _table(["streamed to", *(metric.heading for metric in table.links())], list(_links(metrics, table)))
 
 
-def remarks(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what must be known of the figures of ``record`` by who uses them, whichever stages it is of."""
-    found = provenance(record)
+def remarks(run: Run) -> Iterator[str]:
+    """Yield what must be known of the figures of ``run`` by who uses them, whichever stages it is of."""
+    found = run.provenance
     if found.busy and found.samples > 1:  # of one alone nobody asked how far it is to be trusted: its record says it
         yield (
             f"Others used the processor in {found.busy} of {found.samples} samples: the times say less of this run; "
             "measure.fresh=true measures again."
         )
-    yield from record.get("compared", ())
+    yield from run.compared
 
 
 def _cell(metric: Metric, value: float | str | None) -> str:
@@ -63,26 +62,25 @@ def _cell(metric: Metric, value: float | str | None) -> str:
     return tell(value, metric.unit)
 
 
-def _range(record: Mapping[str, Any], metric: Metric) -> str:
+def _range(run: Run, metric: Metric) -> str:
     """Return the least and the largest of the samples of a time, empty where there aren't several."""
-    counting = [sample["metrics"] for sample in record.get("samples", ()) if sample.get("counts")]
-    values = [value for metrics in counting if (value := metrics.get(metric.name)) is not None]
+    values = [value for sample in run.counting if (value := sample.metric(metric.name)) is not None]
     if metric.unit != "seconds" or len(values) < 2:
         return ""
     scale = scale_for(values, metric.unit)
     return f"{scale.number(min(values))} to {scale.text(max(values))}"
 
 
-def _devices(memory: Mapping[str, Mapping[str, int | None]]) -> Iterator[list[str]]:
+def _devices(memory: RunMemory) -> Iterator[list[str]]:
     """Yield a row for each device that computes or holds weights in memory."""
-    measured, predicted = memory["measured"], memory["predicted"]
+    measured, predicted = memory.measured, memory.predicted
     for device in dict.fromkeys((*predicted, *measured)):
         if device != _DISK:
             peak, expected = measured.get(device), predicted.get(device)
             yield [device, *("" if held is None else tell(held, "bytes") for held in (peak, expected))]
 
 
-def _links(metrics: Mapping[str, Any], table: MetricTable) -> Iterator[list[str]]:
+def _links(metrics: Metrics, table: MetricTable) -> Iterator[list[str]]:
     """Yield a row for each device that weights are streamed to, where there are several."""
     for device in linked_devices(table, metrics):
         yield [device, *(_cell(metric, metrics.get(metric.on(device))) for metric in table.links())]

@@ -16,6 +16,7 @@ from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.installed_stages import installed_metrics, metric_table
 from offstage.pipeline.metrics import Unit
 from offstage.pipeline.replay import MEMORY
+from offstage.pipeline.run_schema import Run
 from offstage.pipeline.typed_config import read
 
 
@@ -99,53 +100,53 @@ def _misnamed(key: str, name: str) -> Iterable[Fault]:
         )
 
 
-def objective_of(record: Mapping[str, Any]) -> Objective | None:
-    """Return what the run of ``record`` came to; null where its config names no number.
+def objective_of(run: Run) -> Objective | None:
+    """Return what ``run`` came to; null where its config names no number.
 
     Raises:
         UnmeasuredError: the record has the metric that the config names, and no value of it.
         ConfigError: the record has no number of a name that the config gives.
     """
-    given, table = read_objective(record["config"]), metric_table(record)
+    given, table = read_objective(run.config), metric_table(run)
     if given.figure is None:
         return None
     sides = (("objective.at_most", given.at_most), ("objective.at_least", given.at_least))
     limits = [
-        Limit(name, limits is given.at_most, bound, _number(record, key, name), table.unit(name))
+        Limit(name, limits is given.at_most, bound, _number(run, key, name), table.unit(name))
         for key, limits in sides
         for name, bound in limits.items()
     ]
-    value = _number(record, "objective.figure", given.figure)
+    value = _number(run, "objective.figure", given.figure)
     return Objective(given.figure, value, tuple(limits), table.unit(given.figure, value))
 
 
-def require_numbers(record: Mapping[str, Any]) -> None:
-    """Raise a ``ConfigError`` where the config of a completed ``record`` names a number that no record has.
+def require_numbers(run: Run) -> None:
+    """Raise a ``ConfigError`` where the config of a completed ``run`` names a number that no record has.
 
     One that others have, and this run came to no value of, is no fault.
     """
     with suppress(UnmeasuredError):
-        objective_of(record)
+        objective_of(run)
 
 
-def _number(record: Mapping[str, Any], key: str, name: str) -> float:
+def _number(run: Run, key: str, name: str) -> float:
     """Return the number of that name; a ``ConfigError`` about ``key`` where there is none."""
-    known = _numbers(record)
+    known = _numbers(run)
     if name not in known:
-        declared = any(table.find(name) for table in (metric_table(record), installed_metrics()))
-        raise (UnmeasuredError if declared or name in record["metrics"] else ConfigError)(
+        declared = any(table.find(name) for table in (metric_table(run), installed_metrics()))
+        raise (UnmeasuredError if declared or name in run.metrics else ConfigError)(
             f"{key}: this run's record has no number {name!r}{closest(name, known)}; "
             "the metrics and the memory in its run.json are what can be named"
         )
     return known[name]
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return every number of the record that can be named."""
-    parts = [("", record["metrics"]), *((f"memory.{part}.", record["memory"].get(part) or {}) for part in MEMORY)]
+def _numbers(run: Run) -> dict[str, float]:
+    """Return every number of the run's record that can be named."""
+    parts = [("", run.metrics), *((f"memory.{part}.", getattr(run.memory, part)) for part in MEMORY)]
     return {
         f"{before}{name}": float(value)
         for before, values in parts
         for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float)
     }

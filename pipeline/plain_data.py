@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 LARGEST = 2**64
 """Numbers from here on, and those that are none, stand in no record."""
+_SCALARS = {bool, int, float, str, type(None)}
 DEEPEST = 50
 """More than any config is nested, and less than a record may be that has it in it."""
 
@@ -35,6 +37,36 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield from leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+def scalars(data: object) -> Iterator[Any]:
+    """Yield what in ``data`` has nothing in itself, in no order; of many it takes a fraction of the time of a walk."""
+    waiting = [data]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict | list | tuple):
+            waiting += node.values() if isinstance(node, dict) else node
+        else:
+            yield node
+
+
+def as_json(data: object, *, indent: int = 2) -> str:
+    """Return ``data`` as JSON with an entry a line, but lists of scalars in one: they may be of millions of tokens."""
+    return "".join(_pieces(data, "\n", " " * indent)) + "\n"
+
+
+def _pieces(node: object, margin: str, step: str) -> Iterator[str]:
+    inner: list[tuple[str, object]] = []
+    if isinstance(node, dict):
+        names = (key if isinstance(key, str) else json.dumps(key) for key in node)
+        inner = [(f"{json.dumps(name)}: ", value) for name, value in zip(names, node.values(), strict=True)]
+    elif isinstance(node, list | tuple) and not set(map(type, node)) <= _SCALARS:
+        inner = [("", value) for value in node]
+    begin, end = "{}" if isinstance(node, dict) else "[]"
+    for place, (name, value) in enumerate(inner):
+        yield f"{',' if place else begin}{margin}{step}{name}"
+        yield from _pieces(value, margin + step, step)
+    yield f"{margin}{end}" if inner else json.dumps(node)
 
 
 def unrecordable(data: object) -> Iterator[tuple[str, str]]:

@@ -6,53 +6,76 @@ leaves a record that says ``running`` and tells how far it came.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.pipeline.decoding import Reading, decode, encode
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.metrics import MetricTable
-from offstage.pipeline.plain_data import walk
+from offstage.pipeline.plain_data import as_json, walk
+from offstage.pipeline.printable_text import printable_data
 from offstage.pipeline.regular_files import parse_json, read_regular
+from offstage.pipeline.run_schema import SCHEMA_VERSION, Enforcement, HostRun, Run, RunError, StageRun, Status
 from offstage.pipeline.signatures import is_signed, sign
 from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
 RECORD = "run.json"
-SCHEMA_VERSION = 1
 _PLACE = re.compile(r"[/\\.~]")
 _QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
 _LISTED = 8
 """How many jobs of a sweep an error names."""
-Status = Literal["running", "completed", "failed", "interrupted"]
 
 
-@dataclass(frozen=True, slots=True)
-class StageRecord:
-    """One stage of a run: how long it took, the peaks while it ran, and where its artifact lies.
+class RecordError(StorageError):
+    """A file that should be a run's record, and isn't one that can be read: ``reason`` says why, without the file."""
 
-    ``peak_device_bytes`` maps an accelerator's device id to bytes; it is empty where there is none. ``inputs`` is what
-    the key stands for, outlined: by it two runs of one stage can be told apart part by part. ``measured`` says whether
-    figures of an artifact that was ``cached`` were measured now.
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}; restore the file, or give the folder of another run")
+        self.reason = reason
+
+
+def read_run(path: Path) -> Run:
+    """Return the run that the file ``path`` records, as far as it can be read, with its text printable.
+
+    It may have failed, be at work or have been killed, and its record may come from anywhere: a value that isn't of its
+    type is as good as none. Raises ``RecordError`` where the file is no record, or one of its sections no section.
     """
+    try:
+        text, when = read_regular(path), path.stat().st_mtime
+    except OSError as error:
+        raise RecordError(path, error.strerror or str(error)) from error
+    run = _decoded(path, printable_data(_parsed(path, text)), "lenient")
+    return replace(run, written=datetime.fromtimestamp(when).isoformat(" ", "minutes"))
 
-    name: str
-    key: str
-    cached: bool
-    seconds: float
-    artifact: str
-    peak_host_bytes: int | None = None
-    peak_device_bytes: Mapping[str, int] = field(default_factory=dict)
-    inputs: object = None
-    measured: bool = False
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    """Return the object that ``text`` is in JSON; a ``RecordError`` where it is no record of this schema."""
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        raise RecordError(path, f"no JSON that can be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("status"), str):
+        raise RecordError(path, "JSON, but no run record: it has no status")
+    version = content.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise RecordError(path, f"schema_version {version!r}; this offstage reads {SCHEMA_VERSION}")
+    return content
+
+
+def _decoded(path: Path, content: Mapping[str, Any], reading: Reading) -> Run:
+    try:
+        return replace(decode(Run, content, reading), folder=path.parent)
+    except ValueError as error:
+        raise RecordError(path, f"damaged: {str(error).removeprefix('.')}") from error
 
 
 class RunRecord:
@@ -61,6 +84,7 @@ class RunRecord:
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self._path = path
         self._content = content
+        self._run: Run | None = None
         self._written = ""
 
     @classmethod
@@ -82,32 +106,19 @@ class RunRecord:
             "folder": str(Path.cwd()),
             "conf": str(resources.files("offstage.conf")),
         }
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "status": "running",
-            "error": None,
-            "started": _now(),
-            "finished": None,
-            "overrides": list(overrides),
-            "config": config,
-            "signature": sign(RECORD, _places(config, places)),
-            "environment": environment,
-            "packages": {},
-            "places": places,
-            "model": {},
-            "inputs": {},
-            "stages": [],
-            "memory": {"budget": {}, "predicted": {}, "measured": {}},
-            "metrics": {},
-            "metric_table": {},
-            "outputs": [],
-            "experts": {},
-            "samples": [],
-            "steps": [],
-            "device_map": None,
-            "enforcement": None,
-        }
-        record = cls(folder / RECORD, content)
+        content = Run(
+            status="running",
+            started=_now(),
+            overrides=tuple(overrides),
+            config=config,
+            signature=sign(RECORD, _places(config, places)),
+            environment=environment,
+            places=places,
+            stages=(),
+            metrics={},
+            outputs=(),
+        )
+        record = cls(folder / RECORD, encode(content))
         record._create()
         return record
 
@@ -124,13 +135,9 @@ class RunRecord:
                 text = read_regular(file)
             except FileNotFoundError as error:
                 raise StorageError(_no_record(path)) from error
-        try:
-            content = parse_json(text)
-        except ValueError as error:
-            raise StorageError(f"{file}: not JSON ({error}); give the folder of a run") from error
-        if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
-            raise StorageError(f"{file}: no run record of schema version {SCHEMA_VERSION}; give the folder of a run")
-        return cls(file, content)
+        record = cls(file, _parsed(file, text))
+        record._run = record.run
+        return record
 
     @property
     def path(self) -> Path:
@@ -139,8 +146,15 @@ class RunRecord:
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """What the file holds, to be read only."""
+        """What the file holds, as JSON has it, to be read only."""
         return self._content
+
+    @property
+    def run(self) -> Run:
+        """What the file says; a ``RecordError`` names the key that isn't as a run has it."""
+        if self._run is None:
+            self._run = _decoded(self._path, self._content, "open")
+        return self._run
 
     @property
     def config(self) -> Config:
@@ -159,12 +173,12 @@ class RunRecord:
         """Whether a command of this user wrote the config, and it names the same places as then."""
         return is_own_config(self.config, self._content.get("signature"), self._content.get("places"))
 
-    def add_stage(self, stage: StageRecord) -> None:
+    def add_stage(self, stage: StageRun) -> None:
         """Add a stage, or bring the entry of that name up to date: making a live half late costs more time."""
         stages = self._content["stages"]
         names = [known["name"] for known in stages]
         place = names.index(stage.name) if stage.name in names else len(stages)
-        stages[place : place + 1] = [asdict(stage)]
+        stages[place : place + 1] = [encode(stage)]
         self._write()
 
     def note_metrics(self, table: MetricTable) -> None:
@@ -227,8 +241,7 @@ class RunRecord:
 
     def note_enforcement(self, *, bytes_allowed: int | None, how: str) -> None:
         """Keep whether the run's memory was capped, at how many bytes, and how or why not."""
-        enforced = bytes_allowed is not None
-        self._content["enforcement"] = {"enforced": enforced, "bytes": bytes_allowed, "how": how}
+        self._content["enforcement"] = encode(Enforcement(bytes_allowed is not None, bytes_allowed, how))
         self._write()
 
     def finish(self, status: Status, *, error: BaseException | None = None, stage: str | None = None) -> None:
@@ -236,8 +249,7 @@ class RunRecord:
         self._content["status"] = status
         self._content["finished"] = _now()
         if error is not None:
-            message = str(error)
-            self._content["error"] = {"stage": stage, "type": type(error).__name__, "message": message}
+            self._content["error"] = encode(RunError(stage, type(error).__name__, str(error)))
         self._write()
 
     def require(self) -> None:
@@ -263,7 +275,7 @@ class RunRecord:
             ) from error
 
     def _write(self) -> None:
-        text = self._text()
+        self._run, text = None, self._text()
         if text == self._written:
             return
         try:
@@ -275,18 +287,16 @@ class RunRecord:
         self._written = text
 
     def _text(self) -> str:
-        return json.dumps(self._content, indent=2) + "\n"
+        return as_json(self._content)
 
 
 def host_summary(record: RunRecord) -> dict[str, Any]:
-    """Return what the record of a run by several hosts has of the one whose ``record`` this is, so far.
-
-    ``record`` is the path of that host's own; ``memory`` and ``metrics`` are as there.
-    """
-    known = record.data
-    metrics = {name: value for name, value in known["metrics"].items() if value is not None}
-    about = {name: known["environment"].get(name) for name in ("platform", "cpu")}
-    return {"record": str(record.path), **about, "memory": known["memory"], "metrics": metrics}
+    """Return the ``HostRun`` that the record of a run by several hosts has of the one of this ``record``, so far."""
+    run = record.run
+    metrics = {name: value for name, value in run.metrics.items() if value is not None}
+    platform, cpu = (run.environment.get(name) for name in ("platform", "cpu"))
+    found: dict[str, Any] = encode(HostRun(str(record.path), platform, cpu, run.memory, metrics))
+    return found
 
 
 def is_own_config(config: Config, signature: object, noted: object) -> bool:
@@ -328,8 +338,8 @@ def never_left_running(record: RunRecord) -> Iterator[None]:
         if not record.path.exists():
             raise
         written = RunRecord.load(record.path)
-        unfinished = written.data["status"] == "running"
-        if unfinished or (written.data["status"] == "completed" and isinstance(error, StorageError)):
+        unfinished = written.run.status == "running"
+        if unfinished or (written.run.status == "completed" and isinstance(error, StorageError)):
             written.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=error)
         raise
 

@@ -13,8 +13,11 @@ from itertools import islice, zip_longest
 from typing import Any
 
 from offstage.pipeline.cache.outline import Change, changes
+from offstage.pipeline.decoding import encode
+from offstage.pipeline.run_schema import Run
 
 Record = Mapping[str, Any]
+"""A section of a record, or an entry of one, as JSON has it."""
 TOKENS = "tokens"
 MEMORY = ("budget", "predicted", "measured")
 """The parts of a record's memory that a number can be named of."""
@@ -71,43 +74,28 @@ class Comparison:
         return self.difference is None if self.kind else not self.moved
 
 
-def compare(then: Record, now: Record) -> Comparison:
-    """Hold the record ``now`` against the earlier ``then``; a section that one lacks is empty."""
-    outputs, later = then.get("outputs") or (), now.get("outputs") or ()
+def compare(then: Run, now: Run) -> Comparison:
+    """Hold the run ``now`` against the earlier ``then``; a section that the record of one lacks is empty."""
+    outputs, later = ([output.whole for output in run.outputs] for run in (then, now))
+    held = ((part, getattr(then.memory, part), getattr(now.memory, part)) for part in MEMORY)
     return Comparison(
         kind=kind_of([*outputs, *later]),
         differences=tuple(differences(outputs, later)),
-        moved=tuple(_moved(_section(then, "device_map"), _section(now, "device_map"))),
+        moved=tuple(_moved(then.device_map or {}, now.device_map or {})),
         why=tuple(_changed_inputs(then, now)),
         environment=tuple(_other_environment(then, now)),
-        config=_changed(then, now, "config"),
-        model=_changed(then, now, "model"),
-        memory=tuple(change for part in MEMORY for change in _held(then, now, part)),
-        metrics=_changed(then, now, "metrics"),
+        config=tuple(changes(then.config, now.config)),
+        model=tuple(changes(encode(then.model), encode(now.model))),
+        memory=tuple(change for part, before, after in held for change in changes(before, after, part)),
+        metrics=tuple(changes(then.metrics, now.metrics)),
     )
 
 
-def _section(record: Record, key: str) -> Record:
-    """Return the section ``key`` of ``record``, empty where it is missing or no mapping."""
-    value = record.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _changed(then: Record, now: Record, key: str) -> tuple[Change, ...]:
-    return tuple(changes(_section(then, key), _section(now, key)))
-
-
-def _held(then: Record, now: Record, part: str) -> Iterator[Change]:
-    """Yield the devices whose bytes differ in a ``part`` of what the records have of memory."""
-    before, after = (_section(_section(record, "memory"), part) for record in (then, now))
-    return changes(before, after, part)
-
-
-def _other_environment(then: Record, now: Record) -> Iterator[Change]:
+def _other_environment(then: Run, now: Run) -> Iterator[Change]:
     """Yield what differs in machine and versions: of other packages those alone that both runs imported."""
-    yield from _changed(then, now, "environment")
-    before, after = _section(then, "packages"), _section(now, "packages")
-    both = sorted((before.keys() & after.keys()) - _section(then, "environment").keys())
+    yield from changes(then.environment, now.environment)
+    before, after = then.packages or {}, now.packages or {}
+    both = sorted((before.keys() & after.keys()) - then.environment.keys())
     yield from changes({name: before[name] for name in both}, {name: after[name] for name in both})
 
 
@@ -173,12 +161,11 @@ def _is_split(name: str, device_map: Record) -> bool:
     return any(not name or other.startswith(f"{name}.") for other in device_map)
 
 
-def _changed_inputs(then: Record, now: Record) -> Iterator[Change]:
+def _changed_inputs(then: Run, now: Run) -> Iterator[Change]:
     """Yield what changed in the keys of the stages, each change where it began."""
-    before = {str(stage.get("name")): _section(stage, "inputs") for stage in then.get("stages") or ()}
-    for stage in now.get("stages") or ():
-        name, new = str(stage.get("name")), _section(stage, "inputs")
-        old = before.get(name, {})
+    before = {stage.name: stage.inputs or {} for stage in then.stages}
+    for stage in now.stages:
+        old, new = before.get(stage.name, {}), stage.inputs or {}
         own = [part for part in dict.fromkeys((*old, *new)) if part not in _FROM_BEFORE]
         for part in own if old else ():
-            yield from changes(old.get(part), new.get(part), f"{name}.{part}")
+            yield from changes(old.get(part), new.get(part), f"{stage.name}.{part}")

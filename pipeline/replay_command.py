@@ -32,6 +32,7 @@ from offstage.pipeline.regular_files import lies_in
 from offstage.pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
 from offstage.pipeline.replay_config import config_here, given_places
 from offstage.pipeline.report.quantities import tell
+from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.runner import load_stages
 from offstage.pipeline.stage import MEASURED, Artifact
 from offstage.pipeline.terminal import shorten
@@ -93,7 +94,7 @@ def replay(given: argparse.Namespace) -> int:
     refuse_untrusted(then, config, folder, [*given.trust, *places.values()])
     if given.from_cache:
         return _compare_stored(then, _trust(then, given.trust))
-    now = RunRecord.start(folder, overrides=then.data["overrides"], config=config, environment=environment())
+    now = RunRecord.start(folder, overrides=then.run.overrides, config=config, environment=environment())
     cache = folder / ".cache"
     options = ["--expected", str(then.path.absolute()), "--cache", str(cache)]
     try:
@@ -106,8 +107,8 @@ def replay(given: argparse.Namespace) -> int:
         shutil.rmtree(cache, ignore_errors=True)
     if code:
         return INTERRUPTED if code == INTERRUPTED else ReplayError.exit_code
-    done = RunRecord.load(folder).data
-    found = compare(then.data, done)
+    done = RunRecord.load(folder).run
+    found = compare(then.run, done)
     lines = (*_report(found, metric_table(done)), f"replay    {shorten(folder)}")
     sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0 if found.same else DIFFERENT
@@ -167,27 +168,28 @@ def _listed(found: Sequence[Change]) -> Iterable[str]:
 def _compare_stored(then: RunRecord, trust: Trust) -> int:
     """Hold what the cache keeps of the run against its record; nothing is run."""
     outputs = outputs_for(then.path)
-    kept = [_kept(entry, outputs / "cache") for entry in then.data["stages"]]
+    kept = [_kept(entry, outputs / "cache") for entry in then.run.stages]
     asked = [
         TrustRequest(str(path), "stages.artifact", is_code=False) for path in kept if not trust.encloses(path, outputs)
     ]
     trust.refuse(asked, about=then.path, error=ReplayError)
     stages, cache = {stage.name: stage for stage in load_stages(then.config)}, outputs / "cache"
     difference: Difference | None = None
-    for entry in then.data["stages"]:
-        report = stages[entry["name"]].report(_stored(entry, cache))
+    recorded = [output.whole for output in then.run.outputs]
+    for entry in then.run.stages:
+        report = stages[entry.name].report(_stored(entry, cache))
         if report.outputs:
-            difference = first_difference(then.data["outputs"], report.outputs)
-    count = len(then.data["stages"])
+            difference = first_difference(recorded, report.outputs)
+    count = len(then.run.stages)
     sys.stdout.write(f"artifacts {count} of {count} are whole\n")
-    if then.data["outputs"]:
-        sys.stdout.write(f"{_verdict(kind_of(then.data['outputs']), difference)}\n")
+    if recorded:
+        sys.stdout.write(f"{_verdict(kind_of(recorded), difference)}\n")
     return 0 if difference is None else DIFFERENT
 
 
-def _stored(entry: Mapping[str, Any], cache: Path) -> Artifact:
+def _stored(entry: StageRun, cache: Path) -> Artifact:
     """Return what ``cache`` holds of the stage that ``entry`` records, else what lies where it was made."""
-    stage, key = Path(entry["name"]).name, Path(entry["key"]).name
+    stage, key = Path(entry.name).name, Path(entry.key).name
     folder = _kept(entry, cache)
     try:
         return Artifact(stage, key, folder, verify(folder, stage=stage, key=key))
@@ -197,10 +199,10 @@ def _stored(entry: Mapping[str, Any], cache: Path) -> Artifact:
         ) from error
 
 
-def _kept(entry: Mapping[str, Any], cache: Path) -> Path:
+def _kept(entry: StageRun, cache: Path) -> Path:
     """Return where the artifact of the stage that ``entry`` records lies.
 
     The cache is the one beside the record: both may have been moved since.
     """
-    moved = cache / Path(entry["name"]).name / Path(entry["key"]).name
-    return moved if moved.is_dir() else Path(entry["artifact"])
+    moved = cache / Path(entry.name).name / Path(entry.key).name
+    return moved if moved.is_dir() else Path(entry.artifact)

@@ -50,9 +50,9 @@ def config_here(then: RunRecord, outputs: Path, given: Mapping[str, str]) -> dic
 
 def _batched_as_it_was(config: dict[str, Any], then: RunRecord) -> None:
     """Have prompts share a batch where they did in a record of an older release: without a size it meant all in one."""
-    generate, outputs = config.get("generate"), then.data["outputs"]
-    shared = len({output.get("batch") for output in outputs}) < len(outputs)
-    if "places" not in then.data and shared and isinstance(generate, dict) and generate.get("batch_size") is None:
+    generate, outputs = config.get("generate"), then.run.outputs
+    shared = len({output.batch for output in outputs}) < len(outputs)
+    if then.run.places is None and shared and isinstance(generate, dict) and generate.get("batch_size") is None:
         config["generate"] = {**generate, "batch_size": len(outputs)}
 
 
@@ -80,10 +80,8 @@ class _Places:
     """Where what a record names may lie on this machine."""
 
     def __init__(self, then: RunRecord) -> None:
-        noted = then.data.get("places")
-        texts = noted if isinstance(noted, Mapping) else {}
-        paths = {name: Path(text) for name, text in texts.items() if isinstance(text, str)}
-        self._then = {name: path for name, path in paths.items() if path.is_absolute()}
+        noted = then.run.places or {}
+        self._then = {name: path for name, text in noted.items() if (path := Path(text)).is_absolute()}
         self._run = then.path.absolute().parent
 
     def here(self, key: str, path: str) -> str:

@@ -14,7 +14,9 @@ from typing import Any
 
 from offstage.pipeline.cache.manifest import DamagedError
 from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.pipeline.decoding import decode, encode
 from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.run_schema import Run, RunInputs
 from offstage.pipeline.stage import TENSORS, SourceFiles
 
 _SHOWN = 3
@@ -41,24 +43,19 @@ class Earlier:
     tensors: Entries
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], folder: Path) -> Earlier:
-        """Return what ``record`` says, the record of a run, and the file beside it in ``folder``."""
-        keys = {stage["name"]: stage.get("inputs") or {} for stage in record["stages"]}
-        return cls(record.get("inputs") or {}, keys, _read_tensors(folder / TENSORS))
+    def of(cls, run: Run) -> Earlier:
+        """Return what the record of ``run`` says, and the file beside it."""
+        inputs, keys = run.inputs or RunInputs(), {stage.name: stage.inputs or {} for stage in run.stages}
+        return cls({**inputs.whole, **encode(inputs)}, keys, _read_tensors(run.folder / TENSORS))
 
 
 def _read_tensors(path: Path) -> Entries:
     """Return what ``path`` holds of each tensor; nothing where it isn't there, or not as a run writes it."""
-    with suppress(DamagedError, OSError):
-        content = read_sealed(path)
-        if isinstance(content, dict) and all(map(_is_of_tensors, content.values())):
-            return content
-    return {}
-
-
-def _is_of_tensors(held: object) -> bool:
-    entries = held.values() if isinstance(held, dict) else [None]
-    return all(isinstance(entry, list) and len(entry) == 3 for entry in entries)
+    kind: Any = Mapping[str, Mapping[str, tuple[Any, Any, Any]]]
+    found: Entries = {}
+    with suppress(DamagedError, OSError, ValueError):
+        found = decode(kind, read_sealed(path))
+    return found
 
 
 def hold(stage: str, now: SourceFiles, then: Earlier, config: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from rich.filesize import decimal
 from rich.markup import escape
@@ -18,14 +17,15 @@ from rich.table import Table
 from offstage.pipeline.command_exit import discard_output
 from offstage.pipeline.measurements import measurements, remarks
 from offstage.pipeline.printable_text import printable
+from offstage.pipeline.record import RunRecord
 from offstage.pipeline.stage import Report
 from offstage.pipeline.terminal import Screen, announce, plain_table
 
 
 class RunScreen:
-    """The screen of the run that ``record`` tells of; a context manager, which ends a line that was begun."""
+    """The screen of the run that ``record`` is of; a context manager, which ends a line that was begun."""
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
+    def __init__(self, record: RunRecord) -> None:
         self._record, self._screen = record, Screen(soft_wrap=True)
         self._shown: set[str] = set()
         self._texts: set[str] = set()
@@ -55,11 +55,11 @@ class RunScreen:
         self._end_line()
         announce("")
         self._show_stages(reports)
-        for figures in measurements(self._record):
+        for figures in measurements(self._record.run):
             self._screen.print()
             self._screen.print(figures)
         told = [remark for report in reports.values() for remark in report.remarks]
-        for remark in (*told, *remarks(self._record)):
+        for remark in (*told, *remarks(self._record.run)):
             self._screen.print(f"\n{printable(remark)}", markup=False)
         self._screen.print(f"\n{closing}", markup=False)
 
@@ -77,17 +77,17 @@ class RunScreen:
     def _table(self, reports: Mapping[str, Report]) -> Table:
         """Return a row for each of ``reports``; the columns are as wide whichever these are."""
         table = plain_table(header=not self._shown)
-        names = [str(name) for name in self._record["config"].get("stages", ())]
+        names = [str(name) for name in self._record.config.get("stages", ())]
         table.add_column("stage", no_wrap=True, min_width=max(map(len, names), default=0))
         table.add_column("seconds", justify="right", no_wrap=True, min_width=len("seconds"))
         table.add_column("", no_wrap=True, min_width=len("cached"))
         table.add_column("host peak", justify="right", no_wrap=True, min_width=len("host peak"))
         table.add_column("", overflow="fold")
-        for stage in self._record["stages"]:
-            if stage["name"] in reports:
-                made = "timed" if stage.get("measured") else "[green]cached[/]" if stage["cached"] else "made"
-                peak, summary = decimal(stage["peak_host_bytes"] or 0), reports[stage["name"]].summary
-                table.add_row(stage["name"], f"{stage['seconds']:.2f}", made, peak, escape(printable(summary)))
+        for stage in self._record.run.stages:
+            if stage.name in reports:
+                made = "timed" if stage.measured else "[green]cached[/]" if stage.cached else "made"
+                peak, summary = decimal(int(stage.peak_host_bytes or 0)), reports[stage.name].summary
+                table.add_row(stage.name, f"{stage.seconds or 0:.2f}", made, peak, escape(printable(summary)))
         return table
 
     def _end_line(self) -> None:

@@ -18,7 +18,8 @@ from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.installed_stages import any_measures, installed_stages, stage_class
 from offstage.pipeline.measure import refuse_unmeasured
 from offstage.pipeline.memory_monitor import MemoryMonitor
-from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.stage import Config, Report, SourceFiles, Stage
 from offstage.pipeline.stage_chain import StageChain
 from offstage.pipeline.stage_usage import Meter
@@ -183,7 +184,7 @@ class Runner:
                 continue
             usage = self._meter.usage(name)
             self._record.add_stage(
-                StageRecord(
+                StageRun(
                     name=name,
                     key=artifact.key,
                     cached=self._cached[name],

@@ -88,7 +88,8 @@ class Report:
     stage's work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of
     it. ``steps`` are those of a training: loss, norm of the gradient, seconds and bytes held, in their order. ``model``
     says what was run: its ``class``, how many ``parameters`` by dtype, and its ``bytes``. A metric that the stage
-    doesn't declare is kept as a number of nothing, and no table has it.
+    doesn't declare is kept as a number of nothing, and no table has it. Keys of ``outputs``, ``samples`` and ``steps``
+    that ``offstage.pipeline.run_schema`` names are of its types; others are the stage's own.
     """
 
     summary: str = ""

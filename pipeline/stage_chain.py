@@ -49,7 +49,7 @@ class StageChain:
         self.stages = {stage.name: stage for stage in stages}
         self.artifacts: dict[str, Artifact] = {}
         """The artifacts that were found or built so far, by stage."""
-        self.outlines: dict[str, object] = {}
+        self.outlines: dict[str, dict[str, object]] = {}
         """What the key of each stage stands for, by stage."""
         self.config, self.cache, self.host_peak, self.show_text = config, cache, host_peak, show_text
         self._charge = charge
@@ -79,7 +79,7 @@ class StageChain:
             self._inputs[name] = stage.gather(self)
             parts = keyed(self._inputs[name])
             self._keys[name] = fingerprint({"stage": name, "version": stage.version, "inputs": parts})
-            self.outlines[name] = outline({"version": stage.version, **parts})
+            self.outlines[name] = {"version": stage.version, **{part: outline(value) for part, value in parts.items()}}
         return self._keys[name]
 
     def sources(self, name: str) -> SourceFiles:

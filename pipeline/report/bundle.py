@@ -19,10 +19,11 @@ from urllib.parse import urlsplit
 from offstage.pipeline.atomic_files import mendable, write_whole
 from offstage.pipeline.config import named_paths
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.plain_data import walk
+from offstage.pipeline.plain_data import scalars
 from offstage.pipeline.record import RECORD, RunRecord
 from offstage.pipeline.regular_files import read_regular
 from offstage.pipeline.replay_config import INPUTS
+from offstage.pipeline.run_schema import Run
 from offstage.pipeline.stage import TENSORS
 
 SUFFIX = ".tar.gz"
@@ -82,11 +83,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _read(name: str, path: Path) -> _BundledRun:
     record, folder = RunRecord.load(path), path.parent
-    if record.data["status"] != "completed":
-        raise ConfigError(f"{path}: the run is {record.data['status']}; a bundle is of runs that completed")
+    if record.run.status != "completed":
+        raise ConfigError(f"{path}: the run is {record.run.status}; a bundle is of runs that completed")
     files = {str(file.relative_to(folder)): read_regular(file) for file in _files(folder)}
     left_out: dict[str, Path] = {}
-    data = (record.data.get("inputs") or {}).get("data") or {}
+    data = _data(record.run)
     for key, place in named_paths(record.config) if record.is_own else ():  # a stranger's may name any file of mine
         file = Path(place)
         if key not in data or not file.is_file():
@@ -108,7 +109,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _lock(runs: Sequence[_BundledRun]) -> str:
     """Return the versions that the runs were made with, as pip reads them."""
-    lists = {run.name: dict(run.record.data.get("packages") or {}) for run in runs}
+    lists = {run.name: dict(run.record.run.packages or {}) for run in runs}
     known = {name: versions for name, versions in lists.items() if versions}  # a run from the cache imported nothing
     merged: dict[str, str] = {}
     for name, versions in known.items():
@@ -134,7 +135,7 @@ def _pinned(package: str, version: str) -> str:
 
 def _readme(runs: Sequence[_BundledRun]) -> str:
     """Return how to reproduce the runs, and on which files."""
-    python = next((str(run.record.data["environment"].get("python")) for run in runs), "3")
+    python = next((str(run.record.run.environment.get("python")) for run in runs), "3")
     lines = [
         "# Runs of offstage",
         "",
@@ -166,28 +167,33 @@ def _replay(run: _BundledRun) -> str:
 
 
 def _is_embedded(record: RunRecord, path: str) -> bool:
-    conf = (record.data.get("places") or {}).get("conf")
-    return isinstance(conf, str) and Path(path).is_relative_to(conf)
+    conf = (record.run.places or {}).get("conf")
+    return conf is not None and Path(path).is_relative_to(conf)
+
+
+def _data(run: Run) -> Mapping[str, Any]:
+    """Return the SHA-256 of each file of data that ``run`` worked on, by the key that names it."""
+    return (run.inputs.whole.get("data") if run.inputs is not None else None) or {}
 
 
 def _told(run: _BundledRun) -> Iterator[str]:
     """Yield the lines about one run: its command, its commit, its weights by their digests, and its data."""
-    data = run.record.data
+    told = run.record.run
     yield f"`{_replay(run)}`"
     yield ""
-    environment = data["environment"]
-    yield f"- started {data['started']}; offstage {environment.get('offstage')}, {_commit(environment)}"
-    if data["overrides"]:
-        yield f"- `offstage {' '.join(data['overrides'])}`"
-    weights = (data.get("inputs") or {}).get("weights") or {}
-    if weights.get("hub"):
-        yield f"- weights: {weights['hub']['id']} at {weights['hub']['revision']} of the Hub"
-    for file in weights.get("files") or ():
-        kinds = {"SHA-256": file.get("sha256"), "header": file.get("header"), "samples": file.get("sampled")}
-        told = "; ".join(f"{kind} {digest}" for kind, digest in kinds.items() if digest)
-        yield f"- {file['name']}, {file['size']} bytes; {told}"
-    for key, file in run.left_out.items():
-        yield f"- {key}: {file.name}, not in here, SHA-256 {((data.get('inputs') or {}).get('data') or {}).get(key)}"
+    environment = told.environment
+    yield f"- started {told.started}; offstage {environment.get('offstage')}, {_commit(environment)}"
+    if told.overrides:
+        yield f"- `offstage {' '.join(told.overrides)}`"
+    weights = told.inputs.weights if told.inputs is not None else None
+    if weights is not None and weights.hub:
+        yield f"- weights: {weights.hub.get('id')} at {weights.hub.get('revision')} of the Hub"
+    for file in weights.files if weights is not None else ():
+        kinds = {"SHA-256": file.sha256, "header": file.header, "samples": file.sampled}
+        digests = "; ".join(f"{kind} {digest}" for kind, digest in kinds.items() if digest)
+        yield f"- {file.name}, {file.size} bytes; {digests}"
+    for key, left in run.left_out.items():
+        yield f"- {key}: {left.name}, not in here, SHA-256 {_data(told).get(key)}"
 
 
 def _commit(environment: Mapping[str, Any]) -> str:
@@ -199,7 +205,7 @@ def _commit(environment: Mapping[str, Any]) -> str:
 
 def _secrets(record: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield what of the addresses in a record is a name and a password."""
-    texts = (leaf for _, leaf in walk(record) if isinstance(leaf, str) and "@" in leaf)
+    texts = (leaf for leaf in scalars(record) if isinstance(leaf, str) and "@" in leaf)
     for word in (word for text in texts for word in text.split("=")):
         with suppress(ValueError):  # no address
             told, at, _ = urlsplit(word).netloc.rpartition("@")

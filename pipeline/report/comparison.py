@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.cache.outline import Change
+from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import Unit
 from offstage.pipeline.replay import Comparison, compare
 from offstage.pipeline.report.differences import as_text
 from offstage.pipeline.report.placements import read_layers
 from offstage.pipeline.report.quantities import MISSING, tell
-from offstage.pipeline.report.records import Run
+from offstage.pipeline.run_schema import Run
 
 _SAME = "No change."
 
@@ -49,8 +50,9 @@ class RunComparison:
 
 def compare_runs(before: Run, after: Run) -> RunComparison:
     """Return what changed from ``before`` to ``after``."""
-    runs, table = (before, after), after.table.joined(before.table)
-    found = compare(*(_record(run) for run in runs))
+    runs, table = (before, after), metric_table(after).joined(metric_table(before))
+    plans = ({layer.name: " and ".join(layer.devices) for layer in read_layers(run)} for run in runs)
+    found = compare(*(replace(run, device_map=plan) for run, plan in zip(runs, plans, strict=True)))
     status = [(run.status, " ".join(run.reason.split())) for run in runs]
     ended = [
         Change(name, *pair) for name, *pair in zip(("status", "reason"), *status, strict=True) if len(set(pair)) > 1
@@ -68,18 +70,6 @@ def compare_runs(before: Run, after: Run) -> RunComparison:
         Section("Tokens", (), _outputs(found, before, after)),
     )
     return RunComparison(before.folder, after.folder, sections)
-
-
-def _record(run: Run) -> Mapping[str, Any]:
-    """Return the record of ``run`` with its numbers made sure of, and with the map of the plan that it followed."""
-    layers = {layer.name: " and ".join(layer.devices) for layer in read_layers(run)}
-    return {
-        **run.record,
-        "device_map": layers,
-        "memory": run.memory,
-        "metrics": {**run.metrics, **run.words},
-        "model": {"class": run.model.class_name, "parameters": run.model.parameters, "bytes": run.model.bytes},
-    }
 
 
 def _told(place: str, value: object, unit: Callable[[str, Any], Unit] | None) -> str:
@@ -125,11 +115,11 @@ def _plan(found: Comparison, before: Run, after: Run) -> Section:
 
 def _outputs(found: Comparison, before: Run, after: Run) -> tuple[str, ...]:
     """Return in words whether the outputs are the same, and where not, the first that differs of each."""
-    without = " nor ".join(name for name, run in (("A", before), ("B", after)) if not run.answers)
+    without = " nor ".join(name for name, run in (("A", before), ("B", after)) if not run.outputs)
     if without:
         return (f"Neither {without} has outputs." if " nor " in without else f"{without} has no outputs.",)
-    lines = [f"A has {len(before.answers)} answers, B has {len(after.answers)}."]
-    pairs = enumerate(zip(before.answers, after.answers, strict=False))
-    prompts = [f"Prompt {number}: the prompts differ." for number, (one, other) in pairs if one.prompt != other.prompt]
-    told = [*lines * (len(before.answers) != len(after.answers)), *prompts, *map(str, found.differences)]
+    lines = [f"A has {len(before.outputs)} answers, B has {len(after.outputs)}."]
+    pairs = enumerate(zip(before.outputs, after.outputs, strict=False))
+    prompts = [f"Prompt {number}: the prompts differ." for number, (one, other) in pairs if one.title != other.title]
+    told = [*lines * (len(before.outputs) != len(after.outputs)), *prompts, *map(str, found.differences)]
     return tuple(told) or (f"The same {found.kind}.",)

@@ -11,8 +11,8 @@ from typing import Any
 
 from offstage.pipeline.report.differences import Spread, spread
 from offstage.pipeline.report.quantities import tell
-from offstage.pipeline.report.records import Run
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Run
 from offstage.pipeline.stage import model_name
 
 _MACHINE = ("cpu", "cores", "cores_allowed", "core_quota", "memory_limit_bytes", "memory_bytes", "accelerators")
@@ -77,8 +77,8 @@ def _work(run: Run) -> str:
 
 
 def _prompts(run: Run) -> str:
-    lengths = [answer.prompt_tokens for answer in run.answers if answer.token_ids and answer.prompt_tokens is not None]
-    prompts = len({answer.prompt for answer in run.answers if answer.token_ids})
+    lengths = [answer.prompt_tokens for answer in run.outputs if answer.token_ids and answer.prompt_tokens is not None]
+    prompts = len({answer.title for answer in run.outputs if answer.token_ids})
     if not prompts:
         return ""
     of = f" of {_from_to(lengths)} token{'s' * (max(lengths) > 1)}" if lengths else ""
@@ -86,7 +86,7 @@ def _prompts(run: Run) -> str:
 
 
 def _new_tokens(run: Run) -> str:
-    lengths = [len(answer.token_ids) for answer in run.answers if answer.token_ids]
+    lengths = [len(answer.token_ids) for answer in run.outputs if answer.token_ids]
     if not lengths:
         return ""
     total = f", {sum(lengths):,} in all" if len(lengths) > 1 else ""

@@ -86,7 +86,7 @@ def answers(jobs: Sequence[Job]) -> tuple[tuple[Job, tuple[str, ...]], ...]:
     """Return each different set of results once: the first job that gave it, and the names of all that did."""
     groups: dict[tuple[tuple[str, object], ...], list[Job]] = {}
     for job in jobs:
-        if job.run.answers:
-            said = tuple((answer.prompt, answer.result) for answer in job.run.answers)
+        if job.run.outputs:
+            said = tuple((answer.title, answer.result) for answer in job.run.outputs)
             groups.setdefault(said, []).append(job)
     return tuple((group[0], tuple(job.name for job in group)) for group in groups.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,14 +9,17 @@ from typing import Any
 
 import pandas
 
+from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.plain_data import as_json as json_text
+from offstage.pipeline.replay import MEMORY
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup
 from offstage.pipeline.report.comparison import RunComparison
 from offstage.pipeline.report.differences import Spread
-from offstage.pipeline.report.noise import LEVEL
+from offstage.pipeline.report.noise import FIRST_TOKEN, LEVEL, SECONDS
 from offstage.pipeline.report.placements import in_tier_order
 from offstage.pipeline.report.run_folders import Job
-from offstage.pipeline.report.speed import bound_seconds
 from offstage.pipeline.report.summary import Summary
+from offstage.pipeline.run_schema import Output, RunError, Sample
 
 SCHEMA_VERSION = 2
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
@@ -53,14 +55,15 @@ def as_latex(summary: Summary) -> str:
 def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
     run = job.run
     row: dict[str, object] = {"job": job.name, "folder": run.folder, "status": run.status}
-    row |= {"error_stage": run.failed_stage, "error_type": run.error_type, "reason": run.reason}
+    error = run.error or RunError()
+    row |= {"error_stage": error.stage or "", "error_type": error.type, "reason": run.reason}
     row |= settings
-    for section, held in run.memory.items():
+    for section in MEMORY:
+        held = getattr(run.memory, section)
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
-    row |= {f"metrics.{name}": value for name, value in {**run.metrics, **run.words}.items()}
+    row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row |= {"model.class": run.model.class_name, "model.parameters": run.model.count}
-    row["figures"] = run.provenance.told() if run.measured else ""
-    row["bound_seconds_per_token"] = bound_seconds(run)
+    row["figures"] = run.provenance.told() if run.memory.measured else ""
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
     return row
@@ -92,7 +95,7 @@ def as_json(summary: Summary) -> str:
         "noise": {**asdict(summary.noise), "within": summary.noise.within, "level": LEVEL},
         "checkpoints": [_group(group) for group in summary.groups],
     }
-    return json.dumps(content, indent=1) + "\n"
+    return json_text(content, indent=1)
 
 
 def _group(group: CheckpointGroup) -> dict[str, Any]:
@@ -103,30 +106,40 @@ def _group(group: CheckpointGroup) -> dict[str, Any]:
         "pareto_front": [asdict(point) for point in group.front.best],
         "placements": [asdict(plan) for plan in group.placements.plans],
         "answers": [
-            {"jobs": list(names), "outputs": [asdict(answer) for answer in job.run.answers]}
+            {"jobs": list(names), "outputs": [_output(output) for output in job.run.outputs]}
             for job, names in group.answers
         ],
     }
 
 
+def _output(output: Output) -> dict[str, Any]:
+    length = output.prompt_tokens
+    return {"prompt": output.title, "text": output.told, "token_ids": output.token_ids or (), "prompt_tokens": length}
+
+
 def _job(job: Job) -> dict[str, Any]:
-    run = job.run
+    run, table, error = job.run, metric_table(job.run), job.run.error or RunError()
     return {
         "job": job.name,
         "folder": str(run.folder),
         "status": run.status,
-        "error": {"stage": run.failed_stage, "type": run.error_type, "message": run.reason} if run.reason else None,
+        "error": {"stage": error.stage or "", "type": error.type, "message": run.reason} if run.reason else None,
         "overrides": list(run.overrides),
         "model": {"class": run.model.class_name, "parameters": dict(run.model.parameters), "bytes": run.model.bytes},
-        "memory": {section: dict(held) for section, held in run.memory.items()},
-        "metrics": {**run.metrics, **run.words, "bound_seconds_per_token": bound_seconds(run)},
-        "units": {name: run.table.unit(name, value) for name, value in run.metrics.items()},
+        "memory": {section: dict(getattr(run.memory, section)) for section in MEMORY},
+        "metrics": run.metrics,
+        "units": {name: table.unit(name, value) for name, value in run.metrics.items() if not isinstance(value, str)},
         "experts": {layer: dict(use) for layer, use in run.experts.items()},
-        "losses": list(run.losses),
-        "samples": [asdict(sample) for sample in run.samples],
-        "figures": run.provenance.told() if run.measured else None,
+        "losses": [step.loss for step in run.steps],
+        "samples": [_sample(sample) for sample in run.samples],
+        "figures": run.provenance.told() if run.memory.measured else None,
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    times = {"first_token_seconds": sample.metric(FIRST_TOKEN), "token_seconds": sample.metric(SECONDS)}
+    return {**times, "counts": sample.counts, "earlier": sample.earlier, "busy": sample.is_busy}
 
 
 def _spreads(entries: Sequence[Spread]) -> list[dict[str, Any]]:
@@ -147,4 +160,4 @@ def comparison_json(comparison: RunComparison) -> str:
             for section in comparison.sections
         },
     }
-    return json.dumps(content, indent=1) + "\n"
+    return json_text(content, indent=1)

@@ -14,8 +14,8 @@ import plotly.graph_objects as go
 from markupsafe import escape
 
 from offstage.pipeline.report.quantities import Kind, shorten
-from offstage.pipeline.report.records import Number
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Number
 
 EARLIER = "measured by an earlier run"
 _RATIO_OF_LOG = 30

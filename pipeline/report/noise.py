@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import comb, erfc, sqrt
 
-from offstage.pipeline.report.records import Number
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Number
 
 LEVEL = 0.05
 """Jobs differ where chance alone would set samples so far apart less often than this."""
+FIRST_TOKEN, SECONDS = "time_to_first_token_seconds", "decode_seconds_per_token"
+"""The metrics that a run's samples are of."""
 MOST_JOBS = 40
 """So many jobs are held against each other: of more nobody reads the pairs."""
 _MOST_COUNTED = 24
@@ -78,7 +80,7 @@ def noise(jobs: Sequence[Job]) -> Noise:
 
 def token_times(job: Job) -> list[Number]:
     """Return the seconds of a token in each sample that counts."""
-    return [sample.token_seconds for sample in job.run.counting if sample.token_seconds is not None]
+    return [time for sample in job.run.counting if (time := sample.metric(SECONDS)) is not None]
 
 
 def rank_test(one: Sequence[Number], other: Sequence[Number]) -> float:

@@ -27,10 +27,10 @@ from offstage.pipeline.report.plots.speed import lockstep_picture, pareto_pictur
 from offstage.pipeline.report.plots.stage_times import stage_picture
 from offstage.pipeline.report.plots.training import loss_picture
 from offstage.pipeline.report.quantities import MISSING, listed
-from offstage.pipeline.report.records import Number
 from offstage.pipeline.report.run_folders import natural
 from offstage.pipeline.report.summary import Fact, Summary, group_facts, headline
 from offstage.pipeline.report.table import Column
+from offstage.pipeline.run_schema import Number
 
 MOST_ANSWERS = 6
 MOST_FAILURES = 24

@@ -10,8 +10,8 @@ from typing import Any
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.record import is_own_config
 from offstage.pipeline.regular_files import lies_in, read_object
-from offstage.pipeline.report.records import Run
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Run
 
 PLAN_STAGE = "plan"
 _PLAN, _MAP = "plan.json", "device_map.json"
@@ -95,7 +95,7 @@ def read_layers(run: Run) -> tuple[PlacedLayer, ...]:
     plan = _read(folder, _PLAN)
     if found := _layers(plan.get("layers"), plan.get("reasons")):
         return found
-    entries = _read(folder, _MAP) or run.device_map
+    entries = _read(folder, _MAP) or run.device_map or {}
     return tuple(PlacedLayer(name or "the model", (str(device),)) for name, device in entries.items())
 
 
@@ -114,7 +114,8 @@ def _artifact(run: Run) -> Path | None:
         return None
     caches = [above / "cache" / PLAN_STAGE for above in run.folder.parents]
     moved = [cache / Path(stage.key).name for cache in caches] if stage.key else []
-    found = next((folder for folder in [stage.artifact, *moved] if folder.is_absolute() and folder.is_dir()), None)
+    places = [Path(stage.artifact), *moved]
+    found = next((folder for folder in places if folder.is_absolute() and folder.is_dir()), None)
     if found is None or lies_in(found, [run.folder, *caches]) or is_own_config(run.config, run.signature, run.places):
         return found
     return next((folder for folder in moved if folder.is_dir() and lies_in(folder, caches)), None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from offstage.pipeline.metrics import A_SECOND, Unit
-from offstage.pipeline.report.records import Number
+from offstage.pipeline.run_schema import Number
 
 Kind = Unit
 """What pictures call a unit; a ``rate`` is a number that a label says the unit of."""

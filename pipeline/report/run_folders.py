@@ -10,8 +10,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from offstage.pipeline.errors import StorageError
-from offstage.pipeline.record import RECORD
-from offstage.pipeline.report.records import RecordError, Run, read_run
+from offstage.pipeline.record import RECORD, RecordError, read_run
+from offstage.pipeline.run_schema import Run
 
 _CACHE = "cache"
 _HYDRA = ".hydra"
@@ -64,10 +64,10 @@ def find(paths: Sequence[Path], *, page_folder: Path | None = None) -> Found:
     for place in sorted(places, key=_natural):
         try:
             if places[place]:
-                raise RecordError(places[place])
+                raise RecordError(place, places[place])
             runs.append(read_run(place))
         except RecordError as error:
-            problems.append(Problem(place, str(error)))
+            problems.append(Problem(place, error.reason))
     if not runs and not problems:
         raise StorageError(f"{', '.join(map(str, paths))}: no {RECORD} there; give the folder of a run or of a sweep")
     names = _names(runs)

@@ -8,8 +8,8 @@ from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.objective import Objective, objective_of
 from offstage.pipeline.regular_files import read_object
 from offstage.pipeline.report.quantities import tell
-from offstage.pipeline.report.records import Run
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Run
 
 RESULTS = "optimization_results.yaml"
 """The file in a sweep's folder that says what its search came to, by the name that hydra-optuna-sweeper gives it. It
@@ -43,6 +43,6 @@ def tell_objective(objective: Objective) -> str:
 
 def _objective(run: Run) -> Objective | None:
     try:
-        return objective_of({**run.record, "config": run.config, "metrics": run.metrics, "memory": run.memory})
+        return objective_of(run)
     except (ConfigError, TypeError):
         return None

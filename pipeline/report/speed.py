@@ -9,16 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offstage.pipeline.report.differences import ABSENT, Spread
-from offstage.pipeline.report.noise import token_times
-from offstage.pipeline.report.records import Bytes, Number, Run
+from offstage.pipeline.report.noise import SECONDS, token_times
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Bytes, Number, Run
 
-SECONDS = "decode_seconds_per_token"
 RATE = "decode_tokens_per_second"
-STREAMED = "streamed_bytes_per_token"
 BOUND_SECONDS = "bound_seconds_per_token"
-BANDWIDTHS = ("storage_bandwidth_bytes_per_second", "predicted_storage_bandwidth_bytes_per_second")
-"""Where a record may hold the storage's speed: measured by the run, or what its plan reckoned with."""
 PREDICTED_SECONDS = "predicted_seconds_per_token"
 PREDICTED_BOUND = "predicted_bound"
 DISK = "disk"
@@ -78,26 +74,12 @@ def total(held: Bytes) -> Number | None:
     return sum(known) if values and len(known) == len(values) else None
 
 
-def bound_seconds(run: Run) -> float | None:
-    """Return the least seconds that a token could have taken, None where nothing is known of it.
-
-    A record from before that was noted has it as the streamed bytes a token over the storage's bandwidth, if it has
-    both and they aren't nothing.
-    """
-    noted = run.metric(BOUND_SECONDS)
-    if noted is not None:
-        return noted
-    streamed = run.metric(STREAMED)
-    bandwidth = next((speed for name in BANDWIDTHS if (speed := run.metric(name)) is not None), None)
-    return streamed / bandwidth if streamed and bandwidth and streamed > 0 and bandwidth > 0 else None
-
-
 def speed_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Series, ...]:
     """Return budget (bytes of weights, all devices but disk) against seconds a token, a series for each other setting.
 
     Past ``MOST_SERIES`` settings the rest share one series: more colours than that can't be told apart.
     """
-    return _series_against(lambda run: total(run.budget), jobs, _settings(jobs, differences, but=_BUDGET))
+    return _series_against(lambda run: total(run.memory.budget), jobs, _settings(jobs, differences, but=_BUDGET))
 
 
 def lockstep_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Series, ...]:
@@ -149,7 +131,7 @@ def _series(name: str, jobs: Sequence[Job], x: Axis) -> Series:
         name=name,
         measured=tuple(_with_spread(named[point.job], point) for point in measured),
         predicted=_points(jobs, x, lambda run: run.metric(PREDICTED_SECONDS)),
-        bound=_points(jobs, x, bound_seconds),
+        bound=_points(jobs, x, lambda run: run.metric(BOUND_SECONDS)),
     )
 
 
@@ -177,7 +159,7 @@ def pareto(jobs: Sequence[Job]) -> Front:
 
     A job is on the front where no other takes as little memory or less and is as fast or faster, one of them strictly.
     """
-    found = [(job, total(known(job.run.measured)), job.run.metric(RATE)) for job in jobs]
+    found = [(job, total(known(job.run.memory.measured)), job.run.metric(RATE)) for job in jobs]
     points = [
         Point(job.name, x, y, cached=job.run.provenance.is_cached, link=job.link)
         for job, x, y in found

@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs, joined_noise
 from offstage.pipeline.report.conditions import conditions
 from offstage.pipeline.report.differences import Spread, config_differences, environments
-from offstage.pipeline.report.noise import Noise
+from offstage.pipeline.report.noise import SECONDS, Noise
 from offstage.pipeline.report.quantities import listed, tell
 from offstage.pipeline.report.run_folders import Found, Job, Problem
 from offstage.pipeline.report.searches import search_facts
-from offstage.pipeline.report.speed import RATE, SECONDS
+from offstage.pipeline.report.speed import RATE
 from offstage.pipeline.report.table import Column, job_table
 
 Fact = tuple[str, str, str]
@@ -97,7 +98,7 @@ def group_facts(group: CheckpointGroup) -> list[Fact]:
     timed = [(seconds, job) for job in group.jobs if (seconds := job.run.metric(SECONDS)) is not None]
     if timed:
         seconds, job = min(timed, key=lambda pair: pair[0])
-        facts.append(("fastest token", tell(seconds, job.run.table.unit(SECONDS)), _of_which(job, group.noise)))
+        facts.append(("fastest token", tell(seconds, metric_table(job.run).unit(SECONDS)), _of_which(job, group.noise)))
     if group.front.points:
         least = group.front.points[0]
         facts.append(("least memory", tell(least.x, "bytes"), f"{least.job}, measured peak"))
@@ -110,6 +111,6 @@ def group_facts(group: CheckpointGroup) -> list[Fact]:
 
 def _of_which(job: Job, within: Noise) -> str:
     rate, like = job.run.metric(RATE), within.like.get(job.name)
-    note = f"{job.name}, {tell(rate, job.run.table.unit(RATE))}" if rate is not None else job.name
+    note = f"{job.name}, {tell(rate, metric_table(job.run).unit(RATE))}" if rate is not None else job.name
     note += f"; within the noise of {listed(like)}" if like else ""
     return note + ("; measured earlier" if job.run.provenance.is_cached else "")

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import Metric, MetricTable, Unit
 from offstage.pipeline.report.differences import ABSENT, Spread
-from offstage.pipeline.report.noise import Noise, token_times, told_samples
+from offstage.pipeline.report.noise import SECONDS, Noise, token_times, told_samples
 from offstage.pipeline.report.placements import in_tier_order, linked_devices
 from offstage.pipeline.report.quantities import MISSING, listed, scale_for, shorten
-from offstage.pipeline.report.records import Bytes, Number, Run
 from offstage.pipeline.report.run_folders import Job
-from offstage.pipeline.report.speed import BOUND_SECONDS, DISK, SECONDS, bound_seconds
+from offstage.pipeline.report.speed import DISK
+from offstage.pipeline.run_schema import Bytes, Number, Run
 
 UNLIMITED = "unlimited"
 _UNLIMITED_BYTES = 2.0**63
@@ -50,7 +51,7 @@ def job_table(
 
     ``within`` says which jobs can't be told apart; ``checkpoints`` has the name of each job's, where there are several.
     """
-    budgets, table = _budgets(jobs), _joined(job.run.table for job in jobs)
+    budgets, table = _budgets(jobs), _joined(metric_table(job.run) for job in jobs)
     shown = {f"max_memory.{column.title.removeprefix('budget ')}" for column in budgets}
     shown |= set(_OF_CHECKPOINT if checkpoints else ())
     columns = [
@@ -59,7 +60,7 @@ def job_table(
         Column("checkpoint", "", tuple((checkpoints or {}).get(job.name, MISSING) for job in jobs), sets_apart=True),
         *(_setting(jobs, entry) for entry in differences if entry.key not in shown),
         *budgets,
-        _numbers("memory cap", "bytes", [job.run.cap_bytes for job in jobs]),
+        _numbers("memory cap", "bytes", [job.run.enforcement.bytes if job.run.enforcement else None for job in jobs]),
         *_metrics(jobs, table),
         *_samples(jobs, within, table),
         *_links(jobs, table),
@@ -85,9 +86,14 @@ def _metrics(jobs: Sequence[Job], table: MetricTable) -> list[Column]:
 
 
 def _came(run: Run, name: str) -> Number | str | None:
-    """Return what ``run`` came to by the name of a metric; what records of before lack follows from what they have."""
-    derived = {BOUND_SECONDS: bound_seconds, TOKENS_A_PASS: _tokens_a_pass}.get(name)
-    return derived(run) if derived else run.words.get(name) or run.metric(name)
+    """Return what ``run`` came to by the name of a metric.
+
+    Where forwards share passes without drafts, how many tokens one of these gave isn't noted, and follows.
+    """
+    noted, passes = run.metrics.get(name), run.metric(PASSES)
+    if name != TOKENS_A_PASS or noted is not None or not passes:
+        return noted
+    return sum(len(output.token_ids or ()) for output in run.outputs) / passes
 
 
 def _metric(jobs: Sequence[Job], metric: Metric, name: str, *, before: str = "") -> Column:
@@ -98,14 +104,6 @@ def _metric(jobs: Sequence[Job], metric: Metric, name: str, *, before: str = "")
         return _numbers(before + metric.heading, metric.unit, numbers)
     words = tuple(MISSING if value is None else str(value) for value in values)
     return Column(before + metric.heading, "", words, sets_apart=True)
-
-
-def _tokens_a_pass(run: Run) -> Number | None:
-    """Return how many tokens a pass of the model gave, where forwards share passes or judge drafts; None elsewhere."""
-    passes, noted = run.metric(PASSES), run.metric(TOKENS_A_PASS)
-    if noted is not None:
-        return noted
-    return sum(len(answer.token_ids) for answer in run.answers) / passes if passes else None
 
 
 def _samples(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Column]:
@@ -141,7 +139,7 @@ def _setting(jobs: Sequence[Job], entry: Spread) -> Column:
 def _budgets(jobs: Sequence[Job]) -> list[Column]:
     """Return a column a device. A job that was refused has no budget in its record, so its config's word stands."""
     columns = []
-    for device in devices(jobs, lambda run: run.budget):
+    for device in devices(jobs, lambda run: run.memory.budget):
         values = [_budget(job.run, device) for job in jobs]
         scale = scale_for([None if value == _UNLIMITED_BYTES else value for value in values], "bytes")
         cells = [
@@ -158,9 +156,9 @@ def _budgets(jobs: Sequence[Job]) -> list[Column]:
 
 def _budget(run: Run, device: str) -> Number | None:
     """Return the bytes of weights that ``device`` may hold, ``_UNLIMITED_BYTES`` without a limit, None if unknown."""
-    if device not in run.budget:
+    if device not in run.memory.budget:
         return None
-    budget = run.budget[device]
+    budget = run.memory.budget[device]
     return _UNLIMITED_BYTES if budget is None else budget
 
 
@@ -170,8 +168,8 @@ def _given(run: Run, device: str) -> str:
 
 
 def _peaks(jobs: Sequence[Job]) -> list[Column]:
-    every = devices(jobs, lambda run: run.measured)
-    return [_numbers(f"peak {device}", "bytes", [job.run.measured.get(device) for job in jobs]) for device in every]
+    every, peaks = devices(jobs, lambda run: run.memory.measured), [job.run.memory.measured for job in jobs]
+    return [_numbers(f"peak {device}", "bytes", [held.get(device) for held in peaks]) for device in every]
 
 
 def _links(jobs: Sequence[Job], table: MetricTable) -> list[Column]:
@@ -197,5 +195,5 @@ def _status(run: Run) -> str:
     hardware = run.config.get("hardware")
     simulated = isinstance(hardware, dict) and bool(hardware.get("devices"))
     cached = run.status == "completed" and run.provenance.is_cached
-    untested = run.status == "completed" and bool(run.cap_untested)
+    untested = run.status == "completed" and bool(run.untested)
     return ", ".join([run.status, *["cached"] * cached, *["simulated"] * simulated, *["no cap tested"] * untested])

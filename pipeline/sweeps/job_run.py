@@ -20,6 +20,7 @@ from hydra.core.utils import env_override
 
 from offstage.pipeline.atomic_files import mendable, replace_file
 from offstage.pipeline.command_exit import INTERRUPTED, last_resort, run_command
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.hydra_errors import guarded_composing
@@ -70,8 +71,7 @@ class PreparedJob:
     @classmethod
     def of_queue(cls, folder: Path) -> PreparedJob:
         """Return the job that was queued in ``folder``."""
-        content: dict[str, Any] = json.loads(folder.joinpath(_QUEUED).read_text())
-        return cls(**{**content, "overrides": tuple(content["overrides"])})
+        return decode(cls, json.loads(folder.joinpath(_QUEUED).read_text()))
 
     def exit_code(self) -> int | None:
         """Return the exit code that the job left when it ran last in a queue, null where there is none."""
@@ -130,7 +130,7 @@ def _run(job: PreparedJob, signals: PassedSignals, *, debug: bool, **options: An
         done = folder.has_completed(job.overrides)
         code = 0 if done else _record_run(job, lock=folder.lock, signals=signals, **options)
     if code == 0:
-        require_numbers(RunRecord.load(lies).data)
+        require_numbers(RunRecord.load(lies).run)
     return code
 
 

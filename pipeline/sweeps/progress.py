@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from datetime import datetime
-from typing import Any
 
-from offstage.pipeline.sweeps.record import find_record, own_overrides
-from offstage.pipeline.sweeps.results import reason, settled, told
+from offstage.pipeline.run_schema import Run
+from offstage.pipeline.sweeps.record import own_overrides
+from offstage.pipeline.sweeps.results import begun, settled, told
 from offstage.pipeline.sweeps.sweep import Sweep
 from offstage.pipeline.terminal import shorten, show_line
 
@@ -26,15 +26,15 @@ class SweepProgress:
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        records = [find_record(sweep.folder, job) for job in sweep.jobs]
-        found = [record.data if record is not None else {"status": "not begun"} for record in records]
-        clocks = [clock for each in found if each["status"] == "completed" and (clock := seconds_of(each)) is not None]
+        states = [begun(sweep.folder, job) for job in sweep.jobs]
+        completed = [state.run for state in states if state.run is not None and state.status == "completed"]
+        clocks = [clock for run in completed if (clock := seconds_of(run)) is not None]
         self._earlier_seconds = sum(clocks) / len(clocks) if clocks else None
-        self._completed = sum(each["status"] == "completed" for each in found)
+        self._completed = len(completed)
         self._ended, self._began, self._last_end, self._shown = 0, 0.0, 0.0, 0.0
         self._at_work: dict[int, float] = {}
         if sweep.resumed:
-            _say(f"resumed: {told(Counter(str(each['status']) for each in found))}, {shorten(sweep.folder)}")
+            _say(f"resumed: {told(Counter(state.status for state in states))}, {shorten(sweep.folder)}")
 
     def begin(self, numbers: Collection[int]) -> None:
         """Say that these jobs were begun, or queued."""
@@ -51,10 +51,10 @@ class SweepProgress:
         self._ended += 1
         self._last_end = time.monotonic()
         job = next(job for job in self._sweep.jobs if job.number == number)
-        record = settled(self._sweep.folder, job) or {"status": "lost"}
-        seconds, why = seconds_of(record), reason(record)
+        state = settled(self._sweep.folder, job)
+        seconds, why = seconds_of(state.run) if state.run is not None else None, state.reason
         clock = f" in {duration(seconds)}" if seconds is not None else ""
-        line = f"job {number}  {self._own(number)}  {record['status']}{clock}{f': {why}' if why else ''}"
+        line = f"job {number}  {self._own(number)}  {state.status}{clock}{f': {why}' if why else ''}"
         _say(f"{line}; {self._count(self._completed + self._ended)} ended{self._left(self._last_end)}")
 
     def refresh(self) -> None:
@@ -86,12 +86,12 @@ class SweepProgress:
         return f"; about {duration(max(remaining * each - (now - since), 0))} left" if each is not None else ""
 
 
-def seconds_of(record: Mapping[str, Any]) -> float | None:
+def seconds_of(run: Run) -> float | None:
     """Return how long the run took by its record's clock, null where it has no end or no beginning."""
     try:
-        ends = [datetime.fromisoformat(str(record[name])) for name in ("started", "finished")]
-        return (ends[1] - ends[0]).total_seconds()
-    except (KeyError, ValueError, TypeError):
+        began, ended = (datetime.fromisoformat(str(moment)) for moment in (run.started, run.finished))
+        return (ended - began).total_seconds()
+    except (ValueError, TypeError):
         return None
 
 

@@ -11,19 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.outline import changes
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.record import RECORD, RunRecord
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.signatures import is_signed, sign
-from offstage.pipeline.typed_config import fits
 
 SWEEP = "sweep.json"
 _VERSION = 1
-_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,7 @@ class SweepRecord:
             content = parse_json(text)
             if not isinstance(content, dict) or content.pop("schema_version", None) != _VERSION:
                 raise ValueError(f"not of schema version {_VERSION}")
-            found = _built(cls, {"signature": None, "files": {}, **content})
-            return replace(found, jobs=tuple(_built(SweepJob, job) for job in content["jobs"]))
+            return decode(cls, content)
         except ValueError as error:
             raise StorageError(f"{path}: no record of a sweep ({error}); give the folder of another sweep") from error
 
@@ -144,15 +142,6 @@ class SweepRecord:
         return json.dumps({"schema_version": _VERSION, **asdict(self)}, indent=1) + "\n"
 
 
-def _built(kind: type[_Kind], content: Mapping[str, Any]) -> _Kind:
-    """Return the ``kind`` that JSON's ``content`` has the fields of; raises a ``ValueError`` where it hasn't."""
-    hints = get_type_hints(kind)
-    wrong = [name for name, hint in hints.items() if name not in content or not fits(hint, content[name])]
-    if wrong or len(content) > len(hints):
-        raise ValueError(f"{wrong[0]} is missing or of another type" if wrong else "it has more than a sweep has")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
-
-
 def _other_sweep(folder: Path, difference: str) -> ConfigError:
     return ConfigError(
         f"hydra.sweep.dir: {folder} holds another sweep: {difference}; choose another folder, or go on with that one: "
@@ -193,6 +182,6 @@ def find_record(folder: Path, job: SweepJob) -> RunRecord | None:
             record = RunRecord.load(path)
         except StorageError:
             continue
-        if record.data.get("overrides") == list(job.overrides) and "status" in record.data:
+        if record.run.overrides == job.overrides:
             return record
     return None

@@ -117,13 +117,13 @@ def _came_to(folder: Path, job: SweepJob) -> Objective | None:
     from offstage.pipeline.objective import UnmeasuredError, objective_of
     from offstage.pipeline.sweeps.results import settled
 
-    record = settled(folder, job)
-    if record.get("status") != "completed":
+    run = settled(folder, job).run
+    if run is None or run.status != "completed":
         return None
     try:
-        return objective_of(record)
+        return objective_of(run)
     except UnmeasuredError:
-        if not any_measures(stage["name"] for stage in record["stages"]):
+        if not any_measures(stage.name for stage in run.stages):
             raise
         return None
 

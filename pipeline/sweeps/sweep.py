@@ -72,7 +72,7 @@ class Sweep:
         """Whether the job is done, so that there is nothing to run."""
         job = self.job(number)
         found = find_record(self.folder, job) if job is not None else None
-        return found is not None and found.data["status"] == "completed"
+        return found is not None and found.run.status == "completed"
 
     def close(self) -> None:
         """Let others go on with the sweep."""

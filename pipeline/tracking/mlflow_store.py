@@ -156,8 +156,8 @@ class MlflowStore:
         parent, statuses = self.sweep_run(sweep), Counter[str]()
         for path in paths:
             record = RunRecord.load(path)
-            if record.data["status"] != "running":
-                statuses[record.data["status"]] += 1
+            if record.run.status != "running":
+                statuses[record.run.status] += 1
                 self.log(TrackedRun.of(record), parent=parent, done=lambda part: None)
         statuses["not begun"] = max(0, jobs - statuses.total())
         tags = {"overrides": _overrides(sweep), "jobs": str(statuses.total()), "host": platform.node()}

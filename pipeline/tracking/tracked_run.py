@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from offstage.pipeline.decoding import encode
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.plain_data import leaves
-from offstage.pipeline.provenance import provenance
 from offstage.pipeline.record import RECORD, RunRecord
 from offstage.pipeline.regular_files import read_object
+from offstage.pipeline.run_schema import Run, RunError
 from offstage.pipeline.stage import model_name
 from offstage.pipeline.tracking.options import TrackerConfig, read_tracker
 from offstage.pipeline.typed_config import type_faults
@@ -59,21 +60,22 @@ class TrackedRun:
     @classmethod
     def of(cls, record: RunRecord, *, host: str | None = None) -> TrackedRun:
         """Return what is told of the run of ``record``, on the machine of the name ``host`` if that is known."""
-        data, ended = record.data, _milliseconds(record.data["finished"] or record.data["started"])
+        run, began = record.run, record.run.started or ""
+        ended = _milliseconds(run.finished or began)
         return cls(
-            name=run_name(record.path.parent),
-            mark=_mark(record.path.parent, data["started"]),
-            status=data["status"],
-            started=_milliseconds(data["started"]),
+            name=run_name(run.folder),
+            mark=_mark(run.folder, began),
+            status=run.status,
+            started=_milliseconds(began),
             ended=ended,
-            params={name: str(value) for name, value in leaves(record.config)},
+            params={name: str(value) for name, value in leaves(run.config)},
             points=(
-                *(MetricPoint(name, value, ended) for name, value in metrics(data).items()),
-                *_sample_points(data, ended),
-                *_step_points(data, ended),
+                *(MetricPoint(name, value, ended) for name, value in metrics(run).items()),
+                *_sample_points(run, ended),
+                *_step_points(run, ended),
             ),
-            tags=dict(_tags(record, host)),
-            notes=read_tracker(record.config).notes,
+            tags=dict(_tags(run, host)),
+            notes=read_tracker(run.config).notes,
             files=tuple(file for file in (record.path, record.path.with_name(_LOG_NAME)) if file.is_file()),
         )
 
@@ -107,17 +109,15 @@ def tracked_records(sweep: Path) -> Iterator[RunRecord]:
             record = RunRecord.load(path)
         except StorageError:
             continue
-        config = record.data.get("config")
-        node = config.get("tracker") if isinstance(config, Mapping) else None
+        node = record.config.get("tracker")
         if isinstance(node, Mapping) and node.get("kind") == "mlflow" and not list(type_faults(TrackerConfig, node)):
             yield record
 
 
-def metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record: its metrics, each stage's seconds, memory by kind and device."""
-    found = dict(record["metrics"])
-    found |= {f"seconds/{stage['name']}": stage["seconds"] for stage in record["stages"]}
-    for kind, devices in record["memory"].items():
+def metrics(run: Run) -> dict[str, float]:
+    """Return the numbers of a run: its metrics, each stage's seconds, memory by kind and device."""
+    found: dict[str, Any] = {**run.metrics, **{f"seconds/{stage.name}": stage.seconds for stage in run.stages}}
+    for kind, devices in encode(run.memory).items():
         found |= {f"memory/{kind}/{device}": count for device, count in devices.items()}
     return dict(_numbers(found))
 
@@ -128,56 +128,51 @@ def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def _sample_points(record: Mapping[str, Any], ended: int) -> Iterator[MetricPoint]:
+def _sample_points(run: Run, ended: int) -> Iterator[MetricPoint]:
     """Yield the metrics of each sample that counts for the figures, each at the time when it was measured."""
-    counting = [sample for sample in record.get("samples", ()) if sample.get("counts")]
-    for step, sample in enumerate(counting, start=1):
-        when = _milliseconds(sample["measured"]) if sample.get("measured") else ended
-        for name, value in _numbers(sample["metrics"]):
+    for step, sample in enumerate(run.counting, start=1):
+        when = _milliseconds(sample.measured) if sample.measured else ended
+        for name, value in _numbers(sample.metrics):
             yield MetricPoint(f"sample/{name}", value, when, step)
 
 
-def _step_points(record: Mapping[str, Any], ended: int) -> Iterator[MetricPoint]:
+def _step_points(run: Run, ended: int) -> Iterator[MetricPoint]:
     """Yield what is known of each step of a training: loss, norm of the gradient, seconds, bytes held by device."""
-    for step, told in enumerate(record.get("steps", ()), start=1):
-        flat = {f"step/{name.replace('.', '/')}": value for name, value in leaves(told)}
+    for number, step in enumerate(run.steps, start=1):
+        flat = {f"step/{name.replace('.', '/')}": value for name, value in leaves(step.whole)}
         for name, value in _numbers(flat):
-            yield MetricPoint(name, value, ended, step)
+            yield MetricPoint(name, value, ended, number)
 
 
-def _tags(record: RunRecord, host: str | None) -> Iterator[tuple[str, str]]:
+def _tags(run: Run, host: str | None) -> Iterator[tuple[str, str]]:
     """Yield what runs are found and told apart by: what was asked for, where it ran, and how each stage ended."""
-    data, config = record.data, record.config
-    found = provenance(data)
-    error = data["error"] or {}
+    found, error = run.provenance, run.error or RunError()
     told = {
-        "overrides": " ".join(data["overrides"]),
-        "checkpoint": model_name(config),
-        "status": data["status"],
-        "cached": str(found.is_cached).lower() if data["stages"] else "",
-        "figures": found.told() if data["stages"] else "",
+        "overrides": " ".join(run.overrides),
+        "checkpoint": model_name(run.config),
+        "status": run.status,
+        "cached": str(found.is_cached).lower() if run.stages else "",
+        "figures": found.told() if run.stages else "",
         "busy_samples": str(found.busy) if found.busy else "",
         "host": host,
-        "git_commit": data["environment"].get("git_commit"),
-        "error": ": ".join(filter(None, (error.get("stage"), error.get("type"), error.get("message")))),
-        **{f"stage/{name}": status for name, status in _stage_statuses(record)},
+        "git_commit": run.environment.get("git_commit"),
+        "error": ": ".join(filter(None, (error.stage, error.type, error.message))),
+        **{f"stage/{name}": status for name, status in _stage_statuses(run)},
     }
     yield from ((name, str(value)) for name, value in told.items() if value)
 
 
-def _stage_statuses(record: RunRecord) -> Iterator[tuple[str, str]]:
+def _stage_statuses(run: Run) -> Iterator[tuple[str, str]]:
     """Yield how each stage of the run ended: done, cached, measured (again, though it was cached), or how it failed."""
-    data, names = record.data, list(record.config.get("stages") or ())
-    done = {stage["name"]: stage for stage in data["stages"]}
-    last = record.config.get("stop_after")
+    names, last = list(run.config.get("stages") or ()), run.config.get("stop_after")
     for name in names[: names.index(last) + 1] if last in names else names:
-        if (data["error"] or {}).get("stage") == name:
-            yield name, data["status"]
-        elif name not in done:
+        stage = run.stage(name)
+        if run.error is not None and run.error.stage == name:
+            yield name, run.status
+        elif stage is None:
             yield name, "not begun"
         else:
-            stage = done[name]
-            yield name, "measured" if stage.get("measured") else "cached" if stage["cached"] else "done"
+            yield name, "measured" if stage.measured else "cached" if stage.cached else "done"
 
 
 def _milliseconds(when: str) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup
+from offstage.pipeline.report.noise import token_times
 from offstage.pipeline.report.quantities import shorten
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import Point, Series
@@ -70,7 +71,7 @@ def _paint_marks(axes: Axes, points: Sequence[Point], marker: str, *, colour: st
 
 def _paint_samples(axes: Axes, rows: Sequence[Job], names: Sequence[str]) -> None:
     """Draw the seconds of a token of each sample, a box and a row each job."""
-    times = [[one.token_seconds for one in job.run.counting if one.token_seconds is not None] for job in rows]
+    times = [token_times(job) for job in rows]
     unit = measure_linear(axes, "x", [seconds for each in times for seconds in each], "seconds")
     dress(axes, x_label=in_unit("decoding: time a token", unit))
     axes.boxplot(

@@ -19,9 +19,12 @@ from typing import IO, Any
 
 import pytest
 
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.run_schema import Run
 from offstage.stages.empty_init.skeleton import Skeleton
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
+from tests.json_schema import run_validator
 
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
 
@@ -42,7 +45,9 @@ class Finished:
     def record(self) -> dict[str, Any]:
         assert len(self.records) == 1, (len(self.records), self.err)
         (record,) = self.records
-        undeclared = [name for name in record["metrics"] if metric_table(record).find(name) is None]
+        run_validator().validate(record)
+        table = metric_table(decode(Run, record, "open"))
+        undeclared = [name for name in record["metrics"] if table.find(name) is None]
         assert not undeclared, "each metric is declared by the stage that reports it"
         return record
 

@@ -291,11 +291,13 @@ def test_a_record_without_digests_is_held_against_headers_and_says_so(
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "inputs is of another type": lambda record: record.update(inputs=[]),
-    "inputs.weights is of another type": lambda record: record["inputs"].update(weights=[]),
-    "inputs.weights.files is of another type": lambda record: record["inputs"]["weights"].update(files={}),
-    "inputs.weights.files: name is missing": lambda record: record["inputs"]["weights"]["files"][0].pop("name"),
-    "inputs.weights.files: sampled is of": lambda record: record["inputs"]["weights"]["files"][0].update(sampled=3),
+    "inputs: [] isn't RunInputs": lambda record: record.update(inputs=[]),
+    "inputs.weights: [] isn't RecordedWeights": lambda record: record["inputs"].update(weights=[]),
+    "inputs.weights.files: {} isn't a list": lambda record: record["inputs"]["weights"].update(files={}),
+    "inputs.weights.files.0.name is missing": lambda record: record["inputs"]["weights"]["files"][0].pop("name"),
+    "inputs.weights.files.0.sampled: 3 isn't str": lambda record: record["inputs"]["weights"]["files"][0].update(
+        sampled=3
+    ),
 }
 
 
@@ -316,14 +318,22 @@ def test_a_checkpoint_that_is_gone_is_not_replayed(run_path: Path, replay: Repla
     assert "Traceback" not in err
 
 
+FAILED = {
+    **{section: [] for section in ("overrides", "stages", "outputs")},
+    **{section: {} for section in ("config", "environment", "metrics")},
+    "status": "failed",
+}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (None, "no run.json there; give the folder of a run"),
-        ("{", "not JSON"),
+        ("{", "no JSON that can be read"),
         ("[]", "no run record"),
         ('{"schema_version": 99}', "no run record"),
-        ('{"schema_version": 1, "status": "failed"}', "the run is failed"),
+        ('{"schema_version": 1, "status": "completed"}', "damaged: config is missing"),
+        (json.dumps(FAILED), "the run is failed"),
     ],
 )
 def test_what_is_no_completed_run_is_refused(content: str | None, words: str, replay: Replay, tmp_path: Path) -> None:

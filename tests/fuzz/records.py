@@ -50,7 +50,7 @@ def _attempt_reading(folder: Path, pristine: Path) -> str:
         refuse_untrusted(found, config_here(found, folder / "outputs", {}), folder / "outputs/runs/day/time", ())
         whole = RunRecord.load(pristine / "runs" / name)
         for first, second in ((found, whole), (whole, found)):
-            text = "\n".join(_report(compare(first.data, second.data), metric_table(second.data)))
+            text = "\n".join(_report(compare(first.run, second.run), metric_table(second.run)))
             require("tokens" in text, text)
     return RIGHT
 
@@ -91,7 +91,7 @@ def _attempt_replay(folder: Path, pristine: Path) -> str:
     finally:
         require(RunRecord.load(place).data["status"] != "running", "left running")
     now = RunRecord.load(place)
-    list(_report(compare(then.data, now.data), metric_table(now.data)))
+    list(_report(compare(then.run, now.run), metric_table(now.run)))
     same = {key: then.config[key] for key in then.config} == RunRecord.load(pristine / "runs" / "one").config
     if same:
         wanted = RunRecord.load(pristine / "runs" / "one").data["outputs"]

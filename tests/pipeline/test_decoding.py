@@ -1,6 +1,7 @@
 """What was written as JSON comes back as what it was, and anything else is refused where it first differs."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from offstage.pipeline.decoding import decode
+from offstage.pipeline.decoding import BESIDE, KEY, SPARSE, WHOLE, decode, encode
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.stage import Artifact
 from offstage.stages.empty_init.skeleton import Skeleton
@@ -102,3 +103,80 @@ def test_a_damaged_artifact_is_refused_in_one_line_with_its_file(kind: type, con
     assert f"remove {tmp_path}, and it is made again" in told
     assert "\n" not in told
     assert len(told) < 600
+
+
+@dataclass(frozen=True)
+class Section:
+    kind: str = field(metadata={KEY: "class"})
+    bound: float | None
+    ids: tuple[int, ...] = ()
+    pairs: tuple[tuple[float, int], ...] = ()
+    figures: Mapping[str, int | float | str | None] = field(default_factory=dict)
+    inner: Inner | None = None
+    extra: int = field(default=3, metadata={SPARSE: True})
+    whole: Mapping[str, Any] = field(default_factory=dict, metadata={KEY: WHOLE})
+    place: str = field(default="here", metadata={KEY: BESIDE})
+
+
+SECTION = {"class": "a", "bound": 0.5, "ids": [1, 2], "pairs": [[0.5, 1]], "figures": {"x": 1, "y": "b"}, "inner": None}
+
+
+def test_a_part_that_is_open_passes_other_keys_over_and_keeps_the_whole() -> None:
+    data = {**SECTION, "place": "elsewhere", "newer": [1]}
+    found = decode(Section, data, "open")
+    assert (found.kind, found.ids, found.pairs, found.place) == ("a", (1, 2), ((0.5, 1),), "here")
+    assert found.whole == data
+    assert encode(found) == SECTION, "the key that it has in JSON, and nothing of what isn't in it"
+    assert encode(decode(Section, {**SECTION, "extra": 4}, "open")) == {**SECTION, "extra": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"class": 3}, ".class: 3 isn't str"),
+        ({"ids": [1, "2"]}, ".ids.1: '2' isn't int"),
+        ({"ids": [1, True]}, ".ids.1: True isn't int"),
+        ({"figures": {"x": [1]}}, ".figures.x: [1] isn't"),
+        ({"inner": {}}, ".inner.count is missing"),
+    ],
+)
+def test_a_part_that_is_open_is_strict_about_what_it_knows(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=r"isn't|is missing") as refused:
+        decode(Section, {**SECTION, **changes}, "open")
+    assert str(refused.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "read"),
+    [
+        ({"class": 3}, "kind", ""),
+        ({"class": None}, "kind", ""),
+        ({"bound": "wide"}, "bound", None),
+        ({"bound": math.inf}, "bound", None),
+        ({"bound": 10**30}, "bound", None),
+        ({"extra": "4"}, "extra", 3),
+        ({"ids": None}, "ids", ()),
+        ({"ids": [1, "2", None, 10**30, 3]}, "ids", (1, 3)),
+        ({"ids": [1, -(10**30)]}, "ids", (1,)),
+        ({"pairs": [[0.5, 1], [math.nan, 1], ["a", 2], [1.5, 3]]}, "pairs", ((0.5, 1), (1.5, 3))),
+        ({"figures": {"x": [1], "y": math.nan, "z": "b"}}, "figures", {"x": None, "y": None, "z": "b"}),
+    ],
+)
+def test_whoever_reads_leniently_takes_a_wrong_value_for_none(changes: dict[str, Any], name: str, read: object) -> None:
+    assert getattr(decode(Section, {**SECTION, **changes}, "lenient"), name) == read
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"ids": {}}, ".ids: {} isn't a list"),
+        ({"pairs": [[1]]}, ".pairs.0: [1] isn't a list of 2"),
+        ({"figures": [1]}, ".figures: [1] isn't an object"),
+        ({"inner": 3}, ".inner: 3 isn't Inner"),
+        ({"inner": {"count": "much"}}, ".inner.count is missing"),
+    ],
+)
+def test_a_section_that_is_none_is_refused_by_whoever_reads_leniently_too(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=r"isn't|is missing") as refused:
+        decode(Section, {**SECTION, **changes}, "lenient")
+    assert str(refused.value).startswith(told)

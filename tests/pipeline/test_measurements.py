@@ -11,7 +11,8 @@ from rich.console import Console
 
 from offstage.pipeline.installed_stages import declared_metrics
 from offstage.pipeline.measurements import measurements, remarks
-from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.stage import Report
 
 PREDICTED: dict[str, Any] = {
@@ -26,7 +27,7 @@ MEASURED: dict[str, Any] = {
 def recorded(folder: Path, report: Report, *, cached: bool = False) -> RunRecord:
     record = RunRecord.start(folder, overrides=[], config={}, environment={})
     record.note_metrics(declared_metrics(["plan", "generate", "forward"]))
-    record.add_stage(StageRecord("last", "0" * 64, cached, 1.0, str(folder)))
+    record.add_stage(StageRun("last", "0" * 64, cached, 1.0, str(folder)))
     record.merge(report)
     return record
 
@@ -37,7 +38,7 @@ def shown(
     """Return the words of each line that the tables of such a record have."""
     record = recorded(folder, Report(metrics=metrics, memory=memory or {}, samples=tuple(samples)), cached=cached)
     console = Console(file=io.StringIO(), width=120)
-    for table in measurements(record.data):
+    for table in measurements(record.run):
         console.print(table)
     return [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
@@ -111,12 +112,12 @@ def test_several_samples_show_how_many_there_are_and_how_far_they_spread(tmp_pat
 
 def test_what_others_took_is_said_below(tmp_path: Path) -> None:
     record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True), sample(1.0))), cached=True)
-    assert [line.split(":")[0] for line in remarks(record.data)] == ["Others used the processor in 1 of 2 samples"]
+    assert [line.split(":")[0] for line in remarks(record.run)] == ["Others used the processor in 1 of 2 samples"]
 
 
 def test_of_one_sample_nobody_asked_how_far_it_is_to_be_trusted(tmp_path: Path) -> None:
     record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True),)))
-    assert not list(remarks(record.data))
+    assert not list(remarks(record.run))
     assert record.data["samples"][0]["processor"]["busy"] is True
 
 

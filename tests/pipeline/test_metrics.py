@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.installed_stages import installed_metrics, installed_stages, metric_table, stage_class
 from offstage.pipeline.metrics import Metric, MetricTable
+from offstage.pipeline.run_schema import Run
 
 SPEED = Metric("speed", "echoes/s", "echoes a second", leads=True)
 GUESS = Metric("guess", "echoes/s", "echoes a second", kind="predicted", of="speed", optional=True)
@@ -58,9 +61,9 @@ def test_two_stages_that_differ_on_one_metric_are_told_so() -> None:
 
 
 def test_a_record_from_before_there_were_tables_is_read_by_the_installed_stages() -> None:
-    assert metric_table({"metrics": {}}) is installed_metrics()
-    assert metric_table({"metric_table": {}}) is installed_metrics()
-    assert metric_table({"metric_table": TABLE.stored()}) == TABLE
+    older = Run(status="completed", overrides=(), config={}, environment={}, stages=(), metrics={}, outputs=())
+    assert metric_table(older) is installed_metrics()
+    assert metric_table(replace(older, metric_table=TABLE.stored())) == TABLE
 
 
 def test_the_stages_of_this_project_agree_on_each_metric_that_they_share() -> None:

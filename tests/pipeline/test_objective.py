@@ -1,20 +1,20 @@
 """The number that a run comes to: which of its record's, and within which limits."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.objective import Objective, UnmeasuredError, check_objective, objective_of, require_numbers
+from offstage.pipeline.run_schema import Run, RunMemory
 
 
-def record(**objective: Any) -> dict[str, Any]:
+def record(**objective: Any) -> Run:
     metrics = {"decode_seconds_per_token": 0.4, "bound": "storage", "perplexity": None, "streamed_bytes_per_token": 8}
-    return {
-        "config": {"objective": objective},
-        "metrics": metrics,
-        "memory": {"budget": {"cpu": 2_000_000_000, "disk": None}, "measured": {"cpu": 3_000_000_000}},
-    }
+    memory = RunMemory(budget={"cpu": 2_000_000_000, "disk": None}, measured={"cpu": 3_000_000_000})
+    parts: Any = {"config": {"objective": objective}, "metrics": metrics, "memory": memory, "environment": {}}
+    return Run(status="completed", overrides=(), stages=(), outputs=(), **parts)
 
 
 def found(**objective: Any) -> Objective:
@@ -28,7 +28,7 @@ def test_a_number_is_a_metric_or_what_a_device_was_allowed_or_held() -> None:
     assert found(figure="memory.budget.cpu").value == 2e9
     assert found(figure="memory.measured.cpu").value == 3e9
     assert objective_of(record()) is None
-    assert objective_of({**record(), "config": {}}) is None, "a record from before there were any"
+    assert objective_of(replace(record(), config={})) is None, "a record from before there were any"
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ import pytest
 from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.pipeline.installed_stages import declared_metrics, metric_table
 from offstage.pipeline.metrics import MetricTable
-from offstage.pipeline.record import RunRecord, StageRecord, is_own_config, never_left_running
+from offstage.pipeline.record import RunRecord, is_own_config, never_left_running
+from offstage.pipeline.run_schema import RunMemory, StageRun
 from offstage.pipeline.stage import Report
 
-STAGE = StageRecord(
+STAGE = StageRun(
     name="plan",
     key="f" * 64,
     cached=False,
@@ -91,9 +92,7 @@ def test_a_record_has_the_table_of_its_metrics_and_a_null_for_each_that_is_not_o
     }  # fmt: skip
     assert found["metrics"]["load_seconds"] == 1.0
     assert found["metric_table"]["stall_share"] == {"unit": "share", "title": "stall share"}
-    assert (
-        metric_table(record.data) == MetricTable.read(found["metric_table"]) == declared_metrics(["plan", "generate"])
-    )
+    assert metric_table(record.run) == MetricTable.read(found["metric_table"]) == declared_metrics(["plan", "generate"])
 
 
 def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:
@@ -116,7 +115,7 @@ def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:
 def test_a_stage_that_is_added_again_takes_the_place_of_its_entry(folder: Path) -> None:
     record = start(folder)
     for name, seconds in (("plan", 1.0), ("generate", 2.0), ("plan", 3.0)):
-        record.add_stage(StageRecord(name=name, key="", cached=True, seconds=seconds, artifact=""))
+        record.add_stage(StageRun(name=name, key="", cached=True, seconds=seconds, artifact=""))
     assert [(stage["name"], stage["seconds"]) for stage in read(folder)["stages"]] == [
         ("plan", 3.0),
         ("generate", 2.0),
@@ -300,3 +299,47 @@ def test_a_record_that_is_gone_is_named_whatever_else_failed_since(folder: Path)
             write()
     with pytest.raises(CheckpointError, match="no weights"), never_left_running(record):
         raise CheckpointError("no weights")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"stages": [{"name": "plan"}]}, r"damaged: stages\.0\.artifact is missing"),
+        ({"metrics": {"load_seconds": [1]}}, r"damaged: metrics\.load_seconds: \[1\] isn't"),
+        ({"outputs": [{"token_ids": [1, "2"]}]}, r"damaged: outputs\.0\.token_ids\.1: '2' isn't int"),
+        ({"overrides": list(range(100_000))}, r"damaged: overrides\.0: 0 isn't str"),
+        ({"memory": list(range(100_000))}, r"damaged: memory: \[0, 1, 2, 3, 4, 5, \.\.\.\] isn't RunMemory"),
+        ({"schema_version": 2}, "schema_version 2; this offstage reads 1"),
+        ({"status": 3}, "no run record: it has no status"),
+    ],
+)
+def test_a_record_that_is_damaged_is_refused_with_the_key(damage: dict[str, Any], words: str, folder: Path) -> None:
+    path = start(folder).path
+    path.write_text(json.dumps(read(folder) | damage))
+    with pytest.raises(StorageError, match=words) as refused:
+        RunRecord.load(folder)
+    assert str(refused.value).endswith("restore the file, or give the folder of another run")
+
+
+def test_what_a_release_wrote_that_had_fewer_sections_is_read_with_what_they_would_be(folder: Path) -> None:
+    path = start(folder).path
+    older = ("status", "overrides", "config", "environment", "stages", "metrics", "outputs")
+    path.write_text(json.dumps({key: value for key, value in read(folder).items() if key in older} | {"newer": 1}))
+    run = RunRecord.load(folder).run
+    assert (run.samples, run.metric_table, run.places, run.memory, run.enforcement) == ((), {}, None, RunMemory(), None)
+    assert RunRecord.load(folder).data["newer"] == 1, "who writes it again loses nothing of it"
+
+
+def test_two_records_share_nothing(folder: Path) -> None:
+    one = start(folder)
+    one.merge(Report(memory={"budget": {"cpu": 1}}, metrics={"load_seconds": 1.0}, model={"class": "Model"}))
+    assert start(folder.with_name("other")).data["memory"]["budget"] == {}
+    assert (one.run.memory.budget, one.run.model.class_name) == ({"cpu": 1}, "Model")
+
+
+def test_a_record_has_its_tokens_in_a_line(folder: Path) -> None:
+    record = start(folder)
+    lines = len(record.path.read_text().splitlines())
+    record.merge(Report(outputs=({"token_ids": list(range(10_000))},)))
+    assert len(record.path.read_text().splitlines()) < lines + 6
+    assert RunRecord.load(folder).run.outputs[0].token_ids == tuple(range(10_000))

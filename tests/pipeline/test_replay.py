@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.replay import Difference, compare, first_difference
+from offstage.pipeline.run_schema import Run
 
 
 def outputs(*rows: list[int]) -> list[dict[str, Any]]:
@@ -30,10 +32,10 @@ def test_the_first_output_that_differs_is_found(then: Any, now: Any, expected: D
     assert first_difference(then, now) == expected
 
 
-def record(**changes: Any) -> dict[str, Any]:
+def record(**changes: Any) -> Run:
     plan = {"name": "plan", "inputs": {"budgets": [["cpu", 10]], "skeleton": "abc"}}
     base = {"outputs": outputs([1, 2]), "device_map": {"a": "cpu"}, "stages": [plan], "environment": {"torch": "2"}}
-    return {**base, "metrics": {"load_seconds": 1.0}, **changes}
+    return decode(Run, {"status": "completed", **base, "metrics": {"load_seconds": 1.0}, **changes}, "lenient")
 
 
 def test_equal_records_are_the_same() -> None:

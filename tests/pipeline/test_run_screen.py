@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.run_screen import RunScreen
 from offstage.pipeline.stage import Report
 
@@ -19,12 +20,12 @@ ANSWER = Report(summary="2 tokens", screen="Once upon a time", remarks=("Other [
 @pytest.fixture
 def record(tmp_path: Path) -> RunRecord:
     record = RunRecord.start(tmp_path, overrides=[], config={"stages": [FIRST, LAST]}, environment={})
-    record.add_stage(StageRecord(FIRST, "0" * 64, True, 1.0, str(tmp_path), 10**6))
+    record.add_stage(StageRun(FIRST, "0" * 64, True, 1.0, str(tmp_path), 10**6))
     return record
 
 
 def ended(record: RunRecord) -> RunRecord:
-    record.add_stage(StageRecord(LAST, "1" * 64, False, 12.5, "", 10**8))
+    record.add_stage(StageRun(LAST, "1" * 64, False, 12.5, "", 10**8))
     record.merge(Report(metrics={"load_seconds": 1.0}))
     return record
 
@@ -32,7 +33,7 @@ def ended(record: RunRecord) -> RunRecord:
 def test_a_run_ends_with_its_stages_what_they_have_to_show_and_what_was_measured(
     record: RunRecord, capsys: Any
 ) -> None:
-    with RunScreen(ended(record).data) as screen:
+    with RunScreen(ended(record)) as screen:
         pass
     screen.finish({FIRST: PLAN, LAST: ANSWER}, "closing [line]")
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -57,7 +58,7 @@ def test_a_run_ends_with_its_stages_what_they_have_to_show_and_what_was_measured
 def test_what_a_stage_shows_at_work_stands_below_the_stages_before_it_and_not_again(
     record: RunRecord, capsys: Any
 ) -> None:
-    with RunScreen(record.data) as screen:
+    with RunScreen(record) as screen:
         for text in ("Once", " upon\r", " a time"):
             screen.show_text(LAST, text, {FIRST: PLAN})
         ended(record)
@@ -78,7 +79,7 @@ def test_what_a_stage_shows_at_work_stands_below_the_stages_before_it_and_not_ag
 
 
 def cut_short(record: RunRecord) -> None:
-    with RunScreen(record.data) as screen:
+    with RunScreen(record) as screen:
         screen.show_text(LAST, "Once", {FIRST: PLAN})
         raise KeyboardInterrupt
 

@@ -21,8 +21,8 @@ from offstage.pipeline.report.figures import (
 )
 from offstage.pipeline.report.placements import PlacedLayer, Placements, RunPlacement, device_title, in_tier_order
 from offstage.pipeline.report.quantities import listed
-from offstage.pipeline.report.records import Number
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Number
 
 _Piece = tuple[str, float, float, str]
 

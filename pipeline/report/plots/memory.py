@@ -26,10 +26,10 @@ from offstage.pipeline.report.figures import (
 )
 from offstage.pipeline.report.placements import device_title
 from offstage.pipeline.report.quantities import tell
-from offstage.pipeline.report.records import Number, Run
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import known
 from offstage.pipeline.report.table import devices
+from offstage.pipeline.run_schema import Number, Run
 
 MOST_DEVICES = 4
 HOST = "cpu"
@@ -43,20 +43,20 @@ def base_bytes(run: Run, device: str) -> Number:
     It is never more than the peak that was measured with it.
     """
     base = run.metric("base_host_bytes") if device == HOST else None
-    return min(base or 0, known(run.measured).get(device, 0))
+    return min(base or 0, known(run.memory.measured).get(device, 0))
 
 
 def memory_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int) -> Picture | None:
     """Return budget, prediction and measured peak by device, None where no job measured any."""
-    measured = [job for job in jobs if known(job.run.measured)]
-    rows, columns = measured[:most], devices(measured, lambda run: run.measured)[:MOST_DEVICES]
+    measured = [job for job in jobs if known(job.run.memory.measured)]
+    rows, columns = measured[:most], devices(measured, lambda run: run.memory.measured)[:MOST_DEVICES]
     if not rows or not columns:
         return None
     traces: list[Any] = []
     axes = []
     for place, device in enumerate(columns):
         traces += _peaks(rows, device, first=not place, **on_panel(place))
-        ends = [end for job in rows for end in (*_limits(job.run, device), job.run.measured.get(device)) if end]
+        ends = [end for job in rows for end in (*_limits(job.run, device), job.run.memory.measured.get(device)) if end]
         axes.append((scale(device_title(device), "bytes", ends, linear=True), named_rows(rows, labels)))
     drawn = figure(
         traces, rows=len(rows), panels=len(columns), barmode="stack", bargap=0.38, showlegend=True, **stacked(axes)
@@ -80,7 +80,7 @@ def _caption(rows: Sequence[Job]) -> str:
 
 def _peaks(rows: Sequence[Job], device: str, *, first: bool, **panel: Any) -> Iterator[Any]:
     """Yield the bars of ``device``, the process's part before the rest, and the lines across them."""
-    peaks = [known(job.run.measured).get(device, 0) for job in rows]
+    peaks = [known(job.run.memory.measured).get(device, 0) for job in rows]
     bases = [base_bytes(job.run, device) for job in rows]
     title, links = f"measured peak, {device_title(device)}", [job.link for job in rows]
     texts = [
@@ -115,8 +115,8 @@ def _bar(rows: Sequence[Job], lengths: Sequence[Number], ink: str, **more: Any) 
 
 def _limits(run: Run, device: str) -> tuple[Number | None, Number | None]:
     """Return the predicted peak, and where the budget of weights ends that begins beside the process itself."""
-    budget = known(run.budget).get(device)
-    return known(run.predicted).get(device), None if budget is None else base_bytes(run, device) + budget
+    budget = known(run.memory.budget).get(device)
+    return known(run.memory.predicted).get(device), None if budget is None else base_bytes(run, device) + budget
 
 
 def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:
@@ -124,8 +124,8 @@ def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture 
 
     One that was refused, or served from the cache, held no weights.
     """
-    timed = [job for job in jobs if _ran(job.run) and any(job.run.series.values())]
-    rows, columns = timed[: len(SERIES)], devices(timed, lambda run: dict.fromkeys(run.series))[:MOST_DEVICES]
+    timed = [job for job in jobs if _ran(job.run) and any(job.run.memory.series.values())]
+    rows, columns = timed[: len(SERIES)], devices(timed, lambda run: dict.fromkeys(run.memory.series))[:MOST_DEVICES]
     if not rows or not columns:
         return None
     traces: list[Any] = []
@@ -144,8 +144,8 @@ def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture 
 def _ran(run: Run) -> bool:
     """Return whether ``run`` came to weights of its own: it measured, or ended early after it had a plan."""
     if run.status == "completed":
-        return bool(known(run.measured)) and not run.provenance.is_cached
-    return bool(known(run.predicted))
+        return bool(known(run.memory.measured)) and not run.provenance.is_cached
+    return bool(known(run.memory.predicted))
 
 
 def _curves(
@@ -155,14 +155,14 @@ def _curves(
 
     The jobs' differ by little, and the middle one stands for all.
     """
-    longest = max((second for job in rows for second, _ in job.run.series.get(device, ())), default=0)
+    longest = max((second for job in rows for second, _ in job.run.memory.series.get(device, ())), default=0)
     if bases := [base for job in rows if (base := base_bytes(job.run, device))]:
         yield go.Scatter(
             x=[0, longest], y=[median(bases)] * 2, fill="tozeroy", mode="lines", name=BASE, hoverinfo="name",
             line={"color": colour("rest"), "width": 0.5}, **panel,
         )  # fmt: skip
     for index, job in enumerate(rows):
-        curve, limit = job.run.series.get(device, ()), _limits(job.run, device)[1]
+        curve, limit = job.run.memory.series.get(device, ()), _limits(job.run, device)[1]
         group = {"legendgroup": job.name, **panel}
         texts = [told(job.name, f"{tell(held, 'bytes')} after {tell(second, 'seconds')}") for second, held in curve]
         yield go.Scatter(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,16 +21,13 @@ from offstage.pipeline.report.figures import (
     told,
     told_first,
 )
-from offstage.pipeline.report.noise import Noise
+from offstage.pipeline.report.noise import FIRST_TOKEN, SECONDS, Noise
 from offstage.pipeline.report.quantities import tell
-from offstage.pipeline.report.records import Number, RunSample
 from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.run_schema import Number, Sample
 
-_Sampled = tuple[int, Job, RunSample, Number]
-_PANELS: tuple[tuple[str, Callable[[RunSample], Number | None]], ...] = (
-    ("prompt: time to first token", lambda sample: sample.first_token_seconds),
-    ("decoding: time a token", lambda sample: sample.token_seconds),
-)
+_Sampled = tuple[int, Job, Sample, Number]
+_PANELS = (("prompt: time to first token", FIRST_TOKEN), ("decoding: time a token", SECONDS))
 _KINDS = {
     (False, False): ("a sample", "circle", SERIES[0]),
     (True, False): ("taken by an earlier run", "circle-open", SERIES[0]),
@@ -47,8 +44,8 @@ def sample_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise
         return None
     found = [
         [(row, job, one, time) for row, job in enumerate(rows) for one in job.run.counting
-         if (time := value(one)) is not None]
-        for _, value in _PANELS
+         if (time := one.metric(name)) is not None]
+        for _, name in _PANELS
     ]  # fmt: skip
     panels = [_traces(samples, first=not place, **on_panel(place)) for place, samples in enumerate(found)]
     axes = [
@@ -69,7 +66,7 @@ def _traces(samples: Sequence[_Sampled], *, first: bool, **panel: Any) -> Iterat
         hoverinfo="skip", width=0.6, legendgroup="box", showlegend=first, **panel,
     )  # fmt: skip
     for kind, (name, symbol, ink) in _KINDS.items():
-        marks = [each for each in samples if (each[2].earlier, each[2].busy) == kind]
+        marks = [each for each in samples if (each[2].earlier, each[2].is_busy) == kind]
         if marks:
             texts = [told(job.name, tell(time, "seconds"), name) for _, job, _, time in marks]
             yield go.Scatter(

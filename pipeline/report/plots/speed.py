@@ -20,16 +20,16 @@ from offstage.pipeline.report.figures import (
     shown,
     told,
 )
+from offstage.pipeline.report.noise import SECONDS
 from offstage.pipeline.report.quantities import Kind, listed, tell
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import (
+    BOUND_SECONDS,
     OTHERS,
     PREDICTED_BOUND,
-    SECONDS,
     Front,
     Point,
     Series,
-    bound_seconds,
     lockstep_series,
     members,
 )
@@ -218,7 +218,7 @@ def faster_than_storage(jobs: Sequence[Job]) -> tuple[str, ...]:
         job.name
         for job in jobs
         if (seconds := job.run.metric(SECONDS)) is not None
-        and (bound := bound_seconds(job.run)) is not None
-        and job.run.words.get(PREDICTED_BOUND, STORAGE) == STORAGE
+        and (bound := job.run.metric(BOUND_SECONDS)) is not None
+        and job.run.metrics.get(PREDICTED_BOUND) in (None, STORAGE)
         and seconds < _CLEARLY * bound
     )

@@ -12,7 +12,7 @@ from offstage.pipeline.report.run_folders import Job
 
 def loss_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:
     """Return the losses of the jobs that trained, None where none did."""
-    trained = [job for job in jobs if any(loss is not None for loss in job.run.losses)]
+    trained = [job for job in jobs if any(step.loss is not None for step in job.run.steps)]
     rows = trained[: len(SERIES)]
     if not rows:
         return None
@@ -26,7 +26,7 @@ def loss_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | No
 
 
 def _line(job: Job, label: str, ink: str) -> go.Scatter:
-    steps = [(step, loss) for step, loss in enumerate(job.run.losses, 1) if loss is not None]
+    steps = [(number, step.loss) for number, step in enumerate(job.run.steps, 1) if step.loss is not None]
     return go.Scatter(
         x=[step for step, _ in steps], y=[loss for _, loss in steps], name=named(label),
         mode="lines" if len(steps) > 1 else "markers",

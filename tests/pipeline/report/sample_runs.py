@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.stage import Report
 
 STAGES = ("empty_init", "plan", "shard_load", "dispatch", "generate")
@@ -56,13 +57,16 @@ def write_run(
     for index, name in enumerate(STAGES):
         artifact = plan_artifact(folder.parent, budget) if name == "plan" else folder
         key = artifact.name if name == "plan" else f"{index}" * 64
-        record.add_stage(StageRecord(name, key, cached, 0.25 * (index + 1), str(artifact), peak - 10**6))
+        record.add_stage(StageRun(name, key, cached, 0.25 * (index + 1), str(artifact), peak - 10**6))
     figures: dict[str, float | int | str | None] = {
         "decode_seconds_per_token": seconds,
         "decode_tokens_per_second": 1 / seconds if seconds else None,
         "streamed_bytes_per_token": streamed,
         **(metrics or {}),
     }
+    bandwidth = figures.get("storage_bandwidth_bytes_per_second")
+    if isinstance(bandwidth, float) and streamed is not None:
+        figures.setdefault("bound_seconds_per_token", streamed / bandwidth)
     memory: dict[str, dict[str, int | None]] = {
         "budget": {"cpu": budget, "disk": None},
         "predicted": {"cpu": peak + 5 * 10**6, "disk": 7},

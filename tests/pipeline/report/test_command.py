@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from offstage.pipeline.command_exit import guarded
+from offstage.pipeline.record import read_run
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.comparison import compare_runs
-from offstage.pipeline.report.records import read_run
 from offstage.pipeline.report.run_folders import find
 from offstage.pipeline.report.summary import summarise
 from offstage.pipeline.report.terminal import show_summary

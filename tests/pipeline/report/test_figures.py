@@ -65,9 +65,7 @@ def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None
     expected = {"measured": set(), "predicted": set(), "bound": set()}  # type: dict[str, set[tuple[float, float]]]
     for record in records(sweep):
         figures, budget = record["metrics"], record["memory"]["budget"].get("cpu")
-        seconds, streamed = figures.get("decode_seconds_per_token"), figures.get("streamed_bytes_per_token")
-        reckoned = figures.get("predicted_storage_bandwidth_bytes_per_second")
-        bandwidth = figures.get("storage_bandwidth_bytes_per_second") or reckoned
+        seconds = figures.get("decode_seconds_per_token")
         if seconds is None or budget is None:
             continue
         expected["measured"].add((budget, seconds))
@@ -75,8 +73,6 @@ def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None
             expected["predicted"].add((budget, figures["predicted_seconds_per_token"]))
         if figures.get("bound_seconds_per_token") is not None:
             expected["bound"].add((budget, figures["bound_seconds_per_token"]))
-        elif bandwidth and streamed:
-            expected["bound"].add((budget, streamed / bandwidth))
     (checkpoint,) = report["checkpoints"]
     for name, points in expected.items():
         series = checkpoint["seconds_per_token_by_budget"]

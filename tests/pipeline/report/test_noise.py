@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline.record import RecordError, read_run
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.noise import noise, rank_test
-from offstage.pipeline.report.records import RecordError, read_run
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import sample, write_run
@@ -127,9 +127,9 @@ def test_records_without_samples_go_by_whether_the_last_stage_was_cached(tmp_pat
 def test_samples_of_another_shape_make_no_record(tmp_path: Path) -> None:
     path = write_run(tmp_path / "0") / "run.json"
     for samples, words in (
-        ({"a": 1}, "samples: a dict"),
-        ([3], "samples: an entry"),
-        ([{"metrics": 3}], "metrics: a int"),
+        ({"a": 1}, r"samples: \{'a': 1\} isn't a list"),
+        ([3], r"samples\.0: 3 isn't Sample"),
+        ([{"metrics": 3}], r"samples\.0\.metrics: 3 isn't an object"),
     ):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"samples": samples}))
         with pytest.raises(RecordError, match=words):

@@ -8,15 +8,13 @@ from hypothesis import given, strategies as st
 from offstage.pipeline.report.differences import config_differences, flatten, spread
 from offstage.pipeline.report.placements import PlacedLayer, read_placements
 from offstage.pipeline.report.quantities import listed, scale_for, tell
-from offstage.pipeline.report.records import Run
 from offstage.pipeline.report.run_folders import Job, find
 from offstage.pipeline.report.speed import (
-    BANDWIDTHS,
     OTHERS,
-    bound_seconds,
     pareto,
     speed_series,
 )
+from offstage.pipeline.run_schema import Run, RunMemory
 from tests.pipeline.report.sample_runs import sample, write_run, write_sweep
 
 
@@ -47,9 +45,8 @@ def test_a_run_without_a_config_makes_no_difference(tmp_path: Path) -> None:
 
 def job(name: str, *, memory: float, rate: float) -> Job:
     run = Run(
-        folder=Path(name), status="completed", reason="", failed_stage="", error_type="", overrides=(), config={},
-        environment={}, stages=(), budget={}, predicted={}, measured={"0": 0, "cpu": memory, "disk": 9**9}, series={},
-        metrics={"decode_tokens_per_second": rate}, answers=(), device_map={}, cap_bytes=None,
+        folder=Path(name), status="completed", overrides=(), config={}, environment={}, stages=(), outputs=(),
+        memory=RunMemory(measured={"0": 0, "cpu": memory, "disk": 9**9}), metrics={"decode_tokens_per_second": rate},
     )  # fmt: skip
     return Job(name, run)
 
@@ -63,18 +60,6 @@ def test_the_front_holds_exactly_the_jobs_that_no_other_beats(pairs: list[tuple[
         if not any(m <= memory and r >= rate and (m, r) != (memory, rate) for m, r in pairs)
     }
     assert {point.job for point in pareto(jobs).best} == unbeaten
-
-
-@pytest.mark.parametrize(
-    ("streamed", "bandwidth", "seconds"),
-    [(2_000_000_000, 4e9, 0.5), (0, 4e9, None), (None, 4e9, None), (5, None, None), (5, 0, None), (5, -1, None)],
-)
-def test_the_bound_is_streamed_bytes_over_bandwidth(
-    tmp_path: Path, streamed: int | None, bandwidth: float | None, seconds: float | None
-) -> None:
-    metrics = {} if bandwidth is None else {BANDWIDTHS[0]: bandwidth}
-    write_run(tmp_path / "0", streamed=streamed, metrics=metrics)
-    assert bound_seconds(find([tmp_path]).jobs[0].run) == seconds
 
 
 def test_a_figure_that_is_not_among_its_samples_is_drawn_all_the_same(tmp_path: Path) -> None:

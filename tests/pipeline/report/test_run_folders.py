@@ -33,7 +33,7 @@ def test_a_job_without_a_record_and_a_broken_one_are_named(tmp_path: Path) -> No
     assert len(found.jobs) == 1
     assert [(problem.path.parent.name, problem.reason.split(":")[0]) for problem in found.problems] == [
         ("1", "missing"),
-        ("2", "no JSON"),
+        ("2", "no JSON that can be read"),
         ("3", "a folder, not a file"),
     ]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from offstage.pipeline.record import read_run
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.comparison import ChangedValue, compare_runs
 from offstage.pipeline.report.noise import noise
 from offstage.pipeline.report.quantities import MISSING
-from offstage.pipeline.report.records import read_run
 from offstage.pipeline.report.run_folders import find
 from offstage.pipeline.report.table import job_table
 from tests.pipeline.report.pages import markup

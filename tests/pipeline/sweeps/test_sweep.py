@@ -113,9 +113,12 @@ def test_jobs_that_follow_from_others_are_added_as_they_come(tmp_path: Path) -> 
     ("damage", "words"),
     [
         (lambda sweep: sweep | {"schema_version": 2}, "not of schema version 1"),
-        (lambda sweep: sweep | {"jobs": [{"number": 1}]}, "overrides is missing or of another type"),
-        (lambda sweep: sweep | {"command": "rm"}, "command is missing or of another type"),
-        (lambda sweep: sweep | {"more": 1}, "it has more than a sweep has"),
+        (
+            lambda sweep: sweep | {"jobs": [{"number": 1}]},
+            ".jobs.0: {'number': 1} isn't SweepJob: an object",
+        ),
+        (lambda sweep: sweep | {"command": "rm"}, ".command: 'rm' isn't a list"),
+        (lambda sweep: sweep | {"more": 1}, "isn't SweepRecord: an object of command, cwd"),
         (lambda sweep: [], "not of schema version"),
     ],
 )

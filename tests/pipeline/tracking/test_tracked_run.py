@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.stage import Report
 from offstage.pipeline.tracking.tracked_run import MetricPoint, TrackedRun, metrics
 
@@ -18,7 +20,7 @@ def started(folder: Path, **config: Any) -> RunRecord:
 
 
 def with_plan(record: RunRecord, *, cached: bool = False) -> RunRecord:
-    record.add_stage(StageRecord(name="plan", key="", cached=cached, seconds=0.5, artifact=""))
+    record.add_stage(StageRun(name="plan", key="", cached=cached, seconds=0.5, artifact=""))
     return record
 
 
@@ -26,8 +28,8 @@ def test_a_record_becomes_the_numbers_that_are_known(tmp_path: Path) -> None:
     record = with_plan(started(tmp_path))
     record.merge(Report(metrics={"load_seconds": 1.25, "bound": "storage"}, memory={"measured": {"cpu": 10}}))
     record.note_series("cpu", [(0.5, 10)])
-    assert metrics(record.data) == {"load_seconds": 1.25, "seconds/plan": 0.5, "memory/measured/cpu": 10.0}
-    assert "x" not in metrics({"metrics": {"x": math.nan}, "stages": [], "memory": {}})
+    assert metrics(record.run) == {"load_seconds": 1.25, "seconds/plan": 0.5, "memory/measured/cpu": 10.0}
+    assert "x" not in metrics(replace(record.run, metrics={"x": math.nan}))
 
 
 def test_a_run_that_ended_well_has_its_config_its_name_and_what_it_is_found_by(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from offstage.pipeline.record import RunRecord, StageRecord, Status
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.run_schema import StageRun, Status
 from offstage.pipeline.stage import Report
 from offstage.pipeline.tracking.options import usable_tracker
 from offstage.pipeline.tracking.trackers import end_sweep, stores_of, track
@@ -22,7 +23,7 @@ def finished(
     given = {"kind": kind, "folder": str(folder / "store"), "experiment": "offstage", **tracker}
     config = {"tracker": given, "seed": 3, "generate": {"prompts": ["a"]}}
     record = RunRecord.start(folder / "today" / name, overrides=[], config=config, environment={})
-    record.add_stage(StageRecord(name="plan", key="", cached=False, seconds=0.5, artifact=""))
+    record.add_stage(StageRun(name="plan", key="", cached=False, seconds=0.5, artifact=""))
     record.merge(Report(metrics={"load_seconds": 1.25}, memory={"measured": {"cpu": 10}}))
     record.finish(status)
     return record

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from offstage.pipeline.record import RecordError, read_run
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.placements import read_placements
 from offstage.pipeline.report.plots.layers import hit_share, placement_picture
-from offstage.pipeline.report.records import Number, RecordError, read_run
 from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.run_schema import Number
 from tests.pipeline.report.pages import entries, figures, markup, traces
 from tests.pipeline.report.sample_runs import LAYERS, write_run
 
@@ -52,7 +53,7 @@ def test_the_share_of_hits_is_told_where_there_were_calls(use: dict[str, Number 
 def test_experts_that_are_no_mapping_make_no_record(tmp_path: Path) -> None:
     path = write_run(tmp_path / "0") / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"experts": {"layer": [1]}}))
-    with pytest.raises(RecordError, match="layer: a list where a dict must be"):
+    with pytest.raises(RecordError, match=r"experts\.layer: \[1\] isn't an object"):
         read_run(path)
 
 
