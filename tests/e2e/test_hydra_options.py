@@ -146,7 +146,7 @@ def test_a_shell_is_told_the_devices_by_their_names(offstage_here: Run, monkeypa
 
 
 def test_the_help_names_a_command_that_prints_the_config_resolved(offstage_here: Run) -> None:
-    shown = re.search(r"offstage (--cfg .*?)  +the whole config, resolved", offstage_here("--help").out)
+    shown = re.search(r"offstage (--cfg .*?)  +the whole config", offstage_here("--help").out)
     assert shown, "the help says how"
     given = ("max_memory.cpu=2MB", "generate.max_new_tokens=7")
     resolved = offstage_here(*shown[1].split(), *given).out
