@@ -51,6 +51,7 @@ def network(hosts: int, rate: str | None) -> Iterator[list[list[str]]]:
             undo.callback(_ip, "netns", "del", name)
             outer, inner = f"offs{host}a", f"offs{host}b"
             _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
+            undo.callback(_ip, "link", "del", outer)  # with its other end, which the kernel forgets later than the name
             _ip("link", "set", inner, "netns", name)
             _ip("link", "set", outer, "master", bridge, "up")
             _ip("-n", name, "addr", "add", f"{_ADDRESS.format(host + 1)}/24", "dev", inner)
