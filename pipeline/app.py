@@ -66,7 +66,7 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
     import hydra
 
     from offstage.pipeline.config import choose_stages, register
-    from offstage.pipeline.errors import named
+    from offstage.pipeline.errors import ConfigError, named
     from offstage.pipeline.hydra_arguments import gather_overrides, refuse_arguments
     from offstage.pipeline.hydra_composing import composed_once, noted_files
     from offstage.pipeline.hydra_errors import guarded_composing
@@ -80,6 +80,8 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
 
     def compose() -> int:
         refuse_arguments(sys.argv[1:])
+        if started_together() > 1 and not {"-m", "--multirun"}.isdisjoint(sys.argv[1:]):
+            raise ConfigError("hardware.hosts: a sweep isn't started by torchrun; start each of its runs so")
         register()
         sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
         with (

@@ -132,9 +132,10 @@ def test_a_run_of_hosts_is_replayed_by_one(tmp_path: Path) -> None:
 REFUSED = {
     "stages=finetune": "hardware.hosts: a model that is divided among hosts isn't trained",
     "hardware.hosts=3": "hardware.hosts: 3 hosts are described, and the run has 2 processes",
-    "generate.lockstep=2": "generate.lockstep: 2: hosts take one prompt after another",
+    "generate.lockstep=2": "generate.lockstep: 2: hosts answer one prompt after another",
     "generate.batch_size=auto": "generate.batch_size: 'auto' is chosen by each host",
     "measure.repeats=2": "measure.repeats: hosts that run together measure once",
+    "-m": "hardware.hosts: a sweep isn't started by torchrun",
 }
 
 
@@ -176,7 +177,7 @@ def test_a_host_that_hangs_is_named_and_all_end(tmp_path: Path) -> None:
         hung = process_of(process, 1)
         hung.send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
-        while process_of(process, 0).status() != psutil.STATUS_ZOMBIE and not own_lines_of(tmp_path):
+        while not own_lines_of(tmp_path):
             time.sleep(0.1)
         assert time.monotonic() - stopped < 30
         hung.send_signal(signal.SIGKILL)
