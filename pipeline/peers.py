@@ -84,8 +84,10 @@ class Peers:
         self._distributed = distributed
         self._watch: Watch | None = None
         with self._guarded():
-            store = _store("connect", _CONNECT_SECONDS)
-            distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
+            if not distributed.is_initialized():
+                store = _store("connect", _CONNECT_SECONDS)
+                distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
+            self._group = distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
         self._watch = Watch(self.rank, self.size)
         atexit.register(self._watch.leave)
 
@@ -157,11 +159,11 @@ class Peers:
 
     def _send(self, data: torch.Tensor, host: int) -> None:
         with self._guarded(host):
-            self._distributed.send(data, host)
+            self._distributed.send(data, host, group=self._group)
 
     def _receive(self, data: torch.Tensor, host: int) -> None:
         with self._guarded(host):
-            self._distributed.recv(data, host)
+            self._distributed.recv(data, host, group=self._group)
 
     @contextmanager
     def _guarded(self, host: int | None = None) -> Iterator[None]:

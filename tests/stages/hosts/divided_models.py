@@ -114,6 +114,7 @@ def skeleton_of(config: Any, folder: Path, model_class: type) -> Any:
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")  # as a script may have done
     here = peers()
     for name in names:
         config = CONFIGS[name]()
