@@ -73,22 +73,22 @@ def peers() -> Peers:
 class Peers:
     """The ``size`` processes of a run, which know each other by their ``rank``.
 
-    ``sent_bytes`` and ``received_bytes`` are those of tensors so far.
+    ``sent_bytes`` are those of tensors so far.
     """
 
     def __init__(self) -> None:
         import torch.distributed as distributed
 
         self.rank, self.size = own_rank(), started_together()
-        self.sent_bytes = self.received_bytes = 0
+        self.sent_bytes = 0
         self._distributed = distributed
-        self._watch: Watch | None = None
+        self._watch: _HostWatch | None = None
         with self._guarded():
             if not distributed.is_initialized():
                 store = _store("connect", _CONNECT_SECONDS)
                 distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
             self._group = distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
-        self._watch = Watch(self.rank, self.size)
+        self._watch = _HostWatch(self.rank, self.size)
         atexit.register(self._watch.leave)
 
     def exchange(self, value: object) -> list[Any]:
@@ -107,13 +107,17 @@ class Peers:
         """Return whether all of them say so."""
         return all(self.exchange(said))
 
-    def require_same(self, what: str, value: object) -> None:
-        """Refuse to go on where another has another ``value`` of ``what``, as a fingerprint or in words."""
-        for host, other in enumerate(self.exchange(value)):
-            if other != json.loads(json.dumps(value)):
-                raise HostError(
-                    f"{what} is {other!r} on host {host} and {value!r} on host {self.rank}; have the same on both"
-                )
+    def require_same(self, values: Mapping[str, object]) -> None:
+        """Refuse to go on where another host has another of the ``values``, which are told by what they are."""
+        told = self.exchange(values)
+        mine = told[self.rank]
+        for host, theirs in enumerate(told):
+            for what in sorted(mine.keys() | theirs.keys()):
+                other, own = theirs.get(what), mine.get(what)
+                if other != own:
+                    raise HostError(
+                        f"{what} is {other!r} on host {host} and {own!r} on host {self.rank}; have the same on both"
+                    )
 
     def send_json(self, value: object, host: int) -> None:
         """Send ``value`` to ``host``; to this one itself nothing is sent."""
@@ -154,7 +158,6 @@ class Peers:
 
         if tensor.numel():
             self._receive(tensor.reshape(-1).view(torch.uint8), host)
-            self.received_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
     def _send(self, data: torch.Tensor, host: int) -> None:
@@ -208,13 +211,10 @@ def in_step(
     here = peers()
     here.ending(end)
     try:
-        for key in _LIBRARIES:
-            here.require_same(key, environment.get(key))
+        libraries = {name: environment.get(name) for name in _LIBRARIES}
+        model = {key: value for key, value in config["model"].items() if key not in _OWN_PATHS}
         shared = {key: value for key, value in config.items() if key not in _OWN_KEYS}
-        shared["model"] = {key: value for key, value in config["model"].items() if key not in _OWN_PATHS}
-        here.require_same("the stages' keys", sorted(shared))
-        for key in sorted(shared):
-            here.require_same(key, shared[key])
+        here.require_same({**libraries, **shared, "model": model})
         yield here
     except KeyboardInterrupt:
         here.fail("interrupted")
@@ -225,7 +225,7 @@ def in_step(
     here.close()
 
 
-class Watch:
+class _HostWatch:
     """Says every second that this process lives, and sees whether the others do."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -150,7 +150,7 @@ class ModelSession(ABC, Generic[Given]):
         if self.plan.partition is None:
             return
         asked = replace(self.inputs.wherever_it_lies(), skeleton="", weights="", model={})
-        peers().require_same("what is asked (prompts, options, the tokenizer's files)", fingerprint(asked)[:16])
+        peers().require_same({"what is asked (prompts, options, the tokenizer's files)": fingerprint(asked)[:16]})
         progress.keep(set.intersection(*map(set, peers().exchange(sorted(progress.done)))))
 
     def _timed(self, answer: Answering, progress: Progress, title: str) -> tuple[PassResult, TimedSample]:

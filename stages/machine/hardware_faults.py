@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from offstage.pipeline.errors import Fault, closest
-from offstage.stages.machine.hosts import KEY, hosts_faults
+from offstage.stages.machine.hosts import AUTO, KEY
 from offstage.stages.machine.rates import DEVICE_RATES, RATES, parse_rate
 from offstage.stages.units import parse_size
 
 _KEYS = ("devices", "host", "rates", "hosts", "network")
 _DEVICE_KEYS = ("memory", "name", "link", "rates", "ledger")
 _HOST_KEYS = ("memory",)
+_ONE_OF_SEVERAL_KEYS = ("devices", "host", "rates", "max_memory")
+_NETWORK_KEYS = ("rate", "latency")
 _LONGEST_NAME = 60
 
 
@@ -20,11 +22,41 @@ def hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the keys of ``hardware`` that aren't known, each with its place, and the values that can't be read."""
     yield from _unknown("hardware", hardware, _KEYS)
     yield from _machine_faults("hardware", hardware)
-    yield from hosts_faults(hardware)
-    hosts = hardware.get("hosts")
+    yield from _hosts_faults(hardware.get("hosts"))
+    yield from _network_faults(hardware.get("network"))
+
+
+def _hosts_faults(hosts: object) -> Iterator[Fault]:
+    """Yield what is wrong with the hosts that a model is divided among, and with what each has of its own."""
+    is_count = isinstance(hosts, int) and not isinstance(hosts, bool) and hosts > 1
+    if hosts not in (None, AUTO) and not is_count and not (isinstance(hosts, list) and len(hosts) > 1):
+        yield Fault(
+            KEY,
+            f"{hosts!r} names no hosts; give null for one, {AUTO} for those that torchrun started, how many alike ones "
+            "there are, from 2 up, or a list of {devices, host, rates, max_memory}",
+        )
     for index, own in enumerate(hosts if isinstance(hosts, list) else ()):
+        place = f"{KEY}[{index}]"
         if isinstance(own, Mapping):
-            yield from _machine_faults(f"{KEY}[{index}]", own)
+            yield from _unknown(place, own, _ONE_OF_SEVERAL_KEYS)
+            yield from _machine_faults(place, own)
+        else:
+            yield Fault(place, f"{own!r} is no host; a host has {_listed(_ONE_OF_SEVERAL_KEYS)}")
+
+
+def _network_faults(network: object) -> Iterator[Fault]:
+    """Yield what is wrong with what lies between hosts."""
+    if network is None:
+        return
+    if not isinstance(network, Mapping):
+        yield Fault("hardware.network", f"{network!r} is no mapping; give {{rate: 1.2GB, latency: 0.0002}}, or null")
+        return
+    yield from _unknown("hardware.network", network, _NETWORK_KEYS)
+    rate, latency = network.get("rate"), network.get("latency")
+    if rate is not None:
+        yield from _wrong("hardware.network.rate", parse_rate, rate)
+    if latency is not None and (isinstance(latency, bool) or not isinstance(latency, int | float) or latency < 0):
+        yield Fault("hardware.network.latency", f"{latency!r} is no number of seconds; give one from 0 up")
 
 
 def _machine_faults(place: str, given: Mapping[str, Any]) -> Iterator[Fault]:

@@ -84,7 +84,7 @@ def divide(
     if chain.length < len(hosts):
         raise ConfigError(f"{KEY}: {len(hosts)} hosts for {chain.length} blocks; take {chain.length} at most")
     kinds = [json.dumps(asdict(host), sort_keys=True) for host in hosts]
-    search = _Search(skeleton, chain, plan_of, kinds)
+    search = _DivisionSearch(skeleton, chain, plan_of, kinds)
     cuts = search.best(_proportional(_sizes(skeleton, chain), [host.room for host in hosts]))
     partition = partition_of(chain, cuts)
     plans = [search.plan(host, partition) for host in range(partition.hosts)]
@@ -142,7 +142,7 @@ def _proportional(sizes: Sequence[int], room: Sequence[int]) -> tuple[int, ...]:
     return (*cuts, len(sizes))
 
 
-class _Search:
+class _DivisionSearch:
     """Plans of hosts for runs of blocks, each made once: hosts and runs that are alike have one."""
 
     def __init__(self, skeleton: Skeleton, chain: Chain, plan_of: PlanOf, kinds: Sequence[str]) -> None:

@@ -127,7 +127,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         named = identity(opened)
         if found.partition is not None:
             both = (named, None if adapter is None else weights_identity(adapter))
-            peers().require_same("the content of the checkpoint and the adapter", fingerprint(both)[:16])
+            peers().require_same({"the content of the checkpoint and the adapter": fingerprint(both)[:16]})
         return ShardLoadInputs(
             config=given,
             checkpoint=named,

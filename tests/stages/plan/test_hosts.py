@@ -12,8 +12,9 @@ import pytest
 from offstage.pipeline.errors import BudgetError, ConfigError
 from offstage.stages.hosts.partition import Partition, chain_of, partition_of, share
 from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.hardware_faults import hardware_faults
 from offstage.stages.machine.host_memory import Host
-from offstage.stages.machine.hosts import Network, hosts_faults
+from offstage.stages.machine.hosts import Network
 from offstage.stages.machine.kernels import NOMINAL
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.hosts import Division, PlannedHost, divide, with_division
@@ -129,10 +130,10 @@ def test_a_hosts_plan_says_what_a_token_takes_on_all() -> None:
         ({"hosts": 1}, ["hardware.hosts"]),
         ({"hosts": True}, ["hardware.hosts"]),
         ({"hosts": "two"}, ["hardware.hosts"]),
-        ({"hosts": [{"memory": "1GB"}, 3]}, ["hardware.hosts[0]", "hardware.hosts[1]"]),
-        ({"network": {"rate": "fast", "latency": -1, "mtu": 9}}, ["rate", "latency", "mtu"]),
+        ({"hosts": [{"memory": "1GB"}, 3]}, ["hardware.hosts[0].memory", "hardware.hosts[1]"]),
+        ({"network": {"rate": "fast", "latency": -1, "mtu": 9}}, ["mtu", "rate", "latency"]),
         ({"network": 3}, ["hardware.network"]),
     ],
 )
 def test_what_is_wrong_with_hosts_is_said_by_key(hardware: dict[str, object], keys: list[str]) -> None:
-    assert [fault.key.removeprefix("hardware.network.") for fault in hosts_faults(hardware)] == keys
+    assert [fault.key.removeprefix("hardware.network.") for fault in hardware_faults(hardware)] == keys
