@@ -27,7 +27,7 @@ from offstage.pipeline.kernel_caches import bound_kernel_caches
 from offstage.pipeline.malloc import return_freed_memory
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from offstage.pipeline.memory_monitor import MemoryMonitor
-from offstage.pipeline.peers import HostError, in_step
+from offstage.pipeline.peers import in_step
 from offstage.pipeline.process_setup import die_with_parent
 from offstage.pipeline.record import RunRecord, host_summary, never_left_running
 from offstage.pipeline.replay_inputs import Earlier, hold
@@ -77,9 +77,9 @@ def perform(
     return 0
 
 
-def _end_from_outside(record: RunRecord, reason: str) -> None:
-    """Have the record say that another host ended the run."""
-    record.finish("failed", error=HostError(reason))
+def _end_from_outside(record: RunRecord, error: BaseException) -> None:
+    """Have the record say that the run was ended while this host waited for another."""
+    record.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=error)
 
 
 class Ending:

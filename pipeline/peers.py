@@ -9,49 +9,57 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from offstage.pipeline.errors import OffstageError
+from offstage.pipeline.command_exit import INTERRUPTED, heeded_signals
+from offstage.pipeline.errors import words_of
+from offstage.pipeline.plain_data import leaves
+from offstage.pipeline.rendezvous import (
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    HostError,
+    first_line,
+    is_served_by_first,
+    meet,
+    open_store,
+    variable,
+)
 
 if TYPE_CHECKING:
     import torch
 
 _HEADER_BYTES = 512
 """What goes before a message: the JSON of what it is, if that is short, and how long it is."""
-_BEAT_SECONDS, _SILENT_SECONDS, _PATIENCE_SECONDS = 1.0, 20.0, 4.0
+_BEAT_SECONDS, _SILENT_SECONDS, _PATIENCE_SECONDS = 1.0, ANSWER_SECONDS, 4.0
 """How often each says that it lives; after how long a silence it counts as lost; how long what is at work has to end by
 itself then."""
-_CONNECT_SECONDS = 120.0
 _EVER = timedelta(days=30)
 """Those who are slow are waited for: whether they live is told otherwise."""
 _LIBRARIES = ("offstage", "torch", "transformers", "tokenizers")
 _OWN_KEYS = {"max_memory", "offload_folder", "outputs", "hardware"}
 _OWN_PATHS = {"path", "tokenizer", "adapter"}
 """What may differ from host to host: keys of a config, and those below ``model``; of files the content is compared."""
-_RUNNING, _FAILED, _DONE = "running", "failed", "done"
-
-
-class HostError(OffstageError, OSError):
-    """Another host of the run failed, went away, or runs something else."""
-
-    exit_code = 5
+_RUNNING, _FAILED, _LEAVING, _DONE = "running", "failed", "leaving", "done"
+"""What a process says of itself: at work; why it ends; why it ends with another that was lost; it has all it needs."""
 
 
 def started_together() -> int:
     """Return how many processes torchrun started, this one among them; 1 where it is alone."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    return variable("WORLD_SIZE") if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 1
 
 
 def own_rank() -> int:
     """Return the number of this process among them."""
-    return int(os.environ["RANK"]) if started_together() > 1 else 0
+    return variable("RANK") if started_together() > 1 else 0
 
 
 def on_one_machine() -> int:
@@ -83,12 +91,13 @@ class Peers:
         self.sent_bytes = 0
         self._distributed = distributed
         self._watch: _HostWatch | None = None
+        store, machines = meet(self.rank, self.size)
+        store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
         with self._guarded():
             if not distributed.is_initialized():
-                store = _store("connect", _CONNECT_SECONDS)
                 distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
             self._group = distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
-        self._watch = _HostWatch(self.rank, self.size)
+        self._watch = _HostWatch(self.rank, machines)
         atexit.register(self._watch.leave)
 
     def exchange(self, value: object) -> list[Any]:
@@ -174,19 +183,19 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            if self._watch is None:
-                raise HostError(f"the hosts of the run couldn't be connected: {_first_line(error)}") from error
-            raise HostError(self._watch.reason(host) or f"host {host} went away") from error
+            if self._watch is None or host is None:
+                raise HostError(f"the hosts of the run couldn't be connected: {first_line(error)}") from error
+            raise HostError(self._watch.reason() or f"{self._watch.name(host)} went away") from error
 
-    def ending(self, end: Callable[[str], object]) -> None:
+    def ending(self, end: Callable[[BaseException], object]) -> None:
         """Have ``end`` called with the reason where the run must be ended from outside of what is at work."""
         if self._watch is not None:
             self._watch.end = end
 
     def fail(self, reason: str) -> None:
-        """Tell the others why this one ends."""
+        """Tell the others why this one ends, and wait a moment until they know."""
         if self._watch is not None:
-            self._watch.note(_FAILED, reason)
+            self._watch.fail(reason)
 
     def close(self) -> None:
         """End together: nobody is missed from now on."""
@@ -197,7 +206,7 @@ class Peers:
 
 @contextmanager
 def in_step(
-    config: Mapping[str, Any], environment: Mapping[str, Any], end: Callable[[str], object]
+    config: Mapping[str, Any], environment: Mapping[str, Any], end: Callable[[BaseException], object]
 ) -> Iterator[Peers | None]:
     """Carry out a run together with the other hosts, if ``config`` says so: what ends one of them ends all.
 
@@ -214,104 +223,133 @@ def in_step(
         libraries = {name: environment.get(name) for name in _LIBRARIES}
         model = {key: value for key, value in config["model"].items() if key not in _OWN_PATHS}
         shared = {key: value for key, value in config.items() if key not in _OWN_KEYS}
-        here.require_same({**libraries, **shared, "model": model})
+        here.require_same({**libraries, **dict(leaves({**shared, "model": model}))})
         yield here
     except KeyboardInterrupt:
         here.fail("interrupted")
         raise
     except BaseException as error:
-        here.fail(str(error) or type(error).__name__)
+        here.fail(str(error) or words_of(error))
         raise
     here.close()
 
 
 class _HostWatch:
-    """Says every second that this process lives, and sees whether the others do."""
+    """Says every second that this process lives, and sees whether the others do; ``machines`` are where they run."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.end: Callable[[str], object] | None = None
-        self._rank, self._others = rank, [host for host in range(size) if host != rank]
+    def __init__(self, rank: int, machines: Sequence[str]) -> None:
+        self.end: Callable[[BaseException], object] | None = None
+        self._rank, self._machines = rank, machines
+        self._others = [host for host in range(len(machines)) if host != rank]
         self._state: dict[str, Any] = {"state": _RUNNING}
-        self._store = _store("watch", _SILENT_SECONDS)
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._store = open_store("watch")
+        self._seen: dict[int, tuple[int | None, float]] = {}
         self._lost: str | None = None
         self._stopped = threading.Event()
         self._beats = 0
+        self._signals = _Signals()
         self._beat()
         threading.Thread(target=self._run, name="offstage-peers", daemon=True).start()
 
-    def note(self, state: str, reason: str = "") -> None:
-        """Tell the others the ``state`` of this process, at once."""
-        self._state = {"state": state, "reason": reason}
-        with suppress(RuntimeError):
-            self._beat()
+    def name(self, host: int) -> str:
+        """Return what ``host`` is called, with its machine where the run has several."""
+        return f"host {host}" + (f" ({self._machines[host]})" if len({*self._machines}) > 1 else "")
+
+    def fail(self, reason: str) -> None:
+        """Tell the others why this one ends, unless it ends because of one of them; then wait until all know."""
+        if self._lost is None:
+            self._note(_FAILED, reason)
+        self._stopped.set()
+        self._linger()
 
     def leave(self) -> None:
-        """Be missed by nobody, as the process ends."""
-        self.stop()
-        if self._state["state"] == _RUNNING:
-            self.note(_DONE)
-
-    def stop(self) -> None:
-        """Watch nobody from now on."""
+        """Be missed by nobody, as the process ends; who serves the store stays until the others have left."""
         self._stopped.set()
+        if self._state["state"] == _RUNNING:
+            self._note(_DONE)
+            self._linger()
 
-    def reason(self, host: int | None) -> str | None:
-        """Return why the run can't go on, which ``host`` may have said by now; null where nobody knows."""
+    def reason(self) -> str | None:
+        """Return why the run can't go on, as far as a host says so now; null where none does."""
         until = time.monotonic() + _PATIENCE_SECONDS
         while self._lost is None and time.monotonic() < until:
             time.sleep(_BEAT_SECONDS / 4)
         return self._lost
 
+    def _note(self, state: str, reason: str = "") -> None:
+        self._state = {"state": state, "reason": reason}
+        with suppress(RuntimeError):
+            self._beat()
+
     def _beat(self) -> None:
         self._beats += 1
         self._store.set(str(self._rank), json.dumps({**self._state, "beat": self._beats}))
+
+    def _linger(self) -> None:
+        """Wait a moment until no other is at work: the store may go with this process."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        with suppress(RuntimeError):
+            while time.monotonic() < until and any(self._said(host).get("state") == _RUNNING for host in self._others):
+                time.sleep(_BEAT_SECONDS / 20)
 
     def _run(self) -> None:
         try:
             while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None:
                 self._beat()
                 self._lost = next(filter(None, map(self._look, self._others)), None)
+                if self._signals.came() and not self._stopped.wait(_PATIENCE_SECONDS):
+                    self._abort(KeyboardInterrupt(), "interrupted")
         except RuntimeError as error:  # the store's connection broke: its process is gone, or the network
-            self._lost = f"the rendezvous went away ({_first_line(error)})"
-        if self._lost is not None and not self._stopped.wait(_PATIENCE_SECONDS):
-            self._abort(self._lost)
+            who = self.name(0) if is_served_by_first() else "the rendezvous, at host 0,"
+            self._lost = f"{who} went away, or can't be reached ({first_line(error)})"
+        if self._lost is not None:
+            self._note(_LEAVING, self._lost)
+            if not self._stopped.wait(_PATIENCE_SECONDS):
+                self._abort(HostError(self._lost), self._lost)
+
+    def _said(self, host: int) -> Mapping[str, Any]:
+        """Return what ``host`` says of itself, nothing where it has yet to come."""
+        found: Mapping[str, Any] = {}
+        return json.loads(self._store.get(str(host)).decode()) if self._store.check([str(host)]) else found
 
     def _look(self, host: int) -> str | None:
         """Return why ``host`` is lost, null while it isn't."""
-        if not self._store.check([str(host)]):
-            return None  # it has yet to come
-        text = self._store.get(str(host)).decode()
-        said: Mapping[str, Any] = json.loads(text)
-        if said["state"] == _FAILED:
-            return f"host {host}: {said['reason']}"
-        now = time.monotonic()
-        last, since = self._seen.get(host, ("", now))
-        if text != last:
-            self._seen[host] = (text, now)
-        elif said["state"] == _RUNNING and now - since > _SILENT_SECONDS:
-            return f"host {host} has said nothing for {_SILENT_SECONDS:.0f} s: it hangs, or the network does"
+        said, now = self._said(host), time.monotonic()
+        state = said.get("state")
+        if state in (_FAILED, _LEAVING):
+            return str(said["reason"]) if state == _LEAVING else f"{self.name(host)}: {said['reason']}"
+        last, since = self._seen.setdefault(host, (said.get("beat"), now))
+        if said.get("beat") != last:
+            self._seen[host] = (said["beat"], now)
+        elif state == _RUNNING and now - since > _SILENT_SECONDS:
+            return f"{self.name(host)} has said nothing for {_SILENT_SECONDS:.0f} s: it hangs, or the network does"
         return None
 
-    def _abort(self, reason: str) -> None:
+    def _abort(self, error: BaseException, reason: str) -> None:
         """End the process from this thread: what is at work waits for a host that doesn't come."""
+        if self._lost is None:
+            self._note(_FAILED, reason)
         if self.end is not None:
             with suppress(Exception):
-                self.end(reason)
+                self.end(error)
         sys.stderr.write(f"offstage: {reason}\n")
         sys.stderr.flush()
-        os._exit(HostError.exit_code)
+        self._linger()
+        os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else HostError.exit_code)
 
 
-def _store(use: str, seconds: float) -> Any:
-    """Return a connection to the rendezvous' store, for one ``use``: others may be waiting for something."""
-    import torch.distributed as distributed
+class _Signals:
+    """Whether a signal came, known to any thread: the main one may be waiting for a host, and heeds none then."""
 
-    kinds: Any = distributed  # what it exports for type checkers lacks its stores
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = kinds.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
-    return kinds.PrefixStore(f"offstage/{use}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    def __init__(self) -> None:
+        self._reading, writing = socket.socketpair()
+        self._reading.setblocking(False)
+        writing.setblocking(False)
+        with suppress(ValueError):  # only the main thread may ask for it
+            signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
 
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    def came(self) -> bool:
+        """Return whether one of those that end a command came since this was last asked."""
+        with suppress(BlockingIOError):
+            return not {*heeded_signals()}.isdisjoint(self._reading.recv(4096))
+        return False

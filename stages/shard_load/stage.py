@@ -126,8 +126,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
         named = identity(opened)
         if found.partition is not None:
-            both = (named, None if adapter is None else weights_identity(adapter))
-            peers().require_same({"the content of the checkpoint and the adapter": fingerprint(both)[:16]})
+            peers().require_same(_told_by_file(named, adapter))
         return ShardLoadInputs(
             config=given,
             checkpoint=named,
@@ -237,6 +236,15 @@ def _opened(inputs: ShardLoadInputs) -> Checkpoint:
         if (then.name, then.size, then.mtime_ns) != (now.name, now.size, now.mtime_ns):
             raise CheckpointError(f"{now.path}: changed since the run began; run again when it is complete")
     return deeper
+
+
+def _told_by_file(named: Mapping[str, Any], adapter: Checkpoint | None) -> dict[str, str]:
+    """Return a short digest of each file of the checkpoint that is ``named`` so, and of the ``adapter``."""
+    files = {name: found for name, *found in named["files"]}
+    small = {"config.json": named["config"], "the index": named["index"], "the format": named["format"]}
+    own = {} if adapter is None else weights_identity(adapter)
+    both = ((small | files, "the checkpoint"), (own, "the adapter"))
+    return {f"{name} of {whose}": fingerprint(found)[:16] for held, whose in both for name, found in held.items()}
 
 
 def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sources]]:

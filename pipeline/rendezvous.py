@@ -1,0 +1,172 @@
+"""Where the processes of one run find each other: a store of keys at ``MASTER_ADDR``, port ``MASTER_PORT``.
+
+torchrun serves it, else the first process does, at that address alone. A process goes on once all others have come, and
+says which haven't; what else may be wrong with how they were started is told here too.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import psutil
+
+from offstage.pipeline.errors import OffstageError
+
+CONNECT_SECONDS, ANSWER_SECONDS = 120.0, 20.0
+"""How long the others have to come, and the store to answer once it is there."""
+_LOOK_SECONDS = 0.2
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class HostError(OffstageError, OSError):
+    """Another host of the run failed, went away, or runs something else."""
+
+    exit_code = 5
+
+
+def variable(name: str) -> int:
+    """Return the number in the environment's variable ``name``, which says how processes were started."""
+    given = os.environ.get(name, "")
+    if not given.isdecimal():
+        raise HostError(f"{name}={given!r} in the environment is no number; torchrun sets it, or give it by hand")
+    return int(given)
+
+
+def is_served_by_first() -> bool:
+    """Return whether the first process serves the store, and not who started it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def open_store(use: str) -> Any:
+    """Return a connection to the store, for one ``use``: others may be waiting for something."""
+    import torch.distributed as distributed
+
+    address, port = _place()
+    kinds: Any = distributed  # what it exports for type checkers lacks its stores
+    try:
+        store = kinds.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ANSWER_SECONDS))
+    except RuntimeError as error:
+        raise HostError(
+            f"{address}:{port} doesn't answer as the rendezvous of a run does ({first_line(error)}): the port is "
+            "another program's, or host 0 went away; give all hosts a free MASTER_PORT of host 0"
+        ) from error
+    return kinds.PrefixStore(f"offstage/{use}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def meet(rank: int, size: int) -> tuple[Any, Sequence[str]]:
+    """Wait until all ``size`` processes have come, of which this is ``rank``; return the store, and their machines.
+
+    Raises ``HostError`` where one doesn't come, or they were started as two different runs.
+    """
+    if rank >= size:
+        raise HostError(f"RANK={rank}: the {size} hosts of WORLD_SIZE={size} have numbers from 0 to {size - 1}")
+    if rank == 0 and is_served_by_first():
+        _serve()
+    _choose_interface(_reached_from())
+    store = open_store("connect")
+    own = f"{socket.gethostname()}, process {os.getpid()}"
+    try:
+        for key, value, what in (
+            ("size", str(size), "WORLD_SIZE"),
+            (f"host {rank}", own, f"the process that is host {rank}"),
+        ):
+            first = store.compare_set(key, "", value).decode()
+            if first != value:
+                _refuse(store, f"{what} is {first} for who came first, and {value} here; start each host once, alike")
+        machines = [_wait(store, host).partition(", process ")[0] for host in range(size)]
+    except RuntimeError as error:
+        raise HostError(f"host 0 went away while hosts came together ({first_line(error)})") from error
+    return store, machines
+
+
+def first_line(error: Exception) -> str:
+    """Return what ``error`` says, without the trace that torch adds to it."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _refuse(store: Any, reason: str) -> None:
+    store.set("refused", reason)
+    raise HostError(reason)
+
+
+def _wait(store: Any, host: int) -> str:
+    """Return who ``host`` is, once it has come."""
+    until = time.monotonic() + CONNECT_SECONDS
+    while not store.check([f"host {host}"]):
+        if store.check(["refused"]):
+            raise HostError(str(store.get("refused").decode()))
+        if time.monotonic() > until:
+            _refuse(store, f"host {host} didn't come within {CONNECT_SECONDS:.0f} s; start it, or fewer hosts")
+        time.sleep(_LOOK_SECONDS)
+    return str(store.get(f"host {host}").decode())
+
+
+def _place() -> tuple[str, int]:
+    address = os.environ.get("MASTER_ADDR")
+    if not address:
+        raise HostError("MASTER_ADDR isn't set, and RANK is: give the address of host 0, or start hosts by torchrun")
+    return address, variable("MASTER_PORT")
+
+
+@lru_cache(maxsize=1)
+def _serve() -> Any:
+    """Serve the store, at the address that is given, and at no other."""
+    import torch.distributed as distributed
+
+    address, port = _place()
+    kinds: Any = distributed
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)]
+        listened = next((name for name in found if not _is_loopback(name)), found[0])
+        if _is_loopback(listened) and not _is_loopback(address):
+            listened = ""  # a machine that knows its own name as a loopback: others know it by an address
+        kind = socket.AF_INET6 if ":" in listened else socket.AF_INET
+        listening = socket.create_server((listened, port), family=kind, backlog=128)
+    except OSError as error:
+        raise HostError(
+            f"MASTER_ADDR={address}, MASTER_PORT={port}: host 0 can't listen there ({error.strerror}); give all hosts "
+            "an address of host 0 and a free port"
+        ) from error
+    return kinds.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(),
+        timeout=timedelta(seconds=ANSWER_SECONDS),
+    )  # fmt: skip
+
+
+def _reached_from() -> str:
+    """Return the address from which this machine reaches the store, once something listens there."""
+    (address, port), until = _place(), time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=ANSWER_SECONDS) as connection:
+                return str(connection.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() > until:
+                raise HostError(
+                    f"{address}:{port}: nothing answered for {CONNECT_SECONDS:.0f} s ({error.strerror or error}): "
+                    "host 0 isn't there, or the network isn't"
+                ) from error
+        time.sleep(_LOOK_SECONDS)
+
+
+def _choose_interface(address: str) -> None:
+    """Have tensors go by the interface that has ``address``, where the environment names none."""
+    if _INTERFACE in os.environ or (_is_loopback(address) and not _is_loopback(_place()[0])):
+        return
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            os.environ[_INTERFACE] = name
+
+
+def _is_loopback(name: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
+    return name == "localhost"
