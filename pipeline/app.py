@@ -9,20 +9,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from offstage.pipeline.command_exit import (
     FULL_ERROR,
+    INTERRUPTED,
     discard_output,
     exit_with,
     heed_signals,
     last_resort,
     shows_all,
 )
-from offstage.pipeline.peers import own_rank, started_together
+from offstage.pipeline.peers import excuse_this, own_rank, started_together
 
 if TYPE_CHECKING:
     from offstage.pipeline.trust import Trust
@@ -41,10 +42,21 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust | None = None) 
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
         composed = partial(_compose_and_run, started, show_all=show_all, trust=trust)
-        exit_with("offstage", lambda: last_resort(composed, show_all=show_all))
+        exit_with("offstage", lambda: _excused(lambda: last_resort(composed, show_all=show_all)))
     finally:
         if not show_all:
             os.environ.pop(FULL_ERROR, None)
+
+
+def _excused(work: Callable[[], int]) -> int:
+    """Return what ``work`` returns; hosts of the same run learn where this one ends before it came to them."""
+    try:
+        code = work()
+    except KeyboardInterrupt:
+        excuse_this(INTERRUPTED)
+        raise
+    excuse_this(code)
+    return code
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:

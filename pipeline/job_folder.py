@@ -18,6 +18,8 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache.locks import lock
 from offstage.pipeline.record import RECORD, RunRecord
 
+HOSTS = ".hosts"
+"""Where in a job's folder the other hosts that run it have theirs."""
 _LOCK = ".job.lock"
 
 
@@ -28,6 +30,12 @@ def may_be_at_work(folder: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+def completed(folder: Path) -> bool:
+    """Return whether a run that completed lies in the job's ``folder``."""
+    path = folder / RECORD
+    return path.exists() and RunRecord.load(path).run.status == "completed"
 
 
 class JobFolder:

@@ -27,6 +27,7 @@ from offstage.pipeline.rendezvous import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
     HostError,
+    excuse,
     first_line,
     is_served_by_first,
     meet,
@@ -76,6 +77,13 @@ def are_together(config: Mapping[str, Any]) -> bool:
 def peers() -> Peers:
     """Return the processes that torchrun started, connected the first time; raises ``HostError`` where that fails."""
     return Peers()
+
+
+def excuse_this(code: int) -> None:
+    """Tell the others, if there are any, that this process ends with exit ``code`` before it came to them."""
+    if code and started_together() > 1 and not peers.cache_info().misses:
+        reason = f"it ended with exit code {code} before it began, and says why itself"
+        excuse(own_rank(), started_together(), reason)
 
 
 class Peers:
@@ -185,7 +193,7 @@ class Peers:
         except RuntimeError as error:
             if self._watch is None or host is None:
                 raise HostError(f"the hosts of the run couldn't be connected: {first_line(error)}") from error
-            raise HostError(self._watch.reason() or f"{self._watch.name(host)} went away") from error
+            raise HostError(self._watch.reason(host) or f"{self._watch.name(host)} went away") from error
 
     def ending(self, end: Callable[[BaseException], object]) -> None:
         """Have ``end`` called with the reason where the run must be ended from outside of what is at work."""
@@ -241,6 +249,7 @@ class _HostWatch:
         self.end: Callable[[BaseException], object] | None = None
         self._rank, self._machines = rank, machines
         self._others = [host for host in range(len(machines)) if host != rank]
+        self._gone: set[int] = set()
         self._state: dict[str, Any] = {"state": _RUNNING}
         self._store = open_store("watch")
         self._seen: dict[int, tuple[int | None, float]] = {}
@@ -269,11 +278,12 @@ class _HostWatch:
             self._note(_DONE)
             self._linger()
 
-    def reason(self) -> str | None:
-        """Return why the run can't go on, as far as a host says so now; null where none does."""
+    def reason(self, gone: int) -> str | None:
+        """Return why the run can't go on without the host ``gone``, as far as one says so now; null where none does."""
         until = time.monotonic() + _PATIENCE_SECONDS
         while self._lost is None and time.monotonic() < until:
             time.sleep(_BEAT_SECONDS / 4)
+        self._gone.add(gone)
         return self._lost
 
     def _note(self, state: str, reason: str = "") -> None:
@@ -287,9 +297,9 @@ class _HostWatch:
 
     def _linger(self) -> None:
         """Wait a moment until no other is at work: the store may go with this process."""
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until, others = time.monotonic() + _PATIENCE_SECONDS, {*self._others} - self._gone
         with suppress(RuntimeError):
-            while time.monotonic() < until and any(self._said(host).get("state") == _RUNNING for host in self._others):
+            while time.monotonic() < until and any(self._said(host).get("state") == _RUNNING for host in others):
                 time.sleep(_BEAT_SECONDS / 20)
 
     def _run(self) -> None:
@@ -322,6 +332,7 @@ class _HostWatch:
         if said.get("beat") != last:
             self._seen[host] = (said["beat"], now)
         elif state == _RUNNING and now - since > _SILENT_SECONDS:
+            self._gone.add(host)
             return f"{self.name(host)} has said nothing for {_SILENT_SECONDS:.0f} s: it hangs, or the network does"
         return None
 

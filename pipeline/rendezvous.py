@@ -20,8 +20,8 @@ import psutil
 
 from offstage.pipeline.errors import OffstageError
 
-CONNECT_SECONDS, ANSWER_SECONDS = 120.0, 20.0
-"""How long the others have to come, and the store to answer once it is there."""
+CONNECT_SECONDS, ANSWER_SECONDS, EXCUSE_SECONDS = 120.0, 20.0, 20.0
+"""How long the others have to come, the store to answer once it is there, and how long one stays that doesn't come."""
 _LOOK_SECONDS = 0.2
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -70,7 +70,7 @@ def meet(rank: int, size: int) -> tuple[Any, Sequence[str]]:
         raise HostError(f"RANK={rank}: the {size} hosts of WORLD_SIZE={size} have numbers from 0 to {size - 1}")
     if rank == 0 and is_served_by_first():
         _serve()
-    _choose_interface(_reached_from())
+    _choose_interface(_reached_from(CONNECT_SECONDS))
     store = open_store("connect")
     own = f"{socket.gethostname()}, process {os.getpid()}"
     try:
@@ -85,6 +85,20 @@ def meet(rank: int, size: int) -> tuple[Any, Sequence[str]]:
     except RuntimeError as error:
         raise HostError(f"host 0 went away while hosts came together ({first_line(error)})") from error
     return store, machines
+
+
+def excuse(rank: int, size: int, reason: str) -> None:
+    """Tell the others that this process, which is ``rank``, ends before it came to them, and why; they end too."""
+    with suppress(HostError, RuntimeError):
+        if rank == 0 and is_served_by_first():
+            _serve()
+        _reached_from(EXCUSE_SECONDS)
+        store, until = open_store("connect"), time.monotonic() + EXCUSE_SECONDS
+        store.set("refused", f"host {rank}: {reason}")
+        others = [f"host {host}" for host in range(size) if host != rank]
+        while not store.check(others) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        time.sleep(2 * _LOOK_SECONDS)  # they look as often
 
 
 def first_line(error: Exception) -> str:
@@ -141,9 +155,9 @@ def _serve() -> Any:
     )  # fmt: skip
 
 
-def _reached_from() -> str:
+def _reached_from(seconds: float) -> str:
     """Return the address from which this machine reaches the store, once something listens there."""
-    (address, port), until = _place(), time.monotonic() + CONNECT_SECONDS
+    (address, port), until = _place(), time.monotonic() + seconds
     while True:
         try:
             with socket.create_connection((address, port), timeout=ANSWER_SECONDS) as connection:
@@ -151,7 +165,7 @@ def _reached_from() -> str:
         except OSError as error:
             if time.monotonic() > until:
                 raise HostError(
-                    f"{address}:{port}: nothing answered for {CONNECT_SECONDS:.0f} s ({error.strerror or error}): "
+                    f"{address}:{port}: nothing answered for {seconds:.0f} s ({error.strerror or error}): "
                     "host 0 isn't there, or the network isn't"
                 ) from error
         time.sleep(_LOOK_SECONDS)

@@ -20,13 +20,14 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache.manifest import DamagedError, verify
 from offstage.pipeline.cache.outline import Change
 from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
-from offstage.pipeline.command_exit import INTERRUPTED, run_command
+from offstage.pipeline.command_exit import INTERRUPTED, discard_output, run_command
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import KilledError, ReplayError
 from offstage.pipeline.foreign_record import load_foreign, outputs_for
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.job_process import supervise
 from offstage.pipeline.metrics import MetricTable
+from offstage.pipeline.peers import own_rank
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.regular_files import lies_in
 from offstage.pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="where another file or folder of the config is here, as model.adapter=PATH; once for each",
     )
     given = parser.parse_args(arguments)
+    if own_rank():
+        discard_output()  # hosts that replay together come to the same: the first shows it
     run_command(NAME, lambda: replay(given))
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import chdir, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.hydra_errors import guarded_composing
 from offstage.pipeline.hydra_task import run_tracked
 from offstage.pipeline.job import configure_log
-from offstage.pipeline.job_folder import JobFolder
+from offstage.pipeline.job_folder import HOSTS, JobFolder, completed
 from offstage.pipeline.job_process import PassedSignals, supervise
 from offstage.pipeline.objective import require_numbers
+from offstage.pipeline.peers import own_rank
 from offstage.pipeline.process_setup import die_with_parent
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.stage import Config
@@ -80,8 +82,22 @@ class PreparedJob:
         except (OSError, ValueError):
             return None
 
+    def of_host(self, rank: int) -> PreparedJob:
+        """Return the job as host ``rank`` of those that run it together has it: all but the first have a folder each.
+
+        It is another one each time that the queue begins the job.
+        """
+        attempt = "-".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+        folder = Path(self.folder, HOSTS, f"{attempt}-{rank}")
+        return replace(self, folder=str(folder), logging=None) if rank else self
+
     def run_queued(self, *, show_all: bool, debug: bool) -> int:
         """Run the job and return its exit code, which is left in the folder too; that of an earlier run goes before."""
+        if own_rank() and completed(Path(self.folder)):
+            return 0
+        return self.of_host(own_rank())._run_queued(show_all=show_all, debug=debug)
+
+    def _run_queued(self, *, show_all: bool, debug: bool) -> int:
         code, left = INTERRUPTED, Path(self.folder, _EXIT)
         left.unlink(missing_ok=True)
         try:

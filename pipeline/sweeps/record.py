@@ -17,6 +17,7 @@ from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.outline import changes
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.job_folder import HOSTS
 from offstage.pipeline.record import RECORD, RunRecord
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.signatures import is_signed, sign
@@ -176,7 +177,8 @@ def own_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:
 
 def find_record(folder: Path, job: SweepJob) -> RunRecord | None:
     """Return the run record of ``job`` in the sweep's ``folder``, null where there is none that can be read."""
-    paths = [folder / job.folder / RECORD] if job.folder is not None else sorted(folder.glob(f"**/{RECORD}"))
+    anywhere = (path for path in folder.glob(f"**/{RECORD}") if HOSTS not in path.parts)
+    paths = [folder / job.folder / RECORD] if job.folder is not None else sorted(anywhere)
     for path in paths:
         try:
             record = RunRecord.load(path)

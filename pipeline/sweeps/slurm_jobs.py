@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -35,6 +35,9 @@ _POLL_SECONDS = 1.0
 _ABSENT_SECONDS = 30.0
 """How long a queue that answers hasn't known a job that is lost: its exit code may be on its way from a node."""
 
+_FIRST_PORT, _PORTS = 20000, 10000
+"""Where the first task of a job may listen for the others: below the ports that the system gives to anyone."""
+
 
 @dataclass(frozen=True, slots=True)
 class QueuedCommand:
@@ -43,14 +46,31 @@ class QueuedCommand:
     command: tuple[str, ...]
 
     def __call__(self) -> int:
-        """Run the command and return its exit code."""
-        return subprocess.call(self.command)
+        """Run the command and return its exit code. Where a job has several tasks, each is a host of its run."""
+        return subprocess.call(self.command, env={**os.environ, **host_variables(os.environ)})
 
     def checkpoint(self) -> Any:
         """Return what is to be queued again; submitit asks when a job's time is over, or its node is wanted."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
+
+
+def host_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which the tasks of a job find each other, as torchrun names them; none for one task.
+
+    The port follows from the job's number: jobs that share a node have others.
+    """
+    tasks = int(environment.get("SLURM_NTASKS", "1"))
+    if tasks < 2:
+        return {}
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_WORLD_SIZE": str(tasks // int(environment["SLURM_JOB_NUM_NODES"])),
+        "MASTER_ADDR": environment["SLURM_LAUNCH_NODE_IPADDR"],
+        "MASTER_PORT": str(_FIRST_PORT + int(environment["SLURM_JOB_ID"]) % _PORTS),
+    }
 
 
 class SlurmQueue:
@@ -122,6 +142,7 @@ class SlurmJobs:
         self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Callable[[ComposedJob, JobEnd], None]
     ) -> None:
         """Queue ``jobs``, and say of each how it ended, once it has."""
+        self._refuse_several_tasks(jobs)
         waiting = self._submit(jobs)
         progress.begin([job.known.number for job in jobs])
         try:
@@ -151,6 +172,16 @@ class SlurmJobs:
         with suppress(OSError):
             self._folder().rmdir()  # submitit makes a folder of that name, %j and all
         return [_Submitted(*each) for each in zip(jobs, queued, strict=True)]
+
+    def _refuse_several_tasks(self, jobs: Sequence[ComposedJob]) -> None:
+        """Refuse several tasks for a job that is one process: each of them would do all of it."""
+        tasks = (self._keys.nodes or 1) * (self._keys.tasks_per_node or 1)
+        alone = [job.known.number for job in jobs if (job.prepared.config.get("hardware") or {}).get("hosts") is None]
+        if tasks > 1 and alone:
+            raise ConfigError(
+                f"hydra.launcher.nodes: {tasks} tasks for job {alone[0]}, which runs on one host; give "
+                "hardware.hosts=auto for a model that is divided among them, or one node"
+            )
 
     def _folder(self) -> Path:
         """Return where submitit keeps what is its own; ``%j``, the number of a job, is filled in by it.

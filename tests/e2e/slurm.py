@@ -1,4 +1,4 @@
-"""A Slurm of one node on this machine, for as long as a test needs it.
+"""A Slurm on this machine, of one node or of several that share it, for as long as a test needs it.
 
 It installs nothing: munge and slurm-wlm must be there. All that it writes lies in one temporary folder, and it stops
 what it started.
@@ -12,28 +12,27 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
-COMMANDS = ("sbatch", "sinfo", "squeue", "scancel")
+COMMANDS = ("sbatch", "sinfo", "squeue", "scancel", "scontrol")
 CONFIG = """
 ClusterName=offstage
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -41,7 +40,7 @@ SchedulerParameters=sched_min_interval=10000,sched_interval=1
 MpiDefault=none
 KillWait=10
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} State=UNKNOWN
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -56,14 +55,18 @@ def _find(name: str) -> str | None:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield the environment in which Slurm's commands, and offstage, find the cluster that runs in ``folder``."""
+def cluster(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
+    """Yield the environment in which Slurm's commands, and offstage, find the cluster that runs in ``folder``.
+
+    It has so many ``nodes``, each with its own daemon.
+    """
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-    _configure(folder)
+    names = [f"node{number}" for number in range(nodes)]
+    _configure(folder, names)
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for command in _commands(folder):
-            with folder.joinpath(f"{Path(command[0]).name}.out").open("wb") as out:
+        for command in _commands(folder, names):
+            with folder.joinpath(f"{Path(command[0]).name}.out").open("ab") as out:
                 processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
             time.sleep(1)
         _wait_for_node(folder, environment)
@@ -75,26 +78,26 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             _end(process)
 
 
-def _configure(folder: Path) -> None:
-    for name in ("state", "spool"):
+def _configure(folder: Path, nodes: Sequence[str]) -> None:
+    for name in ("state", *(f"spool-{node}" for node in nodes)):
         folder.joinpath(name).mkdir()
     folder.chmod(0o755)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
+    host = socket.gethostname().split(".")[0]
+    has = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN"
     values = {
-        "host": socket.gethostname().split(".")[0],
+        "host": host,
         "user": getpass.getuser(),
         "folder": folder,
-        "cpus": os.cpu_count(),
-        "memory": 1000,
         "controller_port": _free_port(),
-        "node_port": _free_port(),
+        "nodes": "\n".join(f"NodeName={node} Port={_free_port()} {has}" for node in nodes),
     }
     folder.joinpath("slurm.conf").write_text(CONFIG.format(**values))
 
 
-def _commands(folder: Path) -> list[list[str]]:
+def _commands(folder: Path, nodes: Sequence[str]) -> list[list[str]]:
     munge = [f"--{name}={folder / file}" for name, file in (
         ("key-file", "munge.key"), ("socket", "munge.socket"), ("pid-file", "munge.pid"), ("log-file", "munge.log"),
         ("seed-file", "munge.seed"),
@@ -103,7 +106,7 @@ def _commands(folder: Path) -> list[list[str]]:
     return [
         [daemons["munged"], "--foreground", "--force", *munge],
         [daemons["slurmctld"], "-D", "-f", str(folder / "slurm.conf")],
-        [daemons["slurmd"], "-D", "-f", str(folder / "slurm.conf")],
+        *([daemons["slurmd"], "-D", "-N", node, "-f", str(folder / "slurm.conf")] for node in nodes),
     ]
 
 
@@ -125,7 +128,7 @@ def _wait_for_node(folder: Path, environment: dict[str, str], *, seconds: float 
     logs = "\n".join(
         f"{path.name}: {path.read_text(errors='replace')[-800:]}" for path in folder.glob("*.[lo][ou][gt]")
     )
-    raise RuntimeError(f"the node is {state!r} after {seconds} s\n{logs}")
+    raise RuntimeError(f"the nodes are {state!r} after {seconds} s\n{logs}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -65,3 +65,39 @@ def test_an_interrupted_sweep_leaves_no_job_in_the_queue(tmp_path: Path, slurm: 
     assert (sweep.returncode, err, queued.stdout) == (130, "offstage: interrupted\n", "")
     assert {record["status"] for record in records_in(tmp_path).values()} == {"interrupted"}
     assert "0 of 3 completed" in out
+
+
+@pytest.fixture
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Yield the environment in which a cluster of two nodes is found."""
+    pytest.importorskip("submitit")
+    with cluster(tmp_path_factory.mktemp("nodes"), nodes=2) as found:
+        yield {"SLURM_CONF": found["SLURM_CONF"]}
+
+
+def test_several_nodes_for_a_job_of_one_host_are_refused(tmp_path: Path, slurm: dict[str, str]) -> None:
+    out, err = start(tmp_path, slurm, "seed=1,2", "hydra.launcher.nodes=2").communicate(timeout=280)
+    assert "hydra.launcher.nodes: 2 tasks for job 0, which runs on one host; give hardware.hosts=auto" in err, out
+
+
+@pytest.mark.long_form
+def test_jobs_of_two_nodes_divide_the_model_and_one_that_is_queued_again_is_right(
+    tmp_path: Path, two_nodes: dict[str, str]
+) -> None:
+    asked = ["max_memory.cpu=2.4MB,8MB", "generate.max_new_tokens=700", "generate.min_new_tokens=700"]
+    sweep = start(tmp_path, two_nodes, "hydra.launcher.nodes=2", "hardware.hosts=auto", *asked)
+    logs = "outputs/multirun/*/*/0/run.log"
+    wait_for(lambda: any("generate: begins" in log.read_text() for log in tmp_path.glob(logs)), sweep)
+    look = ["squeue", "-h", "-t", "RUNNING", "-o", "%A"]
+    running = subprocess.run(look, env=environment(two_nodes), capture_output=True, text=True, check=True)
+    job = running.stdout.split()[0]
+    subprocess.run(["scontrol", "requeue", job], env=environment(two_nodes), check=True)
+    out, err = sweep.communicate(timeout=280)
+    assert sweep.returncode == 0, err
+    assert "2 of 2 completed" in out
+    jobs = [record for path, record in records_in(tmp_path).items() if ".hosts" not in path.parts]
+    assert [record["status"] for record in jobs] == ["completed", "completed"]
+    assert all(len(record["hosts"]) == 2 for record in jobs)
+    assert jobs[0]["outputs"] == jobs[1]["outputs"]
+    statuses = [record["status"] for path, record in records_in(tmp_path).items() if ".hosts" in path.parts]
+    assert sorted(statuses) in (["completed", "completed", "failed"], ["completed", "completed", "interrupted"])

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from tests.faults.hosts import SHORT, Hosts, Scene
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "conf/checkpoints/tiny"
 ENDED, KILLED, BOTH = {5}, {-9}, {0: {5}, 1: {5}}
-CUT_SECONDS = 28.0
 
 
 def during(rank: int, stage: str, number: int = signal.SIGKILL) -> Callable[[Hosts], None]:
@@ -36,6 +34,15 @@ def during(rank: int, stage: str, number: int = signal.SIGKILL) -> Callable[[Hos
         hosts.signal(rank, number)
 
     return fault
+
+
+def torchrun_during(rank: int, number: int) -> tuple[Callable[[Hosts], None], Callable[[Hosts], None]]:
+    """Start hosts by torchrun, one for each, and send ``rank`` a signal while all generate."""
+
+    def prepare(hosts: Hosts) -> None:
+        hosts.by_torchrun = True
+
+    return prepare, during(rank, "generate", number)
 
 
 def at_start(hosts: Hosts) -> None:
@@ -80,11 +87,11 @@ def _filter(what: str, rule: list[str]) -> None:
 
 
 def out_of_memory(hosts: Hosts) -> None:
-    """Give host 1 a memory group that is smaller than what it holds already."""
+    """Have host 1 get 2 MB more, in a memory group, and no byte beyond."""
     hosts.await_log("shard_load: begins")
     group = make_group()
     hosts.stack.callback(group.folder.rmdir)
-    (group.folder / "memory.limit_in_bytes").write_text(str(40 << 20))
+    (group.folder / "memory.limit_in_bytes").write_text(str(2 << 20))
     (group.folder / "cgroup.procs").write_text(str(hosts.processes[1].pid))
     hosts.began = time.monotonic()
 
@@ -104,12 +111,13 @@ def with_checkpoints(change: Callable[[Path], object]) -> Callable[[Hosts], None
 
 def other_content(folder: Path) -> None:
     """Change one number of each tensor of the checkpoint in ``folder``."""
-    (file,) = folder.glob("*.safetensors")
-    with safe_open(file, "pt") as opened:
-        tensors, about = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
-    for tensor in tensors.values():
-        tensor.view(-1)[0] += 1
-    save_file(tensors, file, about)
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            about = opened.metadata()
+        for tensor in tensors.values():
+            tensor.view(-1)[0] += 1
+        save_file(tensors, file, about)
 
 
 def other_config(folder: Path) -> None:
@@ -122,13 +130,13 @@ def other_config(folder: Path) -> None:
 
 def no_weights(folder: Path) -> None:
     """Have the weights in ``folder`` be gone."""
-    (file,) = folder.glob("*.safetensors")
-    file.unlink()
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
 
 
 def damaged_weights(folder: Path) -> None:
     """Cut the weights in ``folder`` in half."""
-    (file,) = folder.glob("*.safetensors")
+    file = min(folder.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size // 2)
 
 
@@ -145,10 +153,12 @@ def version(distribution: str) -> Callable[[Hosts], None]:
     """Have host 1 find the ``distribution`` installed as another version."""
 
     def prepare(hosts: Hosts) -> None:
+        found = metadata.distribution(distribution)
+        (about,) = {Path(str(found.locate_file(file))).parent for file in found.files or () if file.name == "METADATA"}
         folder = hosts.root / "installed" / f"{distribution.replace('-', '_')}-99.0.dist-info"
-        folder.mkdir(parents=True)
-        text = metadata.distribution(distribution).read_text("METADATA") or ""
-        own = f"Version: {metadata.version(distribution)}"
+        shutil.copytree(about, folder)
+        text = (folder / "METADATA").read_text()
+        own = f"Version: {found.version}"
         assert own in text
         (folder / "METADATA").write_text(text.replace(own, "Version: 99.0", 1))
         hosts.variables[1] = {"PYTHONPATH": str(folder.parent)}
@@ -228,38 +238,47 @@ def waiting_interrupt(hosts: Hosts) -> None:
 
 
 COMPLETED = {0: {0}, 1: {0}}
+HANGS_0 = "host 0.* (has said nothing for 20 s|can't be reached)"
+BY_TORCHRUN = {0: {1}, 1: {1}}
+STOP, INT, TERM, KILL = signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+ENDS_0, ENDS_1 = {0: KILLED, 1: ENDED}, {0: ENDED, 1: KILLED}
 SCENES = (
-    Scene("killed at the start, host 1", "host 1 didn't come|host 1 went away", {0: ENDED, 1: KILLED}, fault=at_start, seconds=150),
-    Scene("killed in plan, host 1", "host 1 went away", {0: ENDED, 1: KILLED}, fault=during(1, "plan")),
-    Scene("killed in shard_load, host 1", "host 1 went away", {0: ENDED, 1: KILLED}, fault=during(1, "shard_load")),
-    Scene("killed in dispatch, host 0", "host 0 went away", {0: KILLED, 1: ENDED}, fault=during(0, "dispatch")),
-    Scene("killed in generate, host 0", "host 0 went away", {0: KILLED, 1: ENDED}, fault=during(0, "generate")),
-    Scene("killed in generate, host 1", "host 1 went away", {0: ENDED, 1: KILLED}, fault=during(1, "generate")),
-    Scene("hangs (SIGSTOP), host 0", "host 0.* (has said nothing for 20 s|can't be reached)", {0: KILLED, 1: ENDED}, fault=during(0, "generate", signal.SIGSTOP), spared=[0]),
-    Scene("hangs (SIGSTOP), host 1", "host 1 has said nothing for 20 s", {0: ENDED, 1: KILLED}, fault=during(1, "generate", signal.SIGSTOP), spared=[1]),
+    Scene("killed at the start, host 1", "host 1 (didn't come|went away)", ENDS_1, fault=at_start, seconds=150),
+    Scene("killed in plan, host 1", "host 1 went away", ENDS_1, fault=during(1, "plan")),
+    Scene("killed in shard_load, host 1", "host 1 went away", ENDS_1, fault=during(1, "shard_load")),
+    Scene("killed in dispatch, host 0", "host 0 went away", ENDS_0, fault=during(0, "dispatch")),
+    Scene("killed in generate, host 0", "host 0 went away", ENDS_0, fault=during(0, "generate")),
+    Scene("killed in generate, host 1", "host 1 went away", ENDS_1, fault=during(1, "generate")),
+    Scene("torchrun: killed, host 0", "(host 0|rendezvous)", BY_TORCHRUN, *torchrun_during(0, KILL)),
+    Scene("torchrun: killed, host 1", "host 1 went away", BY_TORCHRUN, *torchrun_during(1, KILL)),
+    Scene("torchrun: SIGINT, host 1", "interrupted", BY_TORCHRUN, *torchrun_during(1, INT)),
+    Scene("hangs (SIGSTOP), host 0", HANGS_0, ENDS_0, fault=during(0, "generate", STOP), spared=[0]),
+    Scene("hangs (SIGSTOP), host 1", "host 1 has said no", ENDS_1, fault=during(1, "generate", STOP), spared=[1]),
     Scene("slow, host 1", "", COMPLETED, fault=slow, seconds=120),
     Scene("the network stalls for 10 s", "", COMPLETED, fault=lambda hosts: cut(hosts, 10), seconds=120),
-    Scene("the link is cut for good", "host 1 has said nothing|host 0.* can't be reached", BOTH, fault=lambda hosts: cut(hosts, None)),
-    Scene("out of memory, host 1", "host 1 went away", {0: ENDED, 1: KILLED}, fault=out_of_memory),
-    Scene("another checkpoint, host 1", r"model.safetensors of the checkpoint is .* on host", BOTH, with_checkpoints(other_content)),
-    Scene("another config.json, host 1", r"config.json of the checkpoint is .* on host", BOTH, with_checkpoints(other_config)),
+    Scene("the link is cut for good", "host 1 has said nothing", BOTH, fault=lambda hosts: cut(hosts, None)),
+    Scene("out of memory, host 1", "host 1 went away", ENDS_1, fault=out_of_memory),
+    Scene("another checkpoint", r"safetensors of the checkpoint is .* on host", BOTH, with_checkpoints(other_content)),
+    Scene("another config.json", r"config.json of the checkpoint is .* on host", BOTH, with_checkpoints(other_config)),
     Scene("no weights, host 1", "host 1: model.path", {0: {5}, 1: {3}}, with_checkpoints(no_weights)),
-    Scene("damaged weights, host 1", "host 1: .*model.safetensors", {0: {5}, 1: {3}}, with_checkpoints(damaged_weights)),
-    Scene("another config, host 1", "generate.max_new_tokens is 900 on host 0 and 7 on host 1|is 7 on host 1 and 900", BOTH, option("generate.max_new_tokens=7", "generate.min_new_tokens=7")),
+    Scene("damaged weights, host 1", "host 1: .*safetensors", {0: {5}, 1: {3}}, with_checkpoints(damaged_weights)),
+    Scene("another config, host 1", "generate.max_new_tokens is .* on host", BOTH, option("generate.max_new_tokens=7")),
     Scene("another dtype, host 1", "model.dtype is ", BOTH, option("model.dtype=float32")),
-    Scene("a wrong key, host 1", "host 1: ", {0: {5}, 1: {2}}, option("generate.max_new_tokens=none")),
+    Scene("a wrong value, host 1", "host 1: max_memory", {0: {5}, 1: {2}}, option("max_memory.cpu=lots")),
+    Scene("a misspelt key, host 1", "host 1: it ended with exit code 2", {0: {5}, 1: {2}}, option("genrate.seed=1")),
+    Scene("no room, host 1", "host 1.*max_memory", {0: {4, 5}, 1: {4, 5}}, option("max_memory.cpu=1KB")),
     Scene("another offstage, host 1", "offstage is .*99.0", BOTH, version("offstage-pipeline")),
     Scene("another torch, host 1", "torch is .*99.0", BOTH, version("torch")),
     Scene("the port is taken", "MASTER_PORT=.* can't listen there", BOTH, port_taken),
     Scene("a host never comes", "host 1 didn't come within 120 s", {0: {5}}, missing, seconds=150),
     Scene("one host too many", "RANK=2: the 2 hosts", {0: {0}, 1: {0}, 2: {5}}, one_too_many, seconds=120),
-    Scene("two are host 0", "is host 0 .* for who came first|can't listen there", BOTH, twice),
+    Scene("two are host 0", "host 0.* for who came first|can't listen there", BOTH, twice, seconds=150),
     Scene("hosts of two runs", "WORLD_SIZE is ", BOTH, other_size),
-    Scene("SIGINT, host 0", "host 0: interrupted", {0: {130}, 1: {5}}, fault=during(0, "generate", signal.SIGINT)),
-    Scene("SIGINT, host 1", "host 1: interrupted", {0: {5}, 1: {130}}, fault=during(1, "generate", signal.SIGINT)),
-    Scene("SIGTERM, host 1", "host 1: interrupted", {0: {5}, 1: {130}}, fault=during(1, "generate", signal.SIGTERM)),
-    Scene("SIGINT while host 0 hangs, host 1", "interrupted", {0: KILLED, 1: {130, 5}}, fault=waiting_interrupt, spared=[0]),
+    Scene("SIGINT, host 0", "host 0: interrupted", {0: {130}, 1: {5}}, fault=during(0, "generate", INT)),
+    Scene("SIGINT, host 1", "host 1: interrupted", {0: {5}, 1: {130}}, fault=during(1, "generate", INT)),
+    Scene("SIGTERM, host 1", "host 1: interrupted", {0: {5}, 1: {130}}, fault=during(1, "generate", TERM)),
+    Scene("SIGINT, host 1, as host 0 hangs", "interrupted", {0: KILLED, 1: {130}}, fault=waiting_interrupt, spared=[0]),
     Scene("disk full, host 1", "host 1: .*(No space left|offload)", {0: {5}, 1: {4, 5}}, small_disk),
     Scene("strangers at every port", "", COMPLETED, fault=strangers, seconds=120),
-)  # fmt: skip
+)
 """The table."""

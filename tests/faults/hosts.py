@@ -49,6 +49,7 @@ class Hosts:
     arguments: list[str] = field(default_factory=lambda: [*LONG])
     own: dict[int, list[str]] = field(default_factory=dict)
     variables: dict[int, dict[str, str]] = field(default_factory=dict)
+    by_torchrun: bool = False
     port: int = 0
     began: float = 0.0
     processes: dict[int, Process] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Hosts:
         self.began = time.monotonic()
         for rank in self.ranks:
             said = {"RANK": str(rank), "WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1"}
+            said = {} if self.by_torchrun else said
             common = {"MASTER_PORT": str(self.port), "OMP_NUM_THREADS": "1", _MARK: str(self.root)}
             given = environment({**said, **common, **self.variables.get(rank, {})})
             arguments = [*self.arguments, *self.own.get(rank, [])]
@@ -70,11 +72,13 @@ class Hosts:
                 self.processes[rank] = self._start(rank, arguments, given, out.fileno())
 
     def _start(self, rank: int, arguments: list[str], given: Mapping[str, str], out: int) -> Process:
-        if "PYTHONPATH" not in self.variables.get(rank, {}):
+        if not self.by_torchrun and "PYTHONPATH" not in given:
             with open(os.devnull) as nothing:  # noqa: PTH123 - a device
                 streams = (nothing.fileno(), out, out)
                 return self.server.start_on(streams, self.folder(rank), arguments, given, leads="session")
-        command = [sys.executable, "-m", "offstage", *arguments]
+        launcher = ["torch.distributed.run", "--nnodes", str(self.size), "--nproc-per-node", "1"]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "-m"]
+        command = [sys.executable, "-m", *(launcher if self.by_torchrun else []), "offstage", *arguments]
         return subprocess.Popen(
             command, cwd=self.folder(rank), env=given, stdout=out, stderr=out, start_new_session=True, text=True
         )
@@ -87,9 +91,14 @@ class Hosts:
                 assert time.monotonic() - self.began < _PATIENCE_SECONDS, f"no {text!r}"
                 time.sleep(0.01)
 
+    def process(self, rank: int) -> int:
+        """Return the process of ``rank`` itself, and not torchrun's."""
+        pid = self.processes[rank].pid
+        return psutil.Process(pid).children()[0].pid if self.by_torchrun else pid
+
     def signal(self, rank: int, number: int) -> None:
         """Send ``rank`` the signal; what a scene does counts from now on."""
-        self.processes[rank].send_signal(number)
+        os.kill(self.process(rank), number)
         self.began = time.monotonic()
 
     def await_end(self, spared: Collection[int] = ()) -> None:
@@ -184,7 +193,13 @@ def _faults(scene: Scene, found: Outcome, ranks: list[int]) -> Iterator[str]:
     for rank, code, status in zip(ranks, found.codes, found.statuses, strict=True):
         if code not in scene.codes[rank]:
             yield f"host {rank} exited {code}"
-        ends = {"running", "none"} if code is not None and code < 0 else {"failed", "interrupted"} if code else {"completed"}
+        ends = (
+            {"running", "none"}
+            if code is not None and code < 0
+            else {"failed", "interrupted"}
+            if code
+            else {"completed"}
+        )
         if status not in ends:
             yield f"the record of host {rank} says {status}"
     if any("unforeseen" in line or "Traceback" in line for line in found.lines):
@@ -193,6 +208,13 @@ def _faults(scene: Scene, found: Outcome, ranks: list[int]) -> Iterator[str]:
         yield f"{found.left_over} processes left"
     if not found.next_right:
         yield "the next run isn't right"
+
+
+def _statuses(code: int | None) -> set[str]:
+    """Return what the record of a host may say that exited so: one that was killed could say nothing any more."""
+    if code is not None and code < 0:
+        return {"running", "none"}
+    return {"failed", "interrupted", "running"} if code == 1 else {"failed", "interrupted"} if code else {"completed"}
 
 
 def _other_tokens(records: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
@@ -220,7 +242,7 @@ def tokens_of(record: Mapping[str, Any]) -> list[list[int]]:
 
 def begin(root: Path, server: WarmServer) -> tuple[Path, list[list[int]]]:
     """Return a cache that knows the embedded model and this machine, and the tokens of one host."""
-    alone = {name: value for name, value in environment({"OMP_NUM_THREADS": "1"}).items()}
+    alone = environment({"OMP_NUM_THREADS": "1"})
     for arguments in (["stop_after=plan"], SHORT):
         with root.joinpath("said").open("w") as out, open(os.devnull) as nothing:  # noqa: PTH123 - a device
             code = server.start_on((nothing.fileno(), out.fileno(), out.fileno()), root, arguments, alone).wait()
