@@ -255,10 +255,11 @@ class _HostWatch:
         self._seen: dict[int, tuple[int | None, float]] = {}
         self._lost: str | None = None
         self._stopped = threading.Event()
-        self._beats = 0
+        self._beats, self._answered = 0, time.monotonic()
         self._signals = _Signals()
         self._beat()
-        threading.Thread(target=self._run, name="offstage-peers", daemon=True).start()
+        for work in (self._run, self._oversee):
+            threading.Thread(target=work, name="offstage-peers", daemon=True).start()
 
     def name(self, host: int) -> str:
         """Return what ``host`` is called, with its machine where the run has several."""
@@ -266,17 +267,14 @@ class _HostWatch:
 
     def fail(self, reason: str) -> None:
         """Tell the others why this one ends, unless it ends because of one of them; then wait until all know."""
-        if self._lost is None:
-            self._note(_FAILED, reason)
         self._stopped.set()
-        self._linger()
+        self._part(None if self._lost else _FAILED, reason)
 
     def leave(self) -> None:
         """Be missed by nobody, as the process ends; who serves the store stays until the others have left."""
         self._stopped.set()
         if self._state["state"] == _RUNNING:
-            self._note(_DONE)
-            self._linger()
+            self._part(_DONE)
 
     def reason(self, gone: int) -> str | None:
         """Return why the run can't go on without the host ``gone``, as far as one says so now; null where none does."""
@@ -295,27 +293,52 @@ class _HostWatch:
         self._beats += 1
         self._store.set(str(self._rank), json.dumps({**self._state, "beat": self._beats}))
 
-    def _linger(self) -> None:
-        """Wait a moment until no other is at work: the store may go with this process."""
-        until, others = time.monotonic() + _PATIENCE_SECONDS, {*self._others} - self._gone
-        with suppress(RuntimeError):
-            while time.monotonic() < until and any(self._said(host).get("state") == _RUNNING for host in others):
-                time.sleep(_BEAT_SECONDS / 20)
+    def _part(self, state: str | None, reason: str = "") -> None:
+        """Say the last ``state``, if any, and wait a moment until no other is at work: the store may go with this one.
+
+        Where the store hangs, so does what asks it, for good.
+        """
+
+        def part() -> None:
+            if state is not None:
+                self._note(state, reason)
+            with suppress(RuntimeError):
+                others = {*self._others} - self._gone
+                while any(self._said(host).get("state") == _RUNNING for host in others):
+                    time.sleep(_BEAT_SECONDS / 20)
+
+        parting = threading.Thread(target=part, daemon=True)
+        parting.start()
+        parting.join(_PATIENCE_SECONDS)
 
     def _run(self) -> None:
         try:
             while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None:
                 self._beat()
                 self._lost = next(filter(None, map(self._look, self._others)), None)
-                if self._signals.came() and not self._stopped.wait(_PATIENCE_SECONDS):
-                    self._abort(KeyboardInterrupt(), "interrupted")
+                self._answered = time.monotonic()
         except RuntimeError as error:  # the store's connection broke: its process is gone, or the network
-            who = self.name(0) if is_served_by_first() else "the rendezvous, at host 0,"
-            self._lost = f"{who} went away, or can't be reached ({first_line(error)})"
+            self._lost = self._lost or f"{self._server} went away, or can't be reached ({first_line(error)})"
         if self._lost is not None:
             self._note(_LEAVING, self._lost)
-            if not self._stopped.wait(_PATIENCE_SECONDS):
-                self._abort(HostError(self._lost), self._lost)
+
+    @property
+    def _server(self) -> str:
+        return self.name(0) if is_served_by_first() else "the rendezvous, at host 0,"
+
+    def _oversee(self) -> None:
+        """End the process where it doesn't end by itself: of an interrupt, of the loss of a host, or of the store."""
+        interrupted = False
+        while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None and not interrupted:
+            interrupted = self._signals.came()
+            if time.monotonic() - self._answered > _SILENT_SECONDS:
+                self._gone.update(self._others)
+                self._lost = (
+                    f"{self._server} has said nothing for {_SILENT_SECONDS:.0f} s: it hangs, or the network does"
+                )
+        if not self._stopped.wait(_PATIENCE_SECONDS):
+            reason = self._lost or "interrupted"
+            self._abort(KeyboardInterrupt() if interrupted else HostError(reason), reason)
 
     def _said(self, host: int) -> Mapping[str, Any]:
         """Return what ``host`` says of itself, nothing where it has yet to come."""
@@ -338,14 +361,13 @@ class _HostWatch:
 
     def _abort(self, error: BaseException, reason: str) -> None:
         """End the process from this thread: what is at work waits for a host that doesn't come."""
-        if self._lost is None:
-            self._note(_FAILED, reason)
         if self.end is not None:
             with suppress(Exception):
                 self.end(error)
         sys.stderr.write(f"offstage: {reason}\n")
         sys.stderr.flush()
-        self._linger()
+        if self._gone != {*self._others}:
+            self._part(None if self._lost else _FAILED, reason)
         os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else HostError.exit_code)
 
 

@@ -132,7 +132,8 @@ class Scene:
     """``prepare`` changes how hosts are started, ``fault`` does something to those that were.
 
     ``says`` is found in the last line of a host that could say something; empty: the run is to complete, with the same
-    tokens. ``codes`` are the exit codes of each host; ``spared`` are ended by the scene. ``seconds`` is how long it may
+    tokens. ``codes`` are the exit codes of each host; ``spared`` are ended by the scene;
+    ``unrecorded`` are those whose command is refused before it has a record. ``seconds`` is how long it may
     take from the fault on.
     """
 
@@ -142,6 +143,7 @@ class Scene:
     prepare: Callable[[Hosts], None] = lambda hosts: None
     fault: Callable[[Hosts], None] = lambda hosts: None
     spared: Collection[int] = ()
+    unrecorded: Collection[int] = ()
     seconds: float = WITHIN_SECONDS
 
 
