@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.transfer.arena import HostMemory
-from offstage.stages.dispatch.transfer.link import Event
+from offstage.stages.dispatch.transfer.link import Event, Piece
 from offstage.stages.dispatch.transfer.links import SynchronousLink
 from offstage.stages.units import DEVICE_ALIGNMENT
 from tests.benchmarks.offload import say
@@ -45,7 +45,7 @@ class InstantLink(SynchronousLink):
         """Return a moment that has come."""
         return self
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
         """Do nothing."""
         return after
 
@@ -84,7 +84,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         setup = Setup(
             row(given.parts), lambda name: "cpu", Path(folder), example=torch.ones(1, WIDTH),
-            staging_bytes={0: given.parts // SHARE * 8 * DEVICE_ALIGNMENT}, open_link=lambda *_: InstantLink(),
+            rooms={0: given.parts // SHARE * 8 * DEVICE_ALIGNMENT}, open_link=lambda *_: InstantLink(),
         )  # fmt: skip
         found = measure(row(given.parts), setup.model, given.rounds, given.passes)
         say(f"{1e6 * statistics.median(found) / given.parts:.1f} microseconds a part of {given.parts}")
