@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from offstage.pipeline.environment import imported_packages
+from offstage.pipeline.garbage import uncollected
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
@@ -189,6 +190,8 @@ def serve(control: int) -> None:
     made = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.collect()
     gc.freeze()  # a fork's collections then leave the pages alone that it shares with the server
+    with uncollected():
+        pass  # it has seen now that something is frozen, which takes each fork a tenth of a second
     requests = socket.socket(fileno=control)
     alone = len(list(Path("/proc/self/task").iterdir())) == 1  # a fork has no other thread, and what one holds is lost
     requests.send(_READY if alone else b"threads")
