@@ -117,24 +117,26 @@ def another_server(variables: Mapping[str, str]) -> Iterator[None]:
         server.close()
 
 
-def start(folder: Path, *arguments: str, entry: str = "offstage") -> Process:
+def start(folder: Path, *arguments: str, entry: str = "offstage", extra: Mapping[str, str] | None = None) -> Process:
     """Start the command in ``folder``, in a fork of the warm server where that is the same, and return its process.
 
-    ``entry`` names another command, as ``offstage.pipeline.commands`` does.
+    ``entry`` names another command, as ``offstage.pipeline.commands`` does; ``extra`` is put into its environment.
     """
-    variables = environment()
+    variables = environment(extra)
     server = warm_server(variables)
     if server is None:
-        return start_anew(folder, *arguments, entry=entry)
+        return start_anew(folder, *arguments, entry=entry, extra=extra)
     return server.start(folder, arguments, variables, entry=entry)
 
 
-def start_anew(folder: Path, *arguments: str, entry: str = "offstage") -> subprocess.Popen[str]:
+def start_anew(
+    folder: Path, *arguments: str, entry: str = "offstage", extra: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Start the command in a process of its own: for tests of what a fork shares with its server."""
     return subprocess.Popen(
         [sys.executable, "-c", f"from offstage.pipeline.commands import {entry}; {entry}()", *arguments],
         cwd=folder,
-        env=environment(),
+        env=environment(extra),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
