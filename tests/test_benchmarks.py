@@ -225,3 +225,10 @@ def test_what_products_cost_is_told_beside_the_limit() -> None:
     assert third.endswith("others")
     assert products.limit(10**9, 4e9) == "1.00 GB at 4.0 GB/s from memory: 0.250 s a token at the least"
     assert products.memory_rate() > 1e8
+
+
+@pytest.mark.parametrize("name", ["q8_0", "int4", "nf4", "mxfp4", "gptq3", "awq4"])
+def test_products_are_timed_in_each_kind_of_format(name: str) -> None:
+    speeds = importlib.import_module("tests.benchmarks.product_speeds").speeds(name, 1)
+    assert len(speeds) == 3
+    assert all(0 < seconds < 1e6 for pair in speeds for seconds in pair)

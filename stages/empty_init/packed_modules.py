@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -17,36 +17,53 @@ from torch.nn import functional
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
-from offstage.stages.checkpoints.codecs.fp8_weights import SCALE
-from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
-from offstage.stages.checkpoints.codecs.products import FP8, can_multiply, layout_of, multiply_packed, unpack_rows
+from offstage.stages.checkpoints.codecs.loops import LANES
+from offstage.stages.checkpoints.codecs.packed_matrices import (
+    PackedMatrix,
+    as_text,
+    can_look_up,
+    of_text,
+    packed_matrix,
+    unpack_rows,
+)
+from offstage.stages.checkpoints.codecs.products import multiply_packed
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.names import name_tensors
 from offstage.stages.empty_init.skeleton import Skeleton, parent
+from offstage.stages.units import DTYPE_BYTES
 
 KEY = "quantized.products"
 """The key of the config that has weights stay packed."""
 
 
-class PackedLinear(nn.Module):
-    """In the place of ``linear``: its ``weight`` is what the checkpoint's tensor ``source`` rests in, ``packed``.
+Modules = Sequence[tuple[str, nn.Module]]
 
-    Codes that have scales have them beside, under the name that the checkpoint has for them. Products are added up in
-    float32, the bias too, and rounded once to the dtype of what is given.
+
+class Packed(NamedTuple):
+    """The ``tensor`` that is called ``source`` in a checkpoint."""
+
+    source: str
+    tensor: PackedTensor
+
+
+class PackedLinear(nn.Module):
+    """In the place of ``linear``: its ``weight`` is the first of ``parts``, what the checkpoint's tensor ``source``
+    rests in as ``matrix`` says. The others stand beside it, each under the name that ``matrix`` has for it.
+
+    Products are added up in float32, the bias too, and rounded once to the dtype of what is given.
     """
 
-    weight_scale_inv: nn.Parameter | None
-
-    def __init__(self, linear: nn.Linear, weight: nn.Parameter, packed: PackedTensor, source: str) -> None:
+    def __init__(self, linear: nn.Linear, parts: Sequence[nn.Parameter], matrix: PackedMatrix, packed: Packed) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.source, self.kind, self.layout = source, packed.codec.name, layout_of(packed)
-        self.weight, self.bias = weight, linear.bias
-        scales = _on_meta(packed.parts[1], torch_dtype(packed.parts[1].dtype)) if self.kind == FP8 else None
-        self.register_parameter("weight" + SCALE, scales)
+        self.source, self.kind, self.told = packed.source, packed.tensor.codec.name, as_text(matrix)
+        self._parts = tuple("weight" + end for end in ("", *matrix.beside))
+        for name, part in zip(self._parts, parts, strict=True):
+            self.register_parameter(name, part)
+        self.bias = linear.bias
         self.training = linear.training
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -54,8 +71,7 @@ class PackedLinear(nn.Module):
         if given.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"{KEY}=fused has no gradients; load the model with {KEY}=exact")
         rows = given.reshape(-1, self.in_features).float().contiguous()
-        scales = None if self.weight_scale_inv is None else self.weight_scale_inv.float().contiguous()
-        made = multiply_packed(rows, self.weight, self.kind, self.layout, scales)
+        made = multiply_packed(rows, [getattr(self, name) for name in self._parts], self.told)
         if self.bias is not None:
             made += self.bias
         return made.to(given.dtype).view(*given.shape[:-1], self.out_features)
@@ -68,10 +84,10 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Embedding):
     """In the place of ``embedding``, likewise: the rows that are looked up are unpacked, to the dtype that it has."""
 
-    def __init__(self, embedding: nn.Embedding, weight: nn.Parameter, packed: PackedTensor, source: str) -> None:
+    def __init__(self, embedding: nn.Embedding, weight: nn.Parameter, packed: Packed) -> None:
         count, width = embedding.num_embeddings, embedding.embedding_dim
         super().__init__(count, width, embedding.padding_idx, _weight=embedding.weight, _freeze=True)
-        self.source, self.kind, self.dtype = source, packed.codec.name, embedding.weight.dtype
+        self.source, self.kind, self.dtype = packed.source, packed.tensor.codec.name, embedding.weight.dtype
         self.weight = weight
         self.training = embedding.training
 
@@ -79,9 +95,6 @@ class PackedEmbedding(nn.Embedding):
         """Return what the embedding returns."""
         rows = functional.embedding(input, self.weight)
         return unpack_rows(rows, self.kind, self.dtype)
-
-
-Modules = Sequence[tuple[str, nn.Module]]
 
 
 def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -100,43 +113,40 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
             continue
         (target,), (source,) = step.targets, step.source_names
         entry, tensor = entries[source], named.get(target)
-        if tensor is None or not can_multiply(entry) or entry.shape != tuple(tensor.shape):
+        matrix = packed_matrix(entry) if len(entry.shape) == 2 else None
+        if tensor is None or matrix is None or entry.shape != tuple(tensor.shape):
             continue
+        assert isinstance(entry, PackedTensor)
         names = users[id(tensor)]
         modules = [(parent(name), model.get_submodule(parent(name))) for name in names]
         fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
-        kinds = _kinds_for(entry, source, checkpoint)
+        kinds = (nn.Linear, nn.Embedding) if can_look_up(matrix) else (nn.Linear,)
         if fits and all(type(module) in kinds for _, module in modules):
-            _replace(model, modules, entry, source)
+            _replace(model, modules, matrix, Packed(source, entry))
     if not any(isinstance(module, PackedLinear) for module in packed_modules(model).values()):
         raise ConfigError(
-            f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in "
-            f"{', '.join((*FORMATS_OF_LOOPS, FP8))}; take 'exact'"
+            f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in a format with products, in "
+            f"whole runs of {LANES} columns; take 'exact'"
         )
 
 
-def _kinds_for(packed: PackedTensor, source: str, checkpoint: Checkpoint) -> Sequence[type[nn.Module]]:
-    """Return the classes that can use the tensor ``source`` as it rests; embeddings need the rows as the file has them.
-
-    Scales are known by one name, the format's own: what its makers call otherwise is unpacked.
-    """
-    if packed.codec.name == FP8:
-        return (nn.Linear,) if source + SCALE in checkpoint.stored else ()
-    return (nn.Linear,) if layout_of(packed) else (nn.Linear, nn.Embedding)
-
-
-def _replace(model: nn.Module, modules: Modules, packed: PackedTensor, source: str) -> None:
+def _replace(model: nn.Module, modules: Modules, matrix: PackedMatrix, packed: Packed) -> None:
     """Put modules that share one packed weight in the place of ``modules``, which share what it is unpacked to."""
-    weight = _on_meta(packed.parts[0], torch.uint8)
+    parts = [_on_meta(part) for part in map(_as_it_lies, packed.tensor.parts)]
     for place, module in modules:
         if isinstance(module, nn.Embedding):
-            model.set_submodule(place, PackedEmbedding(module, weight, packed, source))
+            model.set_submodule(place, PackedEmbedding(module, parts[0], packed))
         elif isinstance(module, nn.Linear):
-            model.set_submodule(place, PackedLinear(module, weight, packed, source))
+            model.set_submodule(place, PackedLinear(module, parts, matrix, packed))
 
 
-def _on_meta(part: Extent, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(part.shape, dtype=dtype, device="meta"), requires_grad=False)
+def _as_it_lies(part: Extent) -> Extent:
+    """Return ``part`` with what is of one byte a number as bytes: no model computes in such dtypes."""
+    return replace(part, dtype="uint8") if DTYPE_BYTES[part.dtype] == 1 else part
+
+
+def _on_meta(part: Extent) -> nn.Parameter:
+    return nn.Parameter(torch.empty(part.shape, dtype=torch_dtype(part.dtype), device="meta"), requires_grad=False)
 
 
 def of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
@@ -149,14 +159,13 @@ def of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
 
 def as_they_rest(model: nn.Module, entries: Mapping[str, AtRest]) -> Mapping[str, AtRest]:
     """Return the checkpoint's ``entries``, those that ``model`` keeps packed as the bytes that they are on disk."""
-    kept = {module.source for module in packed_modules(model).values()}
+    kept = {module.source: module for module in packed_modules(model).values()}
     found: dict[str, AtRest] = {}
     for name, entry in entries.items():
         if name in kept and isinstance(entry, PackedTensor):
-            codes, *scales = entry.parts
-            found[name] = replace(codes, dtype="uint8")
-            if scales:
-                found[name + SCALE] = scales[0]
+            ends = "", *(of_text(kept[name].told).beside if isinstance(kept[name], PackedLinear) else ())
+            parts = map(_as_it_lies, entry.parts)
+            found |= {name + end: part for end, part in zip(ends, parts, strict=True)}
         else:
             found[name] = entry
     return found
