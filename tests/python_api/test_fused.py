@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 import offstage
 from offstage.pipeline.errors import ConfigError
@@ -28,6 +28,7 @@ from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_t
 from tests.stages.checkpoints.codecs.test_bitsandbytes import packed as nf4
 from tests.stages.checkpoints.ggufs import make_gguf
 from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
+from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
 
 RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
 """Given, so that nothing is measured."""
@@ -176,6 +177,30 @@ FORMATS: Mapping[str, tuple[Callable[[Path], Path], set[str], str]] = {
 def test_formats_have_the_same_bits_wherever_weights_lie_alone_and_in_lockstep(tmp_path: Path, name: str) -> None:
     save, kinds, dtype = FORMATS[name]
     answers_everywhere(save(tmp_path / "model"), TOKENS, dtype=dtype, kinds=kinds)
+
+
+MOE = Qwen3MoeConfig(
+    **FP8_SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=32, num_key_value_heads=2
+)
+MIXTURES: Mapping[str, tuple[Callable[[Path], Path], str]] = {
+    "stacks in MXFP4": (save_packed_mixture, "mxfp4"),
+    "experts in FP8, one by one": (partial(save_fp8, config=MOE, block=(32, 32)), "fp8"),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_multiplied_and_kept_as_they_rest(tmp_path: Path, name: str) -> None:
+    save, kind = MIXTURES[name]
+    path = save(tmp_path / "model")
+    answers_everywhere(path, TOKENS % 96, dtype="float32", kinds={kind})  # so that no token is routed otherwise
+    with load(path, dtype="float32", device_map={"": "disk"}) as loaded:
+        packed = {place: module for place, module in packed_modules(loaded.model).items() if hasattr(module, "config")}
+        lines = loaded.plan.tensors
+        stacks = [f"{place}.{stack}" for place in packed for stack in ("gate_up_proj", "down_proj")]
+        at_rest = sum(lines[stack + end].bytes for stack in stacks for end in ("", "_scales"))
+        assert {lines[stack].serving for stack in stacks} == {"experts"}
+    in_files = [tensor for key, tensor in tensors_in(path).items() if ".experts." in key and "bias" not in key]
+    assert at_rest == sum(tensor.nbytes for tensor in in_files) > 0
 
 
 def test_scales_under_another_name_are_the_same(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Self
 
@@ -40,6 +40,9 @@ from offstage.stages.checkpoints.codecs.scaled_codes import PackedScales, Scaled
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.units import DTYPE_BYTES
+
+BESIDE = ("_scales", "_above", "_zeros", "_groups")
+"""What the names of parts beside a weight end with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class ScaledMatrix:
     @property
     def beside(self) -> tuple[str, ...]:
         """The ends of the names of what belongs to the weight."""
-        return ("_scales", "_above") if self.divided or self.nested else ("_scales",)
+        return BESIDE[:2] if self.divided or self.nested else BESIDE[:1]
 
     @property
     def _across(self) -> int:
@@ -183,7 +186,8 @@ class GroupedMatrix:
     @property
     def beside(self) -> tuple[str, ...]:
         """The ends of the names of what belongs to the weight."""
-        return ("_scales", "_zeros", "_groups") if self.reordered else ("_scales", "_zeros")
+        scales, _, zeros, groups = BESIDE
+        return (scales, zeros, groups) if self.reordered else (scales, zeros)
 
     def values(self, parts: list[Tensor], begin: int, end: int) -> Tensor:
         """Return the float32 values [end - begin, columns] of rows as they lie at rest."""
@@ -222,13 +226,21 @@ def packed_matrix(source: AtRest) -> PackedMatrix | None:
     if not isinstance(source, PackedTensor):
         return None
     codec = source.codec
-    if isinstance(codec, ScaledCodes) and len(source.shape) in (2, 3):
+    stack = len(source.shape) == 3 and len(source.parts) == 2 and isinstance(codec, ScaledCodes) and not codec.values
+    if isinstance(codec, ScaledCodes) and (stack or len(source.shape) == 2):
         return ScaledMatrix.of(source, codec)
     if len(source.shape) != 2:
         return None
     if isinstance(codec, GgufCodec):
         return GgmlMatrix.of(source, codec)
     return GroupedMatrix.of(source, codec) if isinstance(codec, GroupedIntegers) else None
+
+
+def stacked(matrix: PackedMatrix, pieces: int) -> PackedMatrix | None:
+    """Return the matrix that so many like ``matrix`` are, one below the other; null where their parts aren't theirs."""
+    if not isinstance(matrix, ScaledMatrix) or matrix.beside != BESIDE[:1] or matrix.values_of_codes:
+        return None
+    return replace(matrix, rows=pieces * matrix.rows) if matrix.rows % matrix.block_rows == 0 else None
 
 
 def can_look_up(matrix: PackedMatrix) -> bool:
