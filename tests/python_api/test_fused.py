@@ -23,6 +23,7 @@ from offstage.stages.shard_load.stage import ShardLoadStage
 pytest.importorskip("gguf")
 
 from tests.e2e.fp8_checkpoints import CONFIGS, rewrite, save_fp8, tensors_in
+from tests.long_form import in_ci
 from tests.operator_threads import in_threads
 from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
 from tests.stages.checkpoints.codecs.test_bitsandbytes import packed as nf4
@@ -119,7 +120,10 @@ def answers_everywhere(path: Path, tokens: torch.Tensor, *, dtype: str, kinds: s
     return first
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("qwen3", "float32"), ("deepseek_v3", "bfloat16")])
+FP8_CASES = [("llama", "bfloat16"), ("qwen3", "float32"), ("deepseek_v3", "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_ci(*FP8_CASES[1:], of=FP8_CASES))
 def test_fp8_has_the_same_bits_wherever_weights_lie_alone_and_in_lockstep(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
