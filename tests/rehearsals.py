@@ -41,6 +41,13 @@ def rehearsing_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def rehearses_once() -> Iterator[None]:
+    """``rehearsing_once`` for the tests of each folder whose conftest has this."""
+    with rehearsing_once():
+        yield
+
+
 def _seen(model: Any, how: Mapping[str, Any]) -> Hashable | None:
     """Return what a rehearsal sees of ``model``: the very classes, what they were made of, tensors; null for a module
     of one's own, whose attributes nobody knows.

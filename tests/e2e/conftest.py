@@ -23,7 +23,7 @@ from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.run_schema import Run
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
 from tests.json_schema import run_validator
-from tests.rehearsals import rehearsing_once
+from tests.rehearsals import rehearses_once as rehearses_once
 
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
 
@@ -204,13 +204,6 @@ def _ends_interrupts() -> Iterator[None]:
     hook = sys.unraisablehook
     yield
     sys.unraisablehook = hook
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _rehearses_once() -> Iterator[None]:
-    """Have this process rehearse a model once, however many tests begin with the same one in an empty cache."""
-    with rehearsing_once():
-        yield
 
 
 @pytest.fixture(scope="session")
