@@ -45,11 +45,6 @@ PLACES: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def load(path: Path, products: str = "fused", **options: Any) -> Any:
     return offstage.load(path, hardware={"rates": RATES}, max_length=32, quantized={"products": products}, **options)
 
