@@ -1,7 +1,7 @@
-"""Linear layers and embeddings whose weights stay packed: they have the blocks of the checkpoint's file and use these.
+"""Linear layers, embeddings and experts whose weights stay packed: they use what the checkpoint's file has.
 
-Such a weight is a plain tensor of bytes to all that plans, loads and streams: it lies in memory as it rests on disk,
-and is counted so. What else knows linear layers, peft and optimizers among it, finds none here and says so.
+Such a weight is plain tensors to all that plans, loads and streams: it lies in memory as it rests on disk, and is
+counted so. What else knows linear layers, peft and optimizers among it, finds none here and says so.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from offstage.stages.checkpoints.codecs.packed_matrices import (
     packed_matrix,
 )
 from offstage.stages.checkpoints.codecs.products import by_operators, multiply_packed
-from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, ScaledCodes
+from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, ScaledCodes, table_codes
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile
@@ -264,3 +264,7 @@ def test_what_has_no_product_is_told_apart(tmp_path: Path) -> None:
         MXFP4, (Extent(file, 0, "uint8", (2, 8, 3, 16)), Extent(file, 0, "uint8", (2, 8, 3))), "bfloat16", (2, 96, 8)
     )
     assert packed_matrix(stack) == ScaledMatrix(8, 96, "fp4", 1, 32, "uint8")
+    file_of_codes = Extent(file, 0, "uint8", (96, 1)), Extent(file, 0, "float32", (3,))
+    over = PackedTensor(table_codes((0.5,) * 16, 64, None, ("bfloat16",)), file_of_codes, "bfloat16", (2, 96))
+    assert packed_matrix(over) is None, "runs of values go over from row to row"
+    assert packed_matrix(replace(over, shape=(3, 64))) is not None
