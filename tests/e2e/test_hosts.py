@@ -132,7 +132,6 @@ def test_a_run_of_hosts_is_replayed_by_one(tmp_path: Path) -> None:
 REFUSED = {
     "stages=finetune": "hardware.hosts: a model that is divided among hosts isn't trained",
     "hardware.hosts=3": "hardware.hosts: 3 hosts are described, and the run has 2 processes",
-    "generate.lockstep=2": "generate.lockstep: 2: hosts answer one prompt after another",
     "generate.batch_size=auto": "generate.batch_size: 'auto' is chosen by each host",
     "measure.repeats=2": "measure.repeats: hosts that run together measure once",
     "-m": "hardware.hosts: a sweep isn't started by torchrun",

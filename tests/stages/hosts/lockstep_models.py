@@ -1,0 +1,108 @@
+"""Run by torchrun: small checkpoints divided among all ranks answer many prompts in lockstep.
+
+``python lockstep_models.py FOLDER SEED NAME…`` leaves ``NAME-RANK.json`` in the folder: which calls didn't give what
+they give one after another on the whole model. The calls are drawn by the seed: how many, how long their prompts and
+answers are, whether they sample, search by beams, or end early.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+import offstage
+from offstage.pipeline.peers import peers
+from tests.stages.hosts.divided_models import CONFIGS
+
+_END = 7
+"""A token that ends an answer of random weights sooner or later, or never."""
+
+
+def drawn_calls(chance: random.Random) -> list[dict[str, Any]]:
+    """Return the options of some calls of ``generate``."""
+    calls = []
+    for _ in range(chance.randint(3, 9)):
+        rows = chance.choice([1, 1, 1, 2])
+        length = chance.randint(2, 20)
+        ids = torch.tensor([[chance.randrange(10, 200) for _ in range(length)] for _ in range(rows)])
+        way = chance.choice([{}, {}, {"do_sample": True, "temperature": 3.0}, {"num_beams": 2}])
+        ends = {"eos_token_id": [_END, *range(100, 100 + chance.choice([0, 30]))]}
+        calls.append(
+            {"input_ids": ids, "max_new_tokens": chance.randint(1, 12), "pad_token_id": 0, "do_sample": False}
+            | ends
+            | way
+        )
+    return calls
+
+
+def answered(model: Any, options: dict[str, Any], seed: int) -> list[torch.Tensor]:
+    """Return the tokens and the logits of one call."""
+    torch.manual_seed(seed)
+    ids = options["input_ids"]
+    found = model.generate(
+        **options, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True
+    )
+    return [found.sequences, *found.logits]
+
+
+def save(name: str, folder: Path) -> Path:
+    """Save the model ``name`` of random weights as a checkpoint in ``folder``, and return that."""
+    config = CONFIGS[name]()
+    torch.manual_seed(1)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def wrong(folder: Path, chance: random.Random, *, streams: bool) -> dict[str, Any]:
+    """Return the numbers of calls of the checkpoint ``folder`` whose answers differ from those of one process."""
+    calls = drawn_calls(chance)
+    size = chance.choice([2, 3, 4, len(calls)])
+    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache") as whole:
+        wanted = [answered(whole.model, call, seed) for seed, call in enumerate(calls)]
+        room = sum(tensor.nbytes for tensor in whole.model.parameters()) // (3 * peers().size) if streams else 10**9
+    with offstage.load(folder, hosts="auto", max_memory={"cpu": room}, cache=folder / "cache") as loaded:
+        asked = [partial(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
+        found = offstage.lockstep(loaded.model, asked, size=size)
+        texts = [call["input_ids"][0].tolist() for call in calls]
+        options: dict[str, Any] = {"max_new_tokens": 6, "batch_size": 1, "lockstep": size}
+        apart, together = (loaded.generate(texts, **{**options, "lockstep": n}) for n in (1, size))
+        looked = loaded.generate(texts, **options, prompt_lookup_num_tokens=3) if "llama" in folder.name else together
+        queued = [loaded.submit(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
+        found += [future.result() for future in queued]
+        streamed = any(host.streamed_bytes for host in loaded.plan.hosts)
+    tokens = [[one.token_ids for one in each] for each in (apart, together, looked)]
+    return {
+        "differ": [
+            number
+            for number, (one, other) in enumerate(zip(found, wanted * 2, strict=True))
+            if len(one) != len(other) or not all(map(torch.equal, one, other))
+        ],
+        "by_prompts": tokens.count(tokens[0]) == len(tokens),
+        "streams": streamed == streams,
+        "drawn": {"calls": len(calls), "size": size},
+    }
+
+
+def main(folder: Path, seed: int, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    # hosts save alike, before they are connected: then transformers would have the first one do so alone
+    saved = {name: save(name, folder / f"{name}-{rank}") for name in names}
+    for number, (name, own) in enumerate(saved.items()):
+        chance = random.Random(seed + number)
+        found = [wrong(own, chance, streams=streams) for streams in (False, True)]
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
+    peers().close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
