@@ -101,6 +101,17 @@ def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(tmp_path: Path) 
         assert record["metrics"]["streamed_bytes_per_token"] == record["metrics"]["predicted_streamed_bytes_per_token"]
 
 
+def test_prompts_of_a_run_go_together_as_many_as_the_plan_says(tmp_path: Path) -> None:
+    asked = [*ARGUMENTS, "generate.prompts=[Once,The,A long time ago,And,So,He]"]
+    code, out, err = run(tmp_path / "two", 2, *asked)
+    assert code == 0, err
+    first, second = by_rank(tmp_path / "two")
+    assert first["metrics"]["lockstep"] == second["metrics"]["lockstep"] >= 4, "two for each host"
+    assert "in lockstep" in out
+    one = alone(tmp_path / "one", *asked)
+    assert first["outputs"] == second["outputs"] == one["outputs"]
+
+
 @pytest.mark.long_form
 def test_a_second_run_of_hosts_builds_nothing(tmp_path: Path) -> None:
     for _ in range(2):

@@ -1,7 +1,8 @@
 """Run by torchrun: small checkpoints divided among all ranks answer many prompts in lockstep.
 
-``python lockstep_models.py FOLDER SEED NAME…`` leaves ``NAME-RANK.json`` in the folder: which calls didn't give what
-they give one after another on the whole model. The calls are drawn by the seed: how many, how long their prompts and
+``python lockstep_models.py FOLDER SEED NAME:memory NAME:disk…`` leaves ``NAME-disk-RANK.json`` in the folder, and so
+on: which calls didn't give what they give one after another in one process, where the weights lie in memory or on disk. The
+calls are drawn by the seed: how many, how long their prompts and
 answers are, whether they sample, search by beams, or end early.
 """
 
@@ -62,45 +63,49 @@ def save(name: str, folder: Path) -> Path:
     return folder
 
 
-def wrong(folder: Path, chance: random.Random, *, streams: bool) -> dict[str, Any]:
-    """Return the numbers of calls of the checkpoint ``folder`` whose answers differ from those of one process."""
+def compared(folder: Path, chance: random.Random, *, on_disk: bool) -> dict[str, Any]:
+    """Return which calls of the checkpoint ``folder`` differ, by ``lockstep``, and after them all by ``submit``."""
     calls = drawn_calls(chance)
     size = chance.choice([2, 3, 4, len(calls)])
     with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache") as whole:
         wanted = [answered(whole.model, call, seed) for seed, call in enumerate(calls)]
-        room = sum(tensor.nbytes for tensor in whole.model.parameters()) // (3 * peers().size) if streams else 10**9
+        room = sum(tensor.nbytes for tensor in whole.model.parameters()) // (3 * peers().size) if on_disk else 10**9
     with offstage.load(folder, hosts="auto", max_memory={"cpu": room}, cache=folder / "cache") as loaded:
         asked = [partial(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
         found = offstage.lockstep(loaded.model, asked, size=size)
-        texts = [call["input_ids"][0].tolist() for call in calls]
-        options: dict[str, Any] = {"max_new_tokens": 6, "batch_size": 1, "lockstep": size}
-        apart, together = (loaded.generate(texts, **{**options, "lockstep": n}) for n in (1, size))
-        looked = loaded.generate(texts, **options, prompt_lookup_num_tokens=3) if "llama" in folder.name else together
         queued = [loaded.submit(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
         found += [future.result() for future in queued]
-        streamed = any(host.streamed_bytes for host in loaded.plan.hosts)
-    tokens = [[one.token_ids for one in each] for each in (apart, together, looked)]
-    return {
-        "differ": [
-            number
-            for number, (one, other) in enumerate(zip(found, wanted * 2, strict=True))
-            if len(one) != len(other) or not all(map(torch.equal, one, other))
-        ],
-        "by_prompts": tokens.count(tokens[0]) == len(tokens),
-        "streams": streamed == streams,
-        "drawn": {"calls": len(calls), "size": size},
-    }
+        is_alike = alike_by_prompts(loaded, [call["input_ids"][0].tolist() for call in calls], size)
+        streams = any(host.streamed_bytes for host in loaded.plan.hosts)
+    differ = [
+        number
+        for number, (one, other) in enumerate(zip(found, wanted * 2, strict=True))
+        if len(one) != len(other) or not all(map(torch.equal, one, other))
+    ]
+    drawn = {"calls": len(calls), "size": size}
+    return {"differ": differ, "prompts_alike": is_alike, "streams": streams, "drawn": drawn}
 
 
-def main(folder: Path, seed: int, names: list[str]) -> None:
+def alike_by_prompts(loaded: offstage.LoadedModel, prompts: list[list[int]], size: int) -> bool:
+    """Return whether ``prompts`` have the same tokens one after another, in lockstep, and with guesses in lockstep."""
+    ways: list[dict[str, Any]] = [{"lockstep": 1}, {"lockstep": size}]
+    if type(loaded.model).__name__ == "LlamaForCausalLM":
+        ways.append({"lockstep": size, "prompt_lookup_num_tokens": 3})
+    answers = [loaded.generate(prompts, max_new_tokens=6, batch_size=1, **way) for way in ways]
+    tokens = [[one.token_ids for one in answer] for answer in answers]
+    return all(each == tokens[0] for each in tokens)
+
+
+def main(folder: Path, seed: int, cases: list[str]) -> None:
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
+    names = dict.fromkeys(case.partition(":")[0] for case in cases)
     # hosts save alike, before they are connected: then transformers would have the first one do so alone
     saved = {name: save(name, folder / f"{name}-{rank}") for name in names}
-    for number, (name, own) in enumerate(saved.items()):
-        chance = random.Random(seed + number)
-        found = [wrong(own, chance, streams=streams) for streams in (False, True)]
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
+    for number, case in enumerate(cases):
+        name, _, lies = case.partition(":")
+        found = compared(saved[name], random.Random(seed + number), on_disk=lies == "disk")
+        (folder / f"{name}-{lies}-{rank}.json").write_text(json.dumps(found))
     peers().close()
 
 
