@@ -1,8 +1,8 @@
 """Run by torchrun: small checkpoints divided among all ranks answer many prompts in lockstep.
 
 ``python lockstep_models.py FOLDER SEED NAME:memory NAME:disk…`` leaves ``NAME-disk-RANK.json`` in the folder, and so
-on: which calls didn't give what they give one after another in one process, where the weights lie in memory or on disk. The
-calls are drawn by the seed: how many, how long their prompts and
+on: which calls didn't give what they give one after another in one process, where the weights lie in memory or on disk.
+The calls are drawn by the seed: how many, how long their prompts and
 answers are, whether they sample, search by beams, or end early.
 """
 
