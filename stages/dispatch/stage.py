@@ -61,7 +61,7 @@ class DispatchStage(Stage[DispatchInputs]):
 
     name = "dispatch"
     doing = "has the rest stream"
-    version = 9
+    version = 10
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig
 

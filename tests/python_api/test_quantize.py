@@ -29,16 +29,6 @@ PLACES: Mapping[str, dict[str, Any]] = {
 MIXTURE_PLACE = {**PLACES["accelerator"], "max_memory": {0: "800kB", "cpu": "100kB"}}
 
 
-@pytest.fixture(scope="module")
-def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache))
-
-
 def load(path: Path, *, products: str = "exact", hardware: Mapping[str, Any] | None = None, **options: Any) -> Any:
     given = {"rates": RATES, "devices": [], **(hardware or {})}
     return offstage.load(

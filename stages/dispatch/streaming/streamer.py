@@ -35,6 +35,7 @@ from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.hosts.stand_ins import Borders
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.devices import Devices
@@ -213,9 +214,10 @@ class Streamer:
         for part in parts:
             if part.whole is None:
                 for place in part.places:
-                    have_wait(place, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
+                    computes = plan.parts[parent(place.name)].execution
+                    have_wait(place, self._stored, self._devices.torch_device(computes))
                     self._stack.callback(place.restore)
-                self._stream(part, callers=plan.parts[part.name].callers)
+                self._stream(part)
         blocked: dict[str, list[StreamedPart]] = {}
         for part in parts:
             if part.whole is not None:
@@ -228,9 +230,9 @@ class Streamer:
             have_blocks_wait(whole, self._stored, device, rows)
             self._stack.callback(whole.restore)
 
-    def _stream(self, part: StreamedPart, *, callers: tuple[str, ...]) -> None:
-        """Bring ``part`` in before, and let it go after, each call of the modules ``callers``."""
-        for caller in callers:
+    def _stream(self, part: StreamedPart) -> None:
+        """Bring ``part`` in before, and let it go after, each call of a module that uses it."""
+        for caller in part.callers:
             module = self._model.get_submodule(caller)
             self._hook_call(module, partial(self._acquire, part), partial(self._release, part))
 

@@ -69,7 +69,8 @@ def compared(folder: Path, chance: random.Random, *, on_disk: bool) -> dict[str,
     size = chance.choice([2, 3, 4, len(calls)])
     with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache") as whole:
         wanted = [answered(whole.model, call, seed) for seed, call in enumerate(calls)]
-        room = sum(tensor.nbytes for tensor in whole.model.parameters()) // (3 * peers().size) if on_disk else 10**9
+        share = sum(tensor.nbytes for tensor in whole.model.parameters()) // peers().size
+    room = share * 2 // 3 if on_disk else 10**9
     with offstage.load(folder, hosts="auto", max_memory={"cpu": room}, cache=folder / "cache") as loaded:
         asked = [partial(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
         found = offstage.lockstep(loaded.model, asked, size=size)
