@@ -6,8 +6,8 @@ transformers under a cap as large as all of theirs. With ``--network 1gbit`` eac
 own, behind a link of that rate (tc's token bucket). All share this machine's cores, of which one host computes at a
 time. Needs root. Prints seconds a token, measured and predicted, the bytes of tensors between hosts, and peaks.
 
-    python -m tests.benchmarks.hosts 1.1b --prompts 8 --rounds 3
-    python -m tests.benchmarks.hosts 1.1b --prompts 8 --rounds 3 --option max_memory.cpu=300MB
+    python -m tests.benchmarks.hosts 0.4b --prompts 8 --rounds 3
+    python -m tests.benchmarks.hosts 0.4b --prompts 8 --rounds 3 --option max_memory.cpu=300MB
 
 has so many prompts answered, and each host has one core of this machine and no cap: one host beside several, whose
 throughput is at best as many times as large as they are many.

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import offstage
 from offstage.pipeline.peers import peers
+from offstage.stages.hosts.stand_ins import StandIn
 from tests.stages.hosts.divided_models import CONFIGS
 
 _END = 7
@@ -97,6 +99,23 @@ def alike_by_prompts(loaded: offstage.LoadedModel, prompts: list[list[int]], siz
     return all(each == tokens[0] for each in tokens)
 
 
+def paced(folder: Path) -> float:
+    """Return how many times as long calls take one after another as in lockstep, where each block takes a while."""
+    call = {"max_new_tokens": 3, "min_new_tokens": 3, "pad_token_id": 0}
+    with offstage.load(folder, hosts="auto", max_memory={"cpu": 10**9}, cache=folder / "cache") as loaded:
+        for block in loaded.model.get_submodule("model.layers"):
+            if not isinstance(block, StandIn):
+                block.register_forward_pre_hook(lambda *_: time.sleep(0.04))
+        ids = [torch.tensor([[10 + first, 11, 12]]) for first in range(6)]
+        asked = [partial(answered, loaded.model, {"input_ids": one, **call}, 0) for one in ids]
+        seconds = []
+        for size in (1, len(asked)):
+            began = time.perf_counter()
+            offstage.lockstep(loaded.model, asked, size=size)
+            seconds.append(time.perf_counter() - began)
+    return seconds[0] / seconds[1]
+
+
 def main(folder: Path, seed: int, cases: list[str]) -> None:
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
@@ -107,6 +126,7 @@ def main(folder: Path, seed: int, cases: list[str]) -> None:
         name, _, lies = case.partition(":")
         found = compared(saved[name], random.Random(seed + number), on_disk=lies == "disk")
         (folder / f"{name}-{lies}-{rank}.json").write_text(json.dumps(found))
+    (folder / f"pace-{rank}.json").write_text(json.dumps(paced(saved["llama"])))
     peers().close()
 
 

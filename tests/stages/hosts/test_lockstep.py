@@ -39,7 +39,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert done.returncode == 0, (seed, done.stderr[-3000:])
     return {
         case: [json.loads((folder / f"{case.replace(':', '-')}-{host}.json").read_text()) for host in range(hosts)]
-        for case in asked
+        for case in [*asked, "pace"]
     }
 
 
@@ -49,6 +49,11 @@ def test_every_call_has_what_it_has_alone_in_one_process(answers: dict[str, list
         assert host["differ"] == [], host
         assert host["prompts_alike"], host
         assert host["streams"] == (lies == "disk"), host
+
+
+def test_hosts_compute_at_once_what_calls_in_turn_have_them_wait_for(answers: dict[str, list[Any]]) -> None:
+    paces = answers["pace"]
+    assert min(paces) > 0.7 * len(paces), "as many times as soon as there are hosts, but for what else a token takes"
 
 
 def order_of(grouping: Grouping, tasks: int, *, size: int, ending: list[int]) -> list[tuple[int, int]]:
