@@ -96,6 +96,7 @@ class DispatchStage(Stage[DispatchInputs]):
             devices=placed.devices,
             host=placed.host,
             trace=Trace() if inputs.traces else None,
+            borders=placed.borders,
         )
         refuse_saving(placed.model)
         main = placed.devices.torch_device(plan.main_device)

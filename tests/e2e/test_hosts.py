@@ -121,6 +121,17 @@ def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(tmp_path: Path) 
         assert record["metrics"]["streamed_bytes_per_token"] == record["metrics"]["predicted_streamed_bytes_per_token"]
 
 
+def test_prompts_of_a_run_go_together_as_many_as_the_plan_says(tmp_path: Path) -> None:
+    asked = [*ARGUMENTS, "generate.prompts=[Once,The,A long time ago,And,So,He]"]
+    code, out, err = run(tmp_path / "two", 2, *asked)
+    assert code == 0, err
+    first, second = by_rank(tmp_path / "two")
+    assert first["metrics"]["lockstep"] == second["metrics"]["lockstep"] >= 4, "two for each host"
+    assert "in lockstep" in out
+    one = alone(tmp_path / "one", *asked)
+    assert first["outputs"] == second["outputs"] == one["outputs"]
+
+
 @pytest.mark.long_form
 def test_a_second_run_of_hosts_builds_nothing(tmp_path: Path) -> None:
     for _ in range(2):
@@ -152,7 +163,6 @@ def test_a_run_of_hosts_is_replayed_by_one(tmp_path: Path) -> None:
 REFUSED = {
     "stages=finetune": "hardware.hosts: a model that is divided among hosts isn't trained",
     "hardware.hosts=3": "hardware.hosts: 3 hosts are described, and the run has 2 processes",
-    "generate.lockstep=2": "generate.lockstep: 2: hosts answer one prompt after another",
     "generate.batch_size=auto": "generate.batch_size: 'auto' is chosen by each host",
     "measure.repeats=2": "measure.repeats: hosts that run together measure once",
     "-m": "hardware.hosts: a sweep isn't started by torchrun",

@@ -42,6 +42,7 @@ from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.empty_init.model import build_model
 from offstage.stages.hosts.partition import chain_of, partition_of, share
 from offstage.stages.hosts.stand_ins import stand_in
+from offstage.stages.hosts.wire import Wire
 
 _SMALL = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 _SIZES = {**_SMALL, "num_hidden_layers": 6}
@@ -140,7 +141,7 @@ def main(folder: Path, names: list[str]) -> None:
         inner = random.Random(name).sample(range(1, chain.length), here.size - 1)
         partition = partition_of(chain, [0, *sorted(inner), chain.length])
         wanted = of_the_first(folder / f"{name}.wanted", partial(generated_by_way, model))
-        stand_in(model, partition, here)
+        stand_in(model, partition, Wire(here), here.rank)
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         told = {tensor.name for tensor in share(skeleton, partition.away(here.rank)).tensors}
         before = here.sent_bytes
