@@ -123,6 +123,7 @@ def _owners() -> Mapping[str, Sequence[str]]:
     return metadata.packages_distributions()
 
 
+@cache
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,34 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
         raise
     finally:
         hydra_class.get_mode = ask
+
+
+_installed: dict[tuple[str, str, str], Any] = {}
+"""What this process has read of the configs that offstage and Hydra bring, by source, package and name."""
+
+
+@contextmanager
+def installed_read_once() -> Iterator[None]:
+    """Have Hydra read each installed config once a process: that is half of composing one, and a sweep composes many.
+
+    Those of other packages are read each time, as it does.
+    """
+    source: Any = SourcesRegistry.instance().resolve("pkg")
+    load = source.load_config
+
+    def load_config(self: Any, config_path: str) -> Any:
+        if self.path.partition(".")[0] not in ("offstage", "hydra"):
+            return load(self, config_path)
+        key = (self.provider, self.path, config_path)
+        if key not in _installed:
+            _installed[key] = load(self, config_path)
+        return deepcopy(_installed[key])  # Hydra takes a file's defaults out of it
+
+    source.load_config = load_config
+    try:
+        yield
+    finally:
+        source.load_config = load
 
 
 @contextmanager

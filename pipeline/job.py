@@ -93,6 +93,10 @@ class Ending:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
+        with self._record.written_once():
+            self._close(kind, error)
+
+    def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         if self._monitor is not None:
             host, resident = self._monitor.peak_host_bytes, self._monitor.peak_host_rss_bytes
             self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))

@@ -98,6 +98,7 @@ class Peers:
         self.rank, self.size = own_rank(), started_together()
         self.sent_bytes = 0
         self._distributed = distributed
+        self._waits: list[Any] = []
         self._watch: _HostWatch | None = None
         store, machines = meet(self.rank, self.size)
         store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
@@ -107,6 +108,7 @@ class Peers:
             self._group = distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
         self._watch = _HostWatch(self.rank, machines)
         atexit.register(self._watch.leave)
+        atexit.register(self._end_waits)
 
     def exchange(self, value: object) -> list[Any]:
         """Return what each of them gives as ``value``, in their order: JSON."""
@@ -136,54 +138,69 @@ class Peers:
                         f"{what} is {other!r} on host {host} and {own!r} on host {self.rank}; have the same on both"
                     )
 
-    def send_json(self, value: object, host: int) -> None:
-        """Send ``value`` to ``host``; to this one itself nothing is sent."""
+    def send_json(self, value: object, host: int, *, tag: int = 0) -> None:
+        """Send ``value`` to ``host``; to this one itself nothing is sent.
+
+        What is sent to a host by one ``tag`` is received by it in that order; threads may have tags of their own.
+        """
         import torch
 
         if host == self.rank:
             return
         text = json.dumps(value, separators=(",", ":")).encode()
         first = len(text).to_bytes(8, "little") + text[: _HEADER_BYTES - 8]
-        self._send(torch.frombuffer(bytearray(first.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8), host)
+        self._send(torch.frombuffer(bytearray(first.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8), host, tag)
         if rest := text[_HEADER_BYTES - 8 :]:
-            self._send(torch.frombuffer(bytearray(rest), dtype=torch.uint8), host)
+            self._send(torch.frombuffer(bytearray(rest), dtype=torch.uint8), host, tag)
 
-    def receive_json(self, host: int) -> Any:
+    def receive_json(self, host: int, *, tag: int = 0) -> Any:
         """Return the value that ``host`` sends next."""
         import torch
 
         first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        self._receive(first, host)
+        self._receive(first, host, tag)
         held = bytes(first.numpy())
         length = int.from_bytes(held[:8], "little")
         rest = torch.empty(max(0, length - _HEADER_BYTES + 8), dtype=torch.uint8)
         if rest.numel():
-            self._receive(rest, host)
+            self._receive(rest, host, tag)
         return json.loads(held[8 : 8 + length] + bytes(rest.numpy()))
 
-    def send(self, tensor: torch.Tensor, host: int) -> None:
+    def send(self, tensor: torch.Tensor, host: int, *, tag: int = 0) -> None:
         """Send the values of ``tensor`` to ``host``."""
         import torch
 
         if tensor.numel():
-            self._send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), host)
-            self.sent_bytes += tensor.numel() * tensor.element_size()
+            self._send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), host, tag)
 
-    def receive(self, tensor: torch.Tensor, host: int) -> torch.Tensor:
+    def receive(self, tensor: torch.Tensor, host: int, *, tag: int = 0) -> torch.Tensor:
         """Fill ``tensor``, which lies on the host, with the values that ``host`` sends next, and return it."""
         import torch
 
         if tensor.numel():
-            self._receive(tensor.reshape(-1).view(torch.uint8), host)
+            self._receive(tensor.reshape(-1).view(torch.uint8), host, tag)
         return tensor
 
-    def _send(self, data: torch.Tensor, host: int) -> None:
+    def _send(self, data: torch.Tensor, host: int, tag: int) -> None:
         with self._guarded(host):
-            self._distributed.send(data, host, group=self._group)
+            self._wait(self._distributed.isend(data, host, group=self._group, tag=tag))
 
-    def _receive(self, data: torch.Tensor, host: int) -> None:
+    def _receive(self, data: torch.Tensor, host: int, tag: int) -> None:
         with self._guarded(host):
-            self._distributed.recv(data, host, group=self._group)
+            self._wait(self._distributed.irecv(data, host, group=self._group, tag=tag))
+
+    def _wait(self, work: Any) -> None:
+        self._waits.append(work)
+        try:
+            work.wait()
+        finally:
+            self._waits.remove(work)
+
+    def _end_waits(self) -> None:
+        """End what other threads wait for as the process ends: one that is still inside then aborts it."""
+        for work in [*self._waits]:
+            with suppress(RuntimeError):
+                work.abort()
 
     @contextmanager
     def _guarded(self, host: int | None = None) -> Iterator[None]:

@@ -86,6 +86,7 @@ class RunRecord:
         self._content = content
         self._run: Run | None = None
         self._written = ""
+        self._holds = False
 
     @classmethod
     def start(
@@ -172,6 +173,16 @@ class RunRecord:
     def is_own(self) -> bool:
         """Whether a command of this user wrote the config, and it names the same places as then."""
         return is_own_config(self.config, self._content.get("signature"), self._content.get("places"))
+
+    @contextmanager
+    def written_once(self) -> Iterator[None]:
+        """Write what is noted in the block at its end: each write is the whole file, and waits for the disk."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+            self._write()
 
     def add_stage(self, stage: StageRun) -> None:
         """Add a stage, or bring the entry of that name up to date: making a live half late costs more time."""
@@ -275,8 +286,8 @@ class RunRecord:
             ) from error
 
     def _write(self) -> None:
-        self._run, text = None, self._text()
-        if text == self._written:
+        self._run = None
+        if self._holds or (text := self._text()) == self._written:
             return
         try:
             with mendable(self._path.parent):

@@ -179,6 +179,10 @@ class Runner:
 
     def _write_record(self) -> None:
         """Bring the record up to date: what an earlier stage used may have grown since it was last written."""
+        with self._record.written_once():
+            self._note_stages()
+
+    def _note_stages(self) -> None:
         for name, artifact in self.chain.artifacts.items():
             if name in self._lacking and name not in self._reports:
                 continue

@@ -225,3 +225,22 @@ def test_what_products_cost_is_told_beside_the_limit() -> None:
     assert third.endswith("others")
     assert products.limit(10**9, 4e9) == "1.00 GB at 4.0 GB/s from memory: 0.250 s a token at the least"
     assert products.memory_rate() > 1e8
+
+
+@pytest.mark.parametrize("name", ["q8_0", "int4", "nf4", "mxfp4", "gptq3", "awq4"])
+def test_products_are_timed_in_each_kind_of_format(name: str) -> None:
+    speeds = importlib.import_module("tests.benchmarks.product_speeds").speeds(name, 1)
+    assert len(speeds) == 3
+    assert all(0 < seconds < 1e6 for pair in speeds for seconds in pair)
+
+
+def test_two_engines_are_told_side_by_side() -> None:
+    llama_cpp = importlib.import_module("tests.benchmarks.llama_cpp")
+    ours = {"seconds": 0.06, "first": 9.0, "peak": 2e9, "tokens": [1, 2]}
+    theirs = {"seconds": 0.05, "first": 3.0, "peak": 1e9, "tokens": [1, 2]}
+    table = llama_cpp.lines("q8_0", [{"offstage": ours, "llama.cpp": theirs}] * 3)
+    assert table[1].split()[:3] == ["offstage", "0.060", "9.00"]
+    assert table[3].split() == ["ratio", "1.20", "3.00", "2.00"]
+    assert table[4] == "the tokens are the same"
+    other = [{"offstage": ours, "llama.cpp": {**theirs, "tokens": [1, 3]}}]
+    assert llama_cpp.lines("q8_0", other)[4] == "the tokens are others"

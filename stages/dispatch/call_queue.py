@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from offstage.pipeline.errors import BusyError
-from offstage.stages.dispatch.streaming.lockstep import UNWANTED, Task
+from offstage.stages.dispatch.streaming.lanes import Task
+from offstage.stages.dispatch.streaming.lockstep import UNWANTED
 from offstage.stages.dispatch.streaming.module_state import LockstepError
 from offstage.stages.dispatch.streaming.streamer import Streamer
 
@@ -132,7 +133,7 @@ class CallQueue(Iterator[Task | None]):
         while self._has_calls():
             self._has_begun = False
             try:
-                self._streamer.go_together(self, size=self._size)
+                self._streamer.go_together(self, size=self._size, is_queue=True)
             except Exception as error:  # noqa: BLE001 - those under way are told
                 if isinstance(error, LockstepError):
                     self._size = 1

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from offstage.pipeline.atomic_files import write_text
+from offstage.stages.dispatch.grouping import brought_together
 from offstage.stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent, upward
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Serving, is_streamed
@@ -52,6 +53,7 @@ class ModulePlan:
 class DispatchPlan:
     """All parts by module name, the modules that inputs are moved for, and the order in which those that wait are used.
 
+    ``together`` maps module name → module around it whose call brings in the tensors of both, with those of others.
     ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
     ``streamed_bytes`` are brought in for every pass, whatever experts it calls. ``staging_bytes`` may be held on the
     host for streamed weights that it computes: its reserve, and what the plan left of its budget. ``reserves`` are kept
@@ -73,6 +75,7 @@ class DispatchPlan:
     host_peak_bytes: int | None = None
     pass_tokens: int = 1
     unpacking: Mapping[DeviceId, int] = field(default_factory=dict)
+    together: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
@@ -90,6 +93,8 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         listed = skeleton.expert_of.get(module)
         blocks = {spec.name: plan.block_rows[spec.name] for spec in tensors if spec.name in plan.block_rows}
         parts[module] = ModulePlan(lines[0].computes, serving, callers, experts.get(module), listed, blocks)
+    staging_bytes = plan.staging_bytes if plan.serving else 0  # what nobody uses would be news to every key
+    reserves = {device: one.reserve for device, one in devices if one.reserve}
     return DispatchPlan(
         main_device=plan.main_device,
         parts=parts,
@@ -101,13 +106,25 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
             if part.listed_expert is None
             for name in part.streamed
         ),
-        staging_bytes=plan.staging_bytes if plan.serving else 0,  # what nobody uses would be news to every key
-        reserves={device: one.reserve for device, one in devices if one.reserve},
+        staging_bytes=staging_bytes,
+        reserves=reserves,
         slots={device: one.slots for device, one in devices if one.pool is not None},
         host_peak_bytes=sum(plan.devices[CPU].ledger.values()) if simulated else None,
         pass_tokens=plan.pass_tokens,
         unpacking={device: one.unpacking for device, one in devices if one.unpacking},
+        together=_together(skeleton, parts, {**reserves, CPU: staging_bytes}),
     )
+
+
+def _together(skeleton: Skeleton, parts: Mapping[str, ModulePlan], rooms: Mapping[DeviceId, int]) -> dict[str, str]:
+    """Return the module around each that is brought in with others, as far as the ``rooms`` are for several such."""
+    waiting = {name: part for name, part in parts.items() if part.waits}
+    brought = {
+        name: None if part.experts or part.listed_expert or part.block_rows else part.execution
+        for name, part in waiting.items()
+    }
+    sizes = {name: sum(skeleton.by_name[each].bytes for each in part.streamed) for name, part in waiting.items()}
+    return brought_together(skeleton, brought, sizes, rooms)
 
 
 def _experts(skeleton: Skeleton, plan: Plan) -> dict[str, ExpertsSpec]:

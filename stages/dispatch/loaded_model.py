@@ -67,7 +67,7 @@ class LoadedModel:
 
         self._chain = chain
         self._dispatched: Dispatched = chain.live(DispatchStage.name)
-        self._turn, self._is_closed = RLock(), False
+        self._turn, self._is_closed, self._together = RLock(), False, together
         self._calls = CallQueue(self._dispatched.streamer, size=together, most_waiting=max_waiting)
 
     @property
@@ -149,7 +149,9 @@ class LoadedModel:
         """
         options |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "output_logprobs": logprobs}
         options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
-        is_open = "auto" in (batch_size, lockstep) or (batch_size is None and lockstep is None)
+        is_open = "auto" in (batch_size, lockstep) or batch_size is lockstep is None
+        if is_open and self.plan.hosts and batch_size is None:  # as the load was planned for, on all of them
+            options["lockstep"], is_open = self._together, False
         plans_anew = is_open and (batch_size == "auto" or bool(self.plan.serving))
         keys, file = {"generate": options, "seed": seed}, None if progress is None else Path(progress)
         session, _, rows = self._ask("generate", keys, plans_anew=plans_anew, progress=file)

@@ -61,7 +61,7 @@ class DispatchStage(Stage[DispatchInputs]):
 
     name = "dispatch"
     doing = "has the rest stream"
-    version = 9
+    version = 10
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig
 
@@ -96,6 +96,7 @@ class DispatchStage(Stage[DispatchInputs]):
             devices=placed.devices,
             host=placed.host,
             trace=Trace() if inputs.traces else None,
+            borders=placed.borders,
         )
         refuse_saving(placed.model)
         main = placed.devices.torch_device(plan.main_device)

@@ -29,8 +29,13 @@ _PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", 
 
 def is_experts(module: nn.Module) -> bool:
     """Return whether ``module`` computes a mixture's experts, by transformers' interface or by code of its own."""
-    by_interface = all(hasattr(module, mark) for mark in _MARKS) and hasattr(type(module).forward, "__wrapped__")
-    return by_interface or (_holds_stacks_alone(module) and (_is_told(module) or _multiplies_all(module)))
+    return is_interface(module) or (_holds_stacks_alone(module) and (_is_told(module) or _multiplies_all(module)))
+
+
+def is_interface(module: Any) -> bool:
+    """Return whether ``module`` is what transformers' interface for experts serves, or stands in the place of such."""
+    marked = all(hasattr(module, mark) for mark in _MARKS)
+    return marked and (hasattr(type(module).forward, "__wrapped__") or _is_told(module))
 
 
 def _holds_stacks_alone(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.packed_matrices import BESIDE
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.empty_init.siblings import missing_sibling, unlike_sibling
@@ -131,6 +132,18 @@ class _Renamer:
         """What comes of sources that look alike, where a converter makes one tensor and only moves data."""
 
     def __call__(self, source: str) -> tuple[str, str | None]:
+        """Return what ``source`` is called in the model, and the pattern that a converter has for it.
+
+        What belongs to a weight that is used as it rests is called as that weight is.
+        """
+        target, pattern = self._rename(source)
+        end = next((end for end in BESIDE if source.endswith(end)), None)
+        if target in self.expected or end is None:
+            return target, pattern
+        weight, pattern_of_weight = self._rename(source.removesuffix(end))
+        return (weight + end, pattern_of_weight) if weight + end in self.expected else (target, pattern)
+
+    def _rename(self, source: str) -> tuple[str, str | None]:
         from transformers.core_model_loading import rename_source_key
 
         prefix = self.model.base_model_prefix

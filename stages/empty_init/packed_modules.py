@@ -1,64 +1,95 @@
-"""Linear layers and embeddings whose weights stay packed: they have the blocks of the checkpoint's file and use these.
+"""Linear layers, embeddings and experts whose weights stay packed: they use what the checkpoint's file has.
 
-Such a weight is a plain tensor of bytes to all that plans, loads and streams: it lies in memory as it rests on disk,
-and is counted so. What else knows linear layers, peft and optimizers among it, finds none here and says so.
+Such a weight is plain tensors to all that plans, loads and streams: it lies in memory as it rests on disk, and is
+counted so. What else knows linear layers, peft and optimizers among it, finds none here and says so.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
-from offstage.stages.checkpoints.codecs.fp8_weights import SCALE
-from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
-from offstage.stages.checkpoints.codecs.products import FP8, can_multiply, layout_of, multiply_packed, unpack_rows
+from offstage.stages.checkpoints.codecs.loops import LANES
+from offstage.stages.checkpoints.codecs.packed_matrices import (
+    PackedMatrix,
+    as_text,
+    can_look_up,
+    packed_matrix,
+    stacked,
+    unpack_rows,
+)
+from offstage.stages.checkpoints.codecs.products import multiply_packed
+from offstage.stages.checkpoints.codecs.scaled_codes import ScaledCodes
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.checkpoints.packed import AtRest, Codec, PackedTensor
 from offstage.stages.checkpoints.readers import open_reader
-from offstage.stages.empty_init.names import name_tensors
+from offstage.stages.empty_init.experts import is_interface
+from offstage.stages.empty_init.merges import sources_in_order
+from offstage.stages.empty_init.names import NamingStep, name_tensors
 from offstage.stages.empty_init.skeleton import Skeleton, parent
+from offstage.stages.units import DTYPE_BYTES
 
 KEY = "quantized.products"
 """The key of the config that has weights stay packed."""
 
 
-class PackedLinear(nn.Module):
-    """In the place of ``linear``: its ``weight`` is what the checkpoint's tensor ``source`` rests in, ``packed``.
+Modules = Sequence[tuple[str, nn.Module]]
+PackedModule: TypeAlias = "PackedLinear | PackedEmbedding | PackedExperts"
 
-    Codes that have scales have them beside, under the name that the checkpoint has for them. Products are added up in
-    float32, the bias too, and rounded once to the dtype of what is given.
+
+class Stack(NamedTuple):
+    """What a parameter of a module rests in: the checkpoint's ``sources``, of one ``codec``, in ``parts`` that have one
+    ``matrix``, or one for each expert.
     """
 
-    weight_scale_inv: nn.Parameter | None
+    matrix: PackedMatrix
+    parts: Sequence[nn.Parameter]
+    sources: Sequence[str]
+    codec: Codec
 
-    def __init__(self, linear: nn.Linear, weight: nn.Parameter, packed: PackedTensor, source: str) -> None:
+    @property
+    def kept(self) -> dict[str, tuple[str, ...]]:
+        """What belongs to each source, by the ends of the names."""
+        return dict.fromkeys(self.sources, self.matrix.beside)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether rows at rest are columns of what is unpacked."""
+        return isinstance(self.codec, ScaledCodes) and self.codec.transposed
+
+
+class PackedLinear(nn.Module):
+    """In the place of ``linear``: its ``weight`` is the first part of ``stack``. The others stand beside it, each under
+    the name that the matrix has for it.
+
+    Products are added up in float32, the bias too, and rounded once to the dtype of what is given.
+    """
+
+    def __init__(self, linear: nn.Linear, stack: Stack) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.source, self.kind, self.layout = source, packed.codec.name, layout_of(packed)
-        self.weight, self.bias = weight, linear.bias
-        scales = _on_meta(packed.parts[1], torch_dtype(packed.parts[1].dtype)) if self.kind == FP8 else None
-        self.register_parameter("weight" + SCALE, scales)
+        self.kind, self.told, self.kept = stack.codec.name, as_text(stack.matrix), stack.kept
+        self._parts = tuple("weight" + end for end in ("", *stack.matrix.beside))
+        for name, part in zip(self._parts, stack.parts, strict=True):
+            self.register_parameter(name, part)
+        self.bias = linear.bias
         self.training = linear.training
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Return what the linear layer returns."""
-        if given.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"{KEY}=fused has no gradients; load the model with {KEY}=exact")
-        rows = given.reshape(-1, self.in_features).float().contiguous()
-        scales = None if self.weight_scale_inv is None else self.weight_scale_inv.float().contiguous()
-        made = multiply_packed(rows, self.weight, self.kind, self.layout, scales)
-        if self.bias is not None:
-            made += self.bias
-        return made.to(given.dtype).view(*given.shape[:-1], self.out_features)
+        return _multiply(given, [getattr(self, name) for name in self._parts], self.told, self.bias)
 
     def extra_repr(self) -> str:
         """Return what a printed model says of it."""
@@ -68,11 +99,11 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Embedding):
     """In the place of ``embedding``, likewise: the rows that are looked up are unpacked, to the dtype that it has."""
 
-    def __init__(self, embedding: nn.Embedding, weight: nn.Parameter, packed: PackedTensor, source: str) -> None:
+    def __init__(self, embedding: nn.Embedding, stack: Stack) -> None:
         count, width = embedding.num_embeddings, embedding.embedding_dim
         super().__init__(count, width, embedding.padding_idx, _weight=embedding.weight, _freeze=True)
-        self.source, self.kind, self.dtype = source, packed.codec.name, embedding.weight.dtype
-        self.weight = weight
+        self.kind, self.kept, self.dtype = stack.codec.name, stack.kept, embedding.weight.dtype
+        (self.weight,) = stack.parts
         self.training = embedding.training
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -81,7 +112,77 @@ class PackedEmbedding(nn.Embedding):
         return unpack_rows(rows, self.kind, self.dtype)
 
 
-Modules = Sequence[tuple[str, nn.Module]]
+class PackedExperts(nn.Module):
+    """In the place of ``experts``, a module of transformers' interface for these: its ``stacks``, by their attributes,
+    rest in parts of one row an expert, each under the attribute's name and what its matrix calls it.
+
+    An expert multiplies the tokens that are routed to it as a linear layer would. What comes of them is weighted, and
+    added up for each token in float32, in the order of its choices.
+    """
+
+    def __init__(self, experts: Any, stacks: Mapping[str, Stack]) -> None:
+        super().__init__()
+        self.num_experts, self.config = experts.num_experts, experts.config
+        self.has_gate, self.has_bias, self.is_transposed = experts.has_gate, experts.has_bias, experts.is_transposed
+        self.kept = {name: beside for stack in stacks.values() for name, beside in stack.kept.items()}
+        self.kind = stacks["down_proj"].codec.name
+        self._told = {attribute: as_text(stack.matrix) for attribute, stack in stacks.items()}
+        self._parts = {
+            attribute: tuple(attribute + end for end in ("", *stack.matrix.beside))
+            for attribute, stack in stacks.items()
+        }
+        for attribute, stack in stacks.items():
+            for name, part in zip(self._parts[attribute], stack.parts, strict=True):
+                self.register_parameter(name, part)
+        for name, parameter in experts.named_parameters(recurse=False):
+            if name not in stacks:
+                self.register_parameter(name, parameter)
+        self._activate = experts._apply_gate if self.has_gate else experts.act_fn
+        self.training = experts.training
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what the experts return for ``hidden_states`` [tokens, width], each token with its choices of experts
+        and their weights, [tokens, choices].
+        """
+        count, choices = top_k_index.shape
+        made = hidden_states.new_empty((count * choices, hidden_states.shape[-1]))
+        for expert, rows in _shares(top_k_index.reshape(-1)):
+            made[rows] = self._of_expert(hidden_states[rows // choices], expert)
+        weighted = made.view(count, choices, -1).float() * top_k_weights.float().unsqueeze(-1)
+        total = weighted[:, 0]
+        for choice in range(1, choices):
+            total = total + weighted[:, choice]
+        return total.to(hidden_states.dtype)
+
+    def _of_expert(self, given: torch.Tensor, expert: int) -> torch.Tensor:
+        first = "gate_up_proj" if self.has_gate else "up_proj"
+        return self._multiply(self._activate(self._multiply(given, first, expert)), "down_proj", expert)
+
+    def _multiply(self, given: torch.Tensor, attribute: str, expert: int) -> torch.Tensor:
+        parts = [getattr(self, name)[expert] for name in self._parts[attribute]]
+        bias = getattr(self, f"{attribute}_bias")[expert] if self.has_bias else None
+        return _multiply(given, parts, self._told[attribute], bias)
+
+
+def _shares(index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each expert that is in ``index``, and where; where there are no numbers, one that has all."""
+    if index.is_meta or isinstance(index, FakeTensor):
+        yield 0, torch.arange(len(index), device=index.device)
+        return
+    for expert in sorted(set(index.tolist())):
+        yield expert, (index == expert).nonzero().flatten()
+
+
+def _multiply(given: torch.Tensor, parts: Sequence[torch.Tensor], told: str, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the products of ``given`` […, columns] with what rests in ``parts``, and the ``bias``, rounded once."""
+    if given.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{KEY}=fused has no gradients; load the model with {KEY}=exact")
+    made = multiply_packed(given.reshape(-1, given.shape[-1]).float().contiguous(), parts, told)
+    if bias is not None:
+        made += bias
+    return made.to(given.dtype).view(*given.shape[:-1], made.shape[-1])
 
 
 def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -91,52 +192,86 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
     whose weights the model's class has in a dtype of its own, which its code looks at.
     """
     entries, named = open_reader(checkpoint).entries, dict(model.named_parameters(remove_duplicate=False))
+    stacks: dict[str, dict[str, Stack]] = defaultdict(dict)
     users: dict[int, list[str]] = {}
     for name, parameter in named.items():
         users.setdefault(id(parameter), []).append(name)
     own_dtype = of_own_dtype(model)
     for step in name_tensors(model, entries).steps:
-        if step.converter is not None or len(step.sources) != 1 or len(step.targets) != 1:
+        stack = _stack_of(step, entries, named)
+        if stack is None:
             continue
-        (target,), (source,) = step.targets, step.source_names
-        entry, tensor = entries[source], named.get(target)
-        if tensor is None or not can_multiply(entry) or entry.shape != tuple(tensor.shape):
+        (target,) = step.targets
+        if named[target].dim() == 3:
+            module, _, attribute = target.rpartition(".")
+            stacks[module][attribute] = stack
             continue
-        names = users[id(tensor)]
+        names = users[id(named[target])]
         modules = [(parent(name), model.get_submodule(parent(name))) for name in names]
         fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
-        kinds = _kinds_for(entry, source, checkpoint)
+        kinds = (nn.Linear, nn.Embedding) if can_look_up(stack.matrix) else (nn.Linear,)
         if fits and all(type(module) in kinds for _, module in modules):
-            _replace(model, modules, entry, source)
-    if not any(isinstance(module, PackedLinear) for module in packed_modules(model).values()):
+            _replace(model, modules, stack)
+    for place, found in stacks.items():
+        experts = model.get_submodule(place)
+        if is_interface(experts) and _are_all_of(experts, found):
+            model.set_submodule(place, PackedExperts(experts, found))
+    if not any(isinstance(module, PackedLinear | PackedExperts) for module in packed_modules(model).values()):
         raise ConfigError(
-            f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in "
-            f"{', '.join((*FORMATS_OF_LOOPS, FP8))}; take 'exact'"
+            f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in a format with products, in "
+            f"whole runs of {LANES} columns; take 'exact'"
         )
 
 
-def _kinds_for(packed: PackedTensor, source: str, checkpoint: Checkpoint) -> Sequence[type[nn.Module]]:
-    """Return the classes that can use the tensor ``source`` as it rests; embeddings need the rows as the file has them.
+def _stack_of(step: NamingStep, entries: Mapping[str, AtRest], named: Mapping[str, nn.Parameter]) -> Stack | None:
+    """Return what the one tensor that ``step`` makes is multiplied as; null where it can't be as it rests.
 
-    Scales are known by one name, the format's own: what its makers call otherwise is unpacked.
+    Matrices of single experts, one after the other, are a stack.
     """
-    if packed.codec.name == FP8:
-        return (nn.Linear,) if source + SCALE in checkpoint.stored else ()
-    return (nn.Linear,) if layout_of(packed) else (nn.Linear, nn.Embedding)
+    sources = sources_in_order(step, entries)
+    tensor = named.get(next(iter(step.targets)))
+    if tensor is None or len(step.targets) != 1 or not sources:
+        return None
+    found = [entries[name] for name in sources]
+    first, matrix = found[0], packed_matrix(found[0])
+    if matrix is None or not isinstance(first, PackedTensor):
+        return None
+    shapes = [part.shape for part in first.parts]
+    if len(found) > 1:
+        pieces, over = divmod(len(found), len(tensor))
+        alike = tensor.dim() == 3 and all(packed_matrix(other) == matrix for other in found)
+        matrix = stacked(matrix, pieces) if alike and len(first.shape) == 2 and not over else None
+        shapes = [(len(tensor), pieces * rows, *rest) for rows, *rest in shapes]
+    if matrix is None or math.prod(tensor.shape) != len(found) * math.prod(first.shape):
+        return None
+    parts = [_on_meta(replace(part, shape=shape)) for part, shape in zip(first.parts, shapes, strict=True)]
+    return Stack(matrix, parts, sources, first.codec)
 
 
-def _replace(model: nn.Module, modules: Modules, packed: PackedTensor, source: str) -> None:
+def _are_all_of(experts: Any, stacks: Mapping[str, Stack]) -> bool:
+    """Return whether ``stacks`` are what ``experts`` multiply by, each as the rows that the matrix has."""
+    wanted = {"down_proj", "gate_up_proj" if experts.has_gate else "up_proj"}
+    turned = all(stack.transposed == experts.is_transposed for stack in stacks.values())
+    return wanted == stacks.keys() and turned and not getattr(experts, "has_post_expert_norm", False)
+
+
+def _replace(model: nn.Module, modules: Modules, stack: Stack) -> None:
     """Put modules that share one packed weight in the place of ``modules``, which share what it is unpacked to."""
-    weight = _on_meta(packed.parts[0], torch.uint8)
     for place, module in modules:
         if isinstance(module, nn.Embedding):
-            model.set_submodule(place, PackedEmbedding(module, weight, packed, source))
+            model.set_submodule(place, PackedEmbedding(module, stack))
         elif isinstance(module, nn.Linear):
-            model.set_submodule(place, PackedLinear(module, weight, packed, source))
+            model.set_submodule(place, PackedLinear(module, stack))
 
 
-def _on_meta(part: Extent, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(part.shape, dtype=dtype, device="meta"), requires_grad=False)
+def _as_it_lies(part: Extent) -> Extent:
+    """Return ``part`` with what is of one byte a number as bytes: no model computes in such dtypes."""
+    return replace(part, dtype="uint8") if DTYPE_BYTES[part.dtype] == 1 else part
+
+
+def _on_meta(part: Extent) -> nn.Parameter:
+    kind = torch_dtype(_as_it_lies(part).dtype)
+    return nn.Parameter(torch.empty(part.shape, dtype=kind, device="meta"), requires_grad=False)
 
 
 def of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
@@ -149,24 +284,21 @@ def of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
 
 def as_they_rest(model: nn.Module, entries: Mapping[str, AtRest]) -> Mapping[str, AtRest]:
     """Return the checkpoint's ``entries``, those that ``model`` keeps packed as the bytes that they are on disk."""
-    kept = {module.source for module in packed_modules(model).values()}
+    kept = {name: beside for module in packed_modules(model).values() for name, beside in module.kept.items()}
     found: dict[str, AtRest] = {}
     for name, entry in entries.items():
         if name in kept and isinstance(entry, PackedTensor):
-            codes, *scales = entry.parts
-            found[name] = replace(codes, dtype="uint8")
-            if scales:
-                found[name + SCALE] = scales[0]
+            parts = map(_as_it_lies, entry.parts)
+            found |= {name + end: part for end, part in zip(("", *kept[name]), parts, strict=True)}
         else:
             found[name] = entry
     return found
 
 
-def packed_modules(model: nn.Module) -> dict[str, PackedLinear | PackedEmbedding]:
+def packed_modules(model: nn.Module) -> dict[str, PackedModule]:
     """Return those that ``model`` has, by their names."""
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, PackedLinear | PackedEmbedding)
-    }
+    kinds = PackedLinear | PackedEmbedding | PackedExperts
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def require_rehearsed(model: nn.Module, skeleton: Skeleton) -> None:

@@ -115,7 +115,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     name = "empty_init"
     doing = "imports torch and the model's code, and reads its shapes"
-    version = 18
+    version = 19
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
@@ -349,7 +349,7 @@ def _check_products(model: Mapping[str, Any]) -> Iterable[Fault]:
     if not _rests_in_products(model):
         yield Fault(
             "quantized.products",
-            f"{FUSED!r} is for GGUF files, FP8 checkpoints and model.quantize, and the model is none; take 'exact'",
+            f"{FUSED!r} is for quantised checkpoints and model.quantize, and the model is none; take 'exact'",
         )
     if adapter_folder(model) is not None:
         yield Fault(
@@ -363,7 +363,7 @@ def _rests_in_products(model: Mapping[str, Any]) -> bool:
     if model["kind"] != "pretrained" or not path:
         return False
     try:
-        return quantises(model) is not None or _quantised_by(model) in ("GGUF", "fp8")
+        return quantises(model) is not None or _quantised_by(model) is not None
     except CheckpointError:
         return True  # said of the folder, or of its config as the model is built
 

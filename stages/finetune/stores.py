@@ -162,7 +162,7 @@ class HostStore(ActivationStore[torch.Tensor]):
     def send(self, source: torch.Tensor, region: torch.Tensor, trace: Trace | None) -> Follow | None:
         """Ask for the copy of ``source``."""
         with span(trace, "out", "copy", source.nbytes):
-            copied = self._out.copy(source, region[: source.nbytes], after=self._out.computed())
+            copied = self._out.copy([(source, region[: source.nbytes])], after=self._out.computed())
         return None if copied is None else partial(self._out.follow, copied)
 
     def fetch(self, region: torch.Tensor, room: TensorRoom, size: int, *, trace: Trace | None) -> Follow:
@@ -189,7 +189,7 @@ class _CopyBack:
     def __init__(self, link: Link, source: torch.Tensor, target: torch.Tensor) -> None:
         self._link, self._ends = link, (source, target)
         self._done: Event = None
-        self._done = link.copy(source, target, after=link.computed())
+        self._done = link.copy([(source, target)], after=link.computed())
 
     def follow(self) -> None:
         """Put what is computed from now on behind the copy."""

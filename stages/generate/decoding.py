@@ -109,6 +109,8 @@ class Decoding:
             try:
                 self._answer_together([partial(answer, number) for number in together], members)
             except LockstepError as error:
+                if self._dispatched.streamer.is_divided:  # another host may have nothing to begin again for
+                    raise
                 again = [number for number in together if number not in progress.done]
                 _log.warning("%d batches begin again and go one after another: %s", len(again), error.reason)
                 self.cost.begun_again = len(again)

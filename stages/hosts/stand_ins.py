@@ -9,79 +9,51 @@ stopping, cropping) needs no agreement: all hosts do the same with the same logi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.peers import Peers
-from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
-from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.empty_init.skeleton import parent, upward
 from offstage.stages.hosts.partition import Partition
+from offstage.stages.hosts.wire import Wire
 from offstage.stages.machine.hosts import KEY
 
+Position = tuple[int, ...]
+"""When something comes in a pass of the model."""
 
-class Wire:
-    """Sends what modules return to other hosts, and receives it: tensors, and tuples, lists and mappings of them."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-
-    def send(self, value: Any, hosts: Iterable[int]) -> None:
-        """Send ``value`` to each of ``hosts``."""
-        tensors: list[torch.Tensor] = []
-        shape = _described(value, tensors)
-        for host in hosts:
-            self._peers.send_json(shape, host)
-            for tensor in tensors:
-                self._peers.send(tensor, host)
-
-    def receive(self, host: int, device: torch.device) -> Any:
-        """Return what ``host`` sends next, on ``device``."""
-        return self._built(self._peers.receive_json(host), host, device)
-
-    def _built(self, shape: Any, host: int, device: torch.device) -> Any:
-        kind, what = shape
-        if kind == "tensor":
-            sizes, dtype = what
-            return self._peers.receive(torch.empty(sizes, dtype=torch_dtype(dtype)), host).to(device)
-        if kind == "plain":
-            return what
-        parts = [self._built(part, host, device) for part in what]
-        return tuple(parts) if kind == "tuple" else parts
-
-
-def _described(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
-    """Return what ``value`` is as JSON; its tensors are added to ``tensors``, in the order in which they are met."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return ["tensor", [list(value.shape), dtype_name(value.dtype)]]
-    if value is None or isinstance(value, bool | int | float | str):
-        return ["plain", value]
-    if type(value) in (tuple, list):
-        return [type(value).__name__, [_described(part, tensors) for part in value]]
-    raise ConfigError(
-        f"{KEY}: a block returns a {type(value).__name__}, which isn't sent to another host; leave it null"
-    )
+_AT_THE_END: Position = (sys.maxsize, 0)
 
 
 class AwayRun:
-    """Blocks of one stack, one after the other, that other hosts compute: all of them return the same ``value``.
+    """Blocks of one stack, one after the other, that other hosts compute: all of them return the same value to a call.
 
     It is received from ``source`` as the first is called, or, where that is null, what the host's own last block came
-    to: then nobody looks at it.
+    to: then nobody looks at it. In the order of a pass it comes at ``position``.
     """
 
+    position: Position = (0,)
+
     def __init__(self, wire: Wire, source: int | None) -> None:
-        self.value: Any = None
         self._wire, self._source = wire, source
+        self._values: dict[str, Any] = {}  # of calls that are inside
 
     def begin(self, device: torch.device) -> None:
-        """Have the value of this forward."""
+        """Have the value of this call's forward."""
         if self._source is not None:
-            self.value = self._wire.receive(self._source, device)
+            self.put(self._wire.receive(self._source, device, self.position))
+
+    def put(self, value: Any) -> None:
+        """Have ``value`` be what the blocks return."""
+        self._values[self._wire.call()] = value
+
+    def value(self, *, is_last: bool) -> Any:
+        """Return what a block returns; nobody asks again after the last one, and it may be large."""
+        call = self._wire.call()
+        return self._values.pop(call, None) if is_last else self._values.get(call)
 
 
 class StandIn(nn.Module):
@@ -105,10 +77,7 @@ class StandIn(nn.Module):
                 _enter(getattr(cache, "self_attention_cache", cache), self._place, hidden)
         if self._is_first:
             self._run.begin(hidden.device)
-        value = self._run.value
-        if self._is_last:
-            self._run.value = None  # nobody asks for it again, and it may be large
-        return value
+        return self._run.value(is_last=self._is_last)
 
 
 def _enter(cache: Any, place: int, hidden: torch.Tensor) -> None:
@@ -141,11 +110,33 @@ class AwayHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> Any:
         """Return the logits."""
-        return self._wire.receive(self._source, hidden.device)
+        return self._wire.receive(self._source, hidden.device, _AT_THE_END)
 
 
-def stand_in(model: nn.Module, partition: Partition, peers: Peers) -> None:
-    """Put stand-ins into ``model`` for what other hosts compute, and have what they need sent to them.
+class Borders:
+    """Where one host's part of a model meets that of others: the ``wire`` between them, and what is received of it.
+
+    ``runs`` has the blocks before and after those of the host, by stack: these are the host's ``own``.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.runs: list[tuple[AwayRun, Collection[str], AwayRun]] = []
+
+    def place(self, positions: Mapping[str, Position]) -> None:
+        """Set when in a pass each run is waited for: right before or after what is the host's of ``positions``.
+
+        These are of modules, by their names.
+        """
+        reached: Position = (-1, sys.maxsize)
+        for before, own, after in self.runs:
+            inside = [at for name, at in positions.items() if any(above in own for above in upward(name))]
+            before.position = (min(inside)[0] - 1, sys.maxsize) if inside else reached
+            reached = after.position = (max(inside)[0], sys.maxsize) if inside else reached
+
+
+def stand_in(model: nn.Module, partition: Partition, wire: Wire, host: int) -> Borders:
+    """Put stand-ins into ``model`` for what others than ``host`` compute, and have what they need sent by ``wire``.
 
     Raises ``ConfigError`` for a model whose blocks read the keys and values of others, which may be elsewhere.
     """
@@ -153,13 +144,14 @@ def stand_in(model: nn.Module, partition: Partition, peers: Peers) -> None:
     text: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     if getattr(text, "num_kv_shared_layers", 0):
         raise ConfigError(f"{KEY}: {type(model).__name__} has layers that read other layers' keys; leave hosts null")
-    wire, host = Wire(peers), peers.rank
+    borders = Borders(wire)
     others = [other for other in range(partition.hosts) if other != host]
     for stack, blocks in partition.blocks.items():
         own, count = partition.own(host, stack), len(blocks)
         before = AwayRun(wire, partition.owner(stack, own.start - 1) if own and own.start else None)
         ends, is_last = stack in partition.shares_end, bool(own) and own.stop == count
         after = AwayRun(wire, partition.owner(stack, count - 1) if ends and not is_last else None)
+        borders.runs.append((before, {blocks[place] for place in own}, after))
         _replace(model, blocks, range(own.start) if own else range(0), before)
         _replace(model, blocks, range(own.stop if own else 0, count), after)
         if own:
@@ -170,6 +162,7 @@ def stand_in(model: nn.Module, partition: Partition, peers: Peers) -> None:
         _put(model, head, AwayHead(model.get_submodule(head), wire, partition.last))
     elif head is not None:
         _send_on(model.get_submodule(head), wire, others)
+    return borders
 
 
 def _replace(model: nn.Module, blocks: tuple[str, ...], places: range, run: AwayRun) -> None:
@@ -190,6 +183,6 @@ def _send_on(module: nn.Module, wire: Wire, hosts: list[int], after: AwayRun | N
     def returned(_module: nn.Module, _arguments: Any, output: Any) -> None:
         wire.send(output, hosts)
         if after is not None:
-            after.value = output
+            after.put(output)
 
     module.register_forward_hook(returned)

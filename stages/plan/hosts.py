@@ -1,15 +1,20 @@
 """A model divided among hosts: which blocks each computes, so that a token is predicted to be the soonest.
 
-One host after another works on a token, so its seconds are the sum of theirs, and of what is sent between them. A plan
-for several hosts is a list of ordinary ones, each for what a host computes, in that host's budgets: the search knows a
-division by what these plans predict. It begins with blocks in proportion to what hosts have room for, and moves cuts,
-one or several side by side, as long as that is sooner, by ever smaller steps.
+One host after another works on a token, so its seconds are the sum of theirs, and of what is sent between them. With
+several prompts in lockstep each host works on one while others work on the rest, and a token takes what the slowest
+host takes, or the share of that sum that is left where too few are under way to fill all hosts.
+
+A plan for several hosts is a list of ordinary ones, each for what a host computes, in that host's budgets: the search
+knows a division by what these plans predict. It begins with blocks in proportion to what hosts have room for, and moves
+cuts, one or several side by side, as long as that is sooner, by ever smaller steps.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
@@ -24,10 +29,14 @@ from offstage.stages.machine.hosts import KEY, Network, host_count
 from offstage.stages.machine.kernels import Kernels
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.plan import HostPlan, Plan
+from offstage.stages.plan.request.choose import ALIKE
+from offstage.stages.plan.request.requests import lockstep_is_chosen, read_request
 from offstage.stages.units import DISK
 
 _WORTH_MOVING = 0.999
 """What of a token's seconds must be left for blocks to move: hosts that are alike have as many, but for a reason."""
+
+_EVENNESS = 0.01
 
 PlanOf = Callable[[int, Partition], Plan]
 """Returns the plan of a host for what it computes by a partition; raises ``BudgetError`` where it has no room."""
@@ -52,12 +61,15 @@ class PlannedHost:
 class Division:
     """How a model is divided: the ``partition``, what each host has of it, the ``seconds`` of a token with all sends,
     and how many forwards more a pass of decoding may make for free on all of them.
+
+    ``lockstep`` is how many batches are under way together where that was to be chosen, else null.
     """
 
     partition: Partition
     hosts: tuple[HostPlan, ...]
     seconds: float
     forwards_for_free: float
+    lockstep: int | None = None
 
 
 def agreed(hosts: Callable[[], Sequence[PlannedHost]] | PlannedHost, search: Callable[..., Division]) -> Division:
@@ -73,10 +85,45 @@ def agreed(hosts: Callable[[], Sequence[PlannedHost]] | PlannedHost, search: Cal
     return decode(Division, here.exchange(None if found is None else asdict(found))[0])
 
 
+def soonest_together(config: Mapping[str, Any], divided: Callable[[Mapping[str, Any]], Division]) -> Division:
+    """Return the division under ``config`` that ``divided`` finds; where it is open how many batches go together, the
+    one with the fewest beyond which none is sooner.
+
+    That are two for each host at least, if there are so many: the next one's input is under way while one is computed.
+    """
+    if not lockstep_is_chosen(config):
+        return divided(config)
+    most, hosts = read_request(config).members, host_count(config.get("hardware") or {})
+    best: Division | None = None
+    size = min(most, 2 * hosts)
+    while size <= most:
+        try:
+            found = replace(divided(in_lockstep(config, size)), lockstep=size)
+        except BudgetError:
+            break
+        if best is not None and not found.seconds * ALIKE < best.seconds:
+            break
+        best, size = found, 2 * size
+    for fewer in (min(most, hosts), 1) if best is None else ():
+        with suppress(BudgetError):
+            return replace(divided(in_lockstep(config, fewer)), lockstep=fewer)
+    return best or divided(in_lockstep(config, 1))
+
+
+def in_lockstep(config: Mapping[str, Any], size: int | None) -> dict[str, Any]:
+    """Return ``config`` for ``size`` batches in lockstep; as it is where that is null."""
+    generate = config.get("generate")
+    if size is None or not isinstance(generate, Mapping):
+        return dict(config)
+    return {**config, "generate": {**generate, "lockstep": size}}
+
+
 def divide(
-    skeleton: Skeleton, chain: Chain, plan_of: PlanOf, hosts: Sequence[PlannedHost], network: Network
-) -> Division:
-    """Return how the model of ``skeleton`` is divided among ``hosts``, as it is cut along ``chain``.
+    skeleton: Skeleton, chain: Chain, plan_of: PlanOf, hosts: Sequence[PlannedHost], network: Network, *,
+    members: int = 1,
+) -> Division:  # fmt: skip
+    """Return how the model of ``skeleton`` is divided among ``hosts``, as it is cut along ``chain``, for so many
+    ``members`` in lockstep.
 
     Raises ``ConfigError`` where there are fewer blocks than hosts, ``BudgetError``, with the host's number, where no
     division found has room on each.
@@ -84,15 +131,15 @@ def divide(
     if chain.length < len(hosts):
         raise ConfigError(f"{KEY}: {len(hosts)} hosts for {chain.length} blocks; take {chain.length} at most")
     kinds = [json.dumps(asdict(host), sort_keys=True) for host in hosts]
-    search = _DivisionSearch(skeleton, chain, plan_of, kinds)
+    search = _DivisionSearch(skeleton, chain, plan_of, kinds, members)
     cuts = search.best(_proportional(_sizes(skeleton, chain), [host.room for host in hosts]))
     partition = partition_of(chain, cuts)
     plans = [search.plan(host, partition) for host in range(partition.hosts)]
-    seconds = sum(float(plan.forecast["seconds_per_token"]) for plan in plans)
+    sent, busy = _network_seconds(skeleton, chain, partition.hosts, network)
     return Division(
         partition,
         tuple(_host_plan(partition, host, plan) for host, plan in enumerate(plans)),
-        seconds + _network_seconds(skeleton, chain, partition.hosts, network),
+        max(busy, _token_seconds(plans, members, sent=sent)),
         min(float(plan.forecast.get("forwards_for_free", 0)) for plan in plans),
     )
 
@@ -107,13 +154,28 @@ def _host_plan(partition: Partition, host: int, plan: Plan) -> HostPlan:
     )
 
 
-def _network_seconds(skeleton: Skeleton, chain: Chain, hosts: int, network: Network) -> float:
-    """Return the seconds of what is sent for a token: a hidden state at each border, the last host's output to all."""
+def _token_seconds(plans: Sequence[Plan], members: int, *, sent: float = 0.0) -> float:
+    """Return the seconds of a token on all hosts, of which each has its plan, with so many ``members`` in lockstep.
+
+    The groups that they are divided in go from host to host, as many as there are hosts where some share weights that
+    stream; what is ``sent`` takes a group a while, and others compute meanwhile.
+    """
+    each = [float(plan.forecast["seconds_per_token"]) for plan in plans]
+    shares = any(plan.forecast["streamed_bytes_per_token"] for plan in plans)
+    groups = min(members, len(plans)) if shares else members
+    return max(max(each) if members > 1 else 0.0, (sum(each) + sent) / groups)
+
+
+def _network_seconds(skeleton: Skeleton, chain: Chain, hosts: int, network: Network) -> tuple[float, float]:
+    """Return how long what is sent for a token is under way, and how long the busiest link has it.
+
+    That is a hidden state at each border, and the last host's output, to all.
+    """
     head = [spec for spec in skeleton.by_module.get(chain.head or "", ()) if len(spec.shape) == 2]
     words, hidden = head[0].shape if head else (0, 0)
     wide = head[0].bytes // max(1, words * hidden) if head else 0
-    messages = (hosts - 1) * 2
-    return messages * network.latency + (hosts - 1) * (hidden + words) * wide / network.rate
+    busy = max(hidden, (hosts - 1) * words) * wide / network.rate
+    return (hosts - 1) * (2 * network.latency + (hidden + words) * wide / network.rate), busy
 
 
 def _sizes(skeleton: Skeleton, chain: Chain) -> list[int]:
@@ -145,8 +207,8 @@ def _proportional(sizes: Sequence[int], room: Sequence[int]) -> tuple[int, ...]:
 class _DivisionSearch:
     """Plans of hosts for runs of blocks, each made once: hosts and runs that are alike have one."""
 
-    def __init__(self, skeleton: Skeleton, chain: Chain, plan_of: PlanOf, kinds: Sequence[str]) -> None:
-        self._chain, self._plan_of, self._kinds = chain, plan_of, kinds
+    def __init__(self, skeleton: Skeleton, chain: Chain, plan_of: PlanOf, kinds: Sequence[str], members: int) -> None:
+        self._chain, self._plan_of, self._kinds, self._members = chain, plan_of, kinds, members
         self._looks = _looks(skeleton, chain)
         self._known: dict[object, Plan | BudgetError] = {}
 
@@ -167,8 +229,11 @@ class _DivisionSearch:
         return best[2]
 
     def _cost(self, cuts: tuple[int, ...]) -> tuple[int, float]:
-        """Return how many hosts have no room for theirs, and the seconds of those that have."""
-        partition, short, seconds = partition_of(self._chain, cuts), 0, 0.0
+        """Return how many hosts have no room for theirs, and the seconds of a token on those that have.
+
+        Where only the slowest counts, a little is added for the others: cuts then move on that change it no more.
+        """
+        partition, short, plans = partition_of(self._chain, cuts), 0, list[Plan]()
         for host, (begin, end) in enumerate(pairwise(cuts)):
             key = (self._kinds[host], self._looks[begin:end], end == cuts[-1])
             if key not in self._known:
@@ -180,8 +245,10 @@ class _DivisionSearch:
             if isinstance(found, BudgetError):
                 short += 1
             else:
-                seconds += float(found.forecast["seconds_per_token"])
-        return short, seconds
+                plans.append(found)
+        each = [float(plan.forecast["seconds_per_token"]) for plan in plans]
+        even = _EVENNESS * math.hypot(*each) if self._members > 1 else 0.0
+        return short, even + (_token_seconds(plans, self._members) if plans else 0.0)
 
 
 def _moved(cuts: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
@@ -216,13 +283,8 @@ def with_division(plan: Plan, division: Division, host: int) -> Plan:
         "seconds_per_token": division.seconds,
         "forwards_for_free": division.forwards_for_free,
     }
-    return replace(plan, partition=division.partition, host=host, hosts=division.hosts, forecast=forecast)
-
-
-def one_at_a_time(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config`` for a plan of one of several hosts: prompts go one after another, as on all of them."""
-    generate = config.get("generate")
-    return {**config, "generate": {**generate, "lockstep": 1}} if isinstance(generate, Mapping) else dict(config)
+    plan = replace(plan, partition=division.partition, host=host, hosts=division.hosts)
+    return replace(plan, lockstep=division.lockstep, forecast=forecast)
 
 
 def served_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
@@ -233,10 +295,6 @@ def served_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     if "finetune" in stages:
         yield Fault(KEY, "a model that is divided among hosts isn't trained; leave hosts null, or stages=finetune out")
     generate, score = (config.get(name) or {} for name in ("generate", "score"))
-    if "generate" in stages and generate.get("lockstep") not in (None, "auto", 1):
-        yield Fault(
-            "generate.lockstep", f"{generate['lockstep']!r}: hosts answer one prompt after another; leave it out"
-        )
     for name, node in (("generate", generate), ("score", score)):
         if name in stages and node.get("batch_size") == "auto":
             yield Fault(f"{name}.batch_size", "'auto' is chosen by each host, and all must choose alike; give a number")

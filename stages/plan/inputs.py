@@ -16,6 +16,7 @@ from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.hardware import Accelerator, Hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
+from offstage.stages.machine.hosts import host_count
 from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.process_memory import STEP_BYTES
 from offstage.stages.machine.rates import Rates
@@ -202,6 +203,7 @@ def gather_inputs(
 
 def _requests(whole: Request, outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
     """Return ``whole`` by the sizes to choose from, and why it isn't in lockstep where the model rules that out."""
+    whole = replace(whole, groups=min(whole.members, host_count(config.get("hardware") or {})))
     requests = sized_requests(whole, config)
     if None in requests or not lockstep_is_chosen(config) or not (why := why_not_in_lockstep(outline.skeleton)):
         return requests, ()
@@ -223,13 +225,13 @@ def _needs(
 
 def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay: bool = False) -> Step:
     """Return one pass of decoding of ``request``."""
-    tokens = request.pass_tokens // request.members
+    tokens = request.pass_tokens // request.together
     routing = SINGLE
     if outline.experts or outline.listed:
         routing = Routing(request.pass_tokens, prompt_tokens=request.prompt_tokens, passes=request.passes)
     return Step(
         routing,
-        request.members,
+        request.together,
         LayerOutput(tokens, tokens * geometry.hidden * int(DTYPE_BYTES[compute_dtype(outline)])),
         decodes=request.length > 0,
         pages_stay=pages_stay,

@@ -20,9 +20,7 @@ from offstage.stages.hosts.partition import Partition, chain_of, share
 from offstage.stages.machine.hardware import hardware
 from offstage.stages.machine.hosts import host_config, host_count, own_host, read_network, require_started
 from offstage.stages.plan import options, plan as plans, table
-from offstage.stages.plan.checks import (
-    require_host,
-)
+from offstage.stages.plan.checks import require_host
 from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
 from offstage.stages.plan.figures import (
     begin_measuring,
@@ -38,16 +36,18 @@ from offstage.stages.plan.hosts import (
     PlannedHost,
     agreed,
     divide,
-    one_at_a_time,
+    in_lockstep,
     served_faults,
+    soonest_together,
 )
 from offstage.stages.plan.inputs import PlanInputs, Share, gather_inputs
 from offstage.stages.plan.lossless import possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import SIMULATED
+from offstage.stages.plan.request.choose import why_not_in_lockstep
 from offstage.stages.plan.request.media_demand import media_demand
-from offstage.stages.plan.request.requests import asking
+from offstage.stages.plan.request.requests import asking, lockstep_is_chosen, read_request
 from offstage.stages.plan.request.training import training_demand
 from offstage.stages.plan.soonest_plan import plan_from, require_devices
 from offstage.stages.units import CPU, format_bytes
@@ -58,7 +58,7 @@ class PlanStage(Stage[PlanInputs]):
 
     name = "plan"
     doing = "measures what isn't known yet of this machine, and says what goes where"
-    version = 30
+    version = 31
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
     metrics = PLAN_METRICS
@@ -118,7 +118,7 @@ class PlanStage(Stage[PlanInputs]):
         here = PlannedHost(machine, rates, kernels, config.get("max_memory"))
         division = _division(outline, context, here, gather)
         part = replace(outline, skeleton=share(outline.skeleton, division.partition.away(host)))
-        config = one_at_a_time(config)
+        config = in_lockstep(config, division.lockstep)
         inputs = gather(part, config, machine=machine, rates=rates, kernels=kernels)
         return replace(inputs, share=Share(division, host))
 
@@ -159,23 +159,28 @@ def _remarks(plan: plans.Plan) -> Iterable[str]:
 
 def _division(outline: Outline, context: Context, here: PlannedHost, gather: Callable[..., PlanInputs]) -> Division:
     """Return how the model is divided among the hosts of the config, of which this is one where they are there."""
-    config, described = one_at_a_time(context.config), context.config.get("hardware") or {}
+    described = context.config.get("hardware") or {}
     require_started(described, is_plan=is_plan(context.config))
-    chain = chain_of(outline.skeleton)
+    chain, alone = chain_of(outline.skeleton), bool(why_not_in_lockstep(outline.skeleton))
 
     def search(hosts: Sequence[PlannedHost]) -> Division:
-        def plan_of(host: int, partition: Partition) -> plans.Plan:
-            part = replace(outline, skeleton=share(outline.skeleton, partition.away(host)))
-            one = hosts[host]
-            own = {**host_config(config, host), "max_memory": one.max_memory}
-            return plan_from(gather(part, own, machine=one.machine, rates=one.rates, kernels=one.kernels))
+        def divided(config: Config) -> Division:
+            def plan_of(host: int, partition: Partition) -> plans.Plan:
+                part = replace(outline, skeleton=share(outline.skeleton, partition.away(host)))
+                one = hosts[host]
+                own = {**host_config(config, host), "max_memory": one.max_memory}
+                return plan_from(gather(part, own, machine=one.machine, rates=one.rates, kernels=one.kernels))
 
-        return divide(outline.skeleton, chain, plan_of, hosts, read_network(described))
+            members, network = read_request(config).members, read_network(described)
+            return divide(outline.skeleton, chain, plan_of, hosts, network, members=members)
+
+        chosen = lockstep_is_chosen(context.config)
+        return soonest_together(in_lockstep(context.config, 1 if alone and chosen else None), divided)
 
     def planned() -> list[PlannedHost]:
         found = []
         for host in range(host_count(described)):
-            own = host_config(config, host)
+            own = host_config(context.config, host)
             machine, kernels = known_machine_and_kernels(own, context.cache, light=False)
             rates = machine_rates(own, machine, context.cache, outline)
             found.append(PlannedHost(machine, rates, kernels, own.get("max_memory")))

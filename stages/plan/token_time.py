@@ -49,8 +49,9 @@ _CALLS_AHEAD, _CALLS_ROUTED, _CALLS_MAPPED = 12, 4, 0.5
 """In the time of so many calls of modules the host asks for a tensor, binds it and lets it go: one that is read ahead,
 for which the threads that compute are woken at each operator, too; one of an expert that is called, of which several
 come at once; and one that is mapped, which lies where it is used. Nominal."""
-_CALLS_OVER_LINK = 1.5
-"""In the time of so many calls of modules on an accelerator the host has a tensor brought there. Nominal."""
+_CALLS_OVER_LINK = 1.0
+"""In the time of so many calls of modules on an accelerator the host has a tensor brought there that is a part of its
+own; less, where it is brought with others. Nominal."""
 _DISTURBANCE = 1 / 4
 """By which share of the shorter of two that go on at once they take longer: reading and what takes the cores, and of
 that, unpacking and computing. Nominal."""

@@ -27,6 +27,7 @@ from offstage.stages.checkpoints.packed import PackedTensor, in_memory
 from offstage.stages.checkpoints.packed_reads import SMALL_SPAN_BYTES
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.hosts.stand_ins import Borders
 from offstage.stages.machine.aligned_memory import (
     TENSOR_ALIGNMENT,
     Bytes,
@@ -53,7 +54,7 @@ class PlacedWeights:
     ``offloaded``, tied names included, which reads them in the skeleton's dtype on the cpu. ``devices`` are those that
     the weights lie on, ``host`` the block of those on the host, if they lie in one; ``read_bytes`` were read from the
     checkpoint in ``load_seconds``. ``base_bytes`` are what the process held on the host before the first weight was
-    there, null where nothing tells.
+    there, null where nothing tells. ``borders`` are where it meets what other hosts compute, null where it is whole.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class PlacedWeights:
     devices: Devices
     host: HostBlock | None = None
     base_bytes: int | None = None
+    borders: Borders | None = None
 
 
 def host_block(sources: Sources) -> HostBlock:

@@ -30,12 +30,12 @@ from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.identity import quantises
 from offstage.stages.empty_init.stage import QUANTISED_NAME
-from offstage.stages.hosts.partition import Partition
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.serving import routed
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
+    from offstage.stages.hosts.stand_ins import Borders
     from offstage.stages.shard_load.checkpoint_match import Load
     from offstage.stages.shard_load.place import PlacedWeights
     from offstage.stages.shard_load.sources import Sources
@@ -200,8 +200,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         from offstage.stages.shard_load.place import host_block, joined, place
 
         tables, devices = _prepare(inputs, context), Devices(inputs.ledgers)
-        if inputs.plan.partition is not None:
-            _divide(context.live("empty_init"), inputs.plan.partition)
+        borders = _divide(context.live("empty_init"), inputs.plan)
         base_bytes = held_bytes()
         for load, _ in tables if inputs.config.verify == "full" else ():
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
@@ -213,7 +212,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             # What lies on the host of the checkpoint itself is streamed from there, where it isn't used there.
             host = host_block(sources) if not placed and inputs.plan.main_device != CPU else None
             placed.append(place(load, sources, devices=devices, host=host, spill_folder=spill_folder))
-        return replace(joined(placed), base_bytes=base_bytes)
+        return replace(joined(placed), base_bytes=base_bytes, borders=borders)
 
     def report(self, artifact: Artifact) -> Report:
         """Say how many files there are, and how much is served from them and from the store."""
@@ -301,11 +300,15 @@ def _fill_copy(inputs: ShardLoadInputs, context: Context, checkpoint: Checkpoint
     return fill_copy(checkpoint, files, store, full=inputs.config.verify == "full")
 
 
-def _divide(model: Any, partition: Partition) -> None:
-    """Put stand-ins into ``model`` for what other hosts compute."""
+def _divide(model: Any, plan: plans.Plan) -> Borders | None:
+    """Put stand-ins into ``model`` for what other hosts compute by ``plan``; null where it has one host."""
     from offstage.stages.hosts.stand_ins import stand_in
+    from offstage.stages.hosts.wire import Wire
 
-    stand_in(model, partition, peers())
+    if plan.partition is None:
+        return None
+    wire = Wire(peers(), shares=any(host.streamed_bytes for host in plan.hosts))
+    return stand_in(model, plan.partition, wire, plan.host)
 
 
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: Sources) -> Sources:

@@ -33,6 +33,7 @@ def make_gguf(source: Path, folder: Path) -> Path:
     config = AutoConfig.from_pretrained(source)
     writer = gguf.GGUFWriter(unfinished, _ARCHITECTURE)
     _tell(writer, config)
+    writer.add_tokenizer_model("no_vocab")  # llama.cpp wants to be told
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in tensors_of(source):
         kind, shape = _kind_of(tensor), tuple(tensor.shape)

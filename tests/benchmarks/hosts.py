@@ -5,6 +5,12 @@ are asked for, each under a cap of its own, started by torchrun as on as many ma
 transformers under a cap as large as all of theirs. With ``--network 1gbit`` each host is in a network namespace of its
 own, behind a link of that rate (tc's token bucket). All share this machine's cores, of which one host computes at a
 time. Needs root. Prints seconds a token, measured and predicted, the bytes of tensors between hosts, and peaks.
+
+    python -m tests.benchmarks.hosts 0.4b --prompts 8 --rounds 3
+    python -m tests.benchmarks.hosts 0.4b --prompts 8 --rounds 3 --option max_memory.cpu=300MB
+
+has so many prompts answered, and each host has one core of this machine and no cap: one host beside several, whose
+throughput is at best as many times as large as they are many.
 """
 
 from __future__ import annotations
@@ -71,11 +77,17 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def hosts_side(setting: Setting, hosts: int, rate: str | None, options: Sequence[str]) -> Side:
-    """Run offstage on so many hosts, each capped; return what the first one's record says, and all their peaks."""
+def hosts_side(
+    setting: Setting, hosts: int, rate: str | None, options: Sequence[str], *, prompts: int = 1, one_core: bool = False
+) -> Side:
+    """Run offstage on so many hosts, each capped; return what the first one's record says, and all their peaks.
+
+    They answer so many ``prompts``, the next one longer by a token. With ``one_core`` each host has one, and no cap.
+    """
     shutil.rmtree(setting.work / "outputs", ignore_errors=True)
     tokens = [f"generate.max_new_tokens={setting.tokens}", f"generate.min_new_tokens={setting.tokens}"]
-    asked = [f"model.path={setting.checkpoint}", f"generate.prompts=[{PROMPT}]", *tokens, "max_memory=null", *options]
+    given = [[*PROMPT, *range(20, 20 + more)] for more in range(prompts)]
+    asked = [f"model.path={setting.checkpoint}", f"generate.prompts={given}", *tokens, "max_memory={}", *options]
     address = "127.0.0.1" if rate is None else _ADDRESS.format(1)
     with ExitStack() as stack:
         inside = stack.enter_context(network(hosts, rate))
@@ -83,10 +95,13 @@ def hosts_side(setting: Setting, hosts: int, rate: str | None, options: Sequence
         for host in range(hosts):
             launch = ["--nnodes", str(hosts), "--node-rank", str(host), "--nproc-per-node", "1"]
             launch += ["--master-addr", address, "--master-port", str(_PORT), "--no-python"]
-            group = stack.enter_context(cap(setting.cap))  # of what runs the model, and not of its launcher
-            launch += group.entering([sys.executable, "-m", "offstage", *asked])
-            command = [*inside[host], sys.executable, "-m", "torch.distributed.run", *launch]
-            environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
+            command = [sys.executable, "-m", "offstage", *asked]
+            if not one_core:  # of what runs the model, and not of its launcher
+                command = stack.enter_context(cap(setting.cap)).entering(command)
+            launch += command
+            core = ["taskset", "-c", str(host)] if one_core else []
+            command = [*core, *inside[host], sys.executable, "-m", "torch.distributed.run", *launch]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1" if one_core else str(os.cpu_count())}
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             started.append(subprocess.Popen(command, cwd=setting.work, env=environment, **pipes))
         said = [process.communicate(timeout=setting.timeout_seconds)[1] for process in started]
@@ -97,16 +112,17 @@ def hosts_side(setting: Setting, hosts: int, rate: str | None, options: Sequence
 
 
 def _told(work: Path) -> Side:
-    anyone = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
-    first = json.loads(Path(anyone["hosts"][0]["record"]).read_text())
-    metrics, hosts = first["metrics"], first["hosts"]
+    first = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
+    if first.get("hosts"):
+        first = json.loads(Path(first["hosts"][0]["record"]).read_text())
+    metrics, hosts = first["metrics"], first.get("hosts") or [first]
     peaks = [(host["memory"]["measured"]["cpu"], host["memory"]["predicted"]["cpu"]) for host in hosts]
     return {
         "seconds": metrics["decode_seconds_per_token"],
         "predicted": metrics["predicted_seconds_per_token"],
-        "tokens": first["outputs"][0]["token_ids"],
+        "tokens": [token for output in first["outputs"] for token in output["token_ids"]],
         "streamed": sum(host["metrics"]["streamed_bytes_per_token"] for host in hosts),
-        "sent": sum(host["metrics"]["sent_bytes"] for host in hosts),
+        "sent": sum(host["metrics"].get("sent_bytes", 0) for host in hosts),
         "peaks": ", ".join(f"{format_bytes(peak)} of {format_bytes(predicted)}" for peak, predicted in peaks),
     }
 
@@ -114,6 +130,12 @@ def _told(work: Path) -> Side:
 def prepare(setting: Setting, arguments: argparse.Namespace) -> dict[str, Callable[[], Side]]:
     """Return what runs each side, by the side's name."""
     hosts = arguments.hosts
+    if arguments.prompts > 1:
+        side = partial(hosts_side, prompts=arguments.prompts, one_core=True)
+        return {
+            name: partial(side, setting, count, rate, arguments.option)
+            for name, count, rate in ((ONE, 1, None), (f"{hosts} hosts", hosts, arguments.network))
+        }
     whole = Setting(setting.checkpoint, setting.work, setting.cap * hosts, setting.tokens, setting.timeout_seconds)
     return {
         ONE: partial(offstage_side, setting, arguments.option),
@@ -135,7 +157,8 @@ def summarise(rounds: list[dict[str, Any]]) -> None:
     several = next(name for name in medians if name.endswith(" hosts"))
     for name in (ONE, PLAIN):
         if name in medians:
-            say(f"{several} take {medians[several] / medians[name]:.3f} of the time of the {name}")
+            share = medians[several] / medians[name]
+            say(f"{several} take {share:.3f} of the time of the {name}: {1 / share:.2f} times the throughput")
     said = {tuple(side["tokens"]) for one in rounds for side in one["sides"].values() if side["seconds"]}
     say("all gave the same tokens" if len(said) == 1 else f"THE SIDES GAVE {len(said)} DIFFERENT ANSWERS")
 
@@ -144,6 +167,7 @@ def main() -> None:
     """Run the rounds and print the medians."""
     parser = rounds_parser(str(__doc__), tokens=8)
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=1, help="answer so many, each host on one core")
     parser.add_argument("--network", metavar="RATE", help="the rate of each host's link, as tc takes it: 1gbit, 10gbit")
     parser.add_argument("--option", action="append", default=[], help="an override for offstage")
     arguments = parser.parse_args()

@@ -45,11 +45,11 @@ def pinned_copy_bandwidth(device: torch.device) -> float:
     unpin = pin(link, memory)
     source = torch.frombuffer(memory, dtype=torch.uint8)
     target, _ = link.memory(COPY_BYTES).lend(0, COPY_BYTES)
-    link.copy(source, target, after=link.computed())
+    link.copy([(source, target)], after=link.computed())
     link.close()
     began = time.perf_counter()
     for _ in range(COPIES):
-        link.copy(source, target, after=link.computed())
+        link.copy([(source, target)], after=link.computed())
     link.close()
     seconds = time.perf_counter() - began
     unpin()

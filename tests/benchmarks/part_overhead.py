@@ -1,11 +1,12 @@
-"""What a streamed part costs in Python: microseconds a part, over a link that takes no time.
+"""What streaming costs in Python: microseconds a tensor, over a link that takes no time.
 
     python -m tests.benchmarks.part_overhead
     python -m tests.benchmarks.part_overhead --profile
 
-A row of small linear layers waits on the host, and each is a part of its own, for an accelerator whose link does
-nothing: what a pass takes beyond that of the plain model is what streaming costs the thread that runs the model. Prints
-the medians over the rounds, in which plain and streamed passes take turns.
+Blocks of small linear layers wait on the host, for an accelerator whose link does nothing: what a pass takes beyond
+that of the plain model is what streaming costs the thread that runs the model, where each weight is a part of its own,
+and where there is room to bring those of a block together. Prints the medians over the rounds, in which the three take
+turns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,15 +26,17 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.transfer.arena import HostMemory
-from offstage.stages.dispatch.transfer.link import Event
+from offstage.stages.dispatch.transfer.link import Event, Piece
 from offstage.stages.dispatch.transfer.links import SynchronousLink
 from offstage.stages.units import DEVICE_ALIGNMENT
 from tests.benchmarks.offload import say
 from tests.stages.dispatch.placed_models import Layer, Setup
 
 WIDTH = 32
-SHARE = 4
-"""The staging memory has room for one in so many parts."""
+INSIDE = 9
+"""A block has so many layers, as a Llama's has modules with weights."""
+ROOMS = {"each a part of its own": 12, "those of a block together": 5 * INSIDE}
+"""The staging memory, in weights."""
 
 
 class InstantLink(SynchronousLink):
@@ -45,14 +49,28 @@ class InstantLink(SynchronousLink):
         """Return a moment that has come."""
         return self
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
         """Do nothing."""
         return after
 
 
-def row(parts: int) -> nn.Sequential:
-    """Return a model of so many parts, each of which holds a weight and a bias."""
-    return nn.Sequential(*(Layer(nn.Linear(WIDTH, WIDTH)) for _ in range(parts))).eval().requires_grad_(False)
+class Block(nn.Module):
+    """Calls layers one after another, each of which holds a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(INSIDE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer makes of ``x``."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def row(blocks: int) -> nn.Sequential:
+    """Return a model of so many blocks."""
+    return nn.Sequential(*(Block() for _ in range(blocks))).eval().requires_grad_(False)
 
 
 def seconds_a_pass(model: nn.Module, passes: int) -> float:
@@ -66,33 +84,41 @@ def seconds_a_pass(model: nn.Module, passes: int) -> float:
     return statistics.median(times)
 
 
-def measure(plain: nn.Module, streamed: nn.Module, rounds: int, passes: int) -> Sequence[float]:
-    """Return how many seconds a pass of ``streamed`` took longer than one of ``plain``, by the round."""
-    seconds_a_pass(streamed, 3)
-    return [seconds_a_pass(streamed, passes) - seconds_a_pass(plain, passes) for _ in range(rounds)]
-
-
 def main() -> None:
-    """Measure, and print the microseconds of a part."""
+    """Measure, and print the microseconds of a tensor."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=int, default=200)
+    parser.add_argument("--blocks", type=int, default=22)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--passes", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="print where a streamed pass spends its time")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
-        setup = Setup(
-            row(given.parts), lambda name: "cpu", Path(folder), example=torch.ones(1, WIDTH),
-            staging_bytes={0: given.parts // SHARE * 8 * DEVICE_ALIGNMENT}, open_link=lambda *_: InstantLink(),
-        )  # fmt: skip
-        found = measure(row(given.parts), setup.model, given.rounds, given.passes)
-        say(f"{1e6 * statistics.median(found) / given.parts:.1f} microseconds a part of {given.parts}")
-        if given.profile:
-            with cProfile.Profile() as profile:
-                seconds_a_pass(setup.model, given.passes)
-            pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-        setup.streamer.remove()
+    with ExitStack() as stack:
+        streamed = {way: stream(row(given.blocks), room, stack) for way, room in ROOMS.items()}
+        sides = {"plain": row(given.blocks), **streamed}
+        for model in sides.values():
+            seconds_a_pass(model, 3)
+        rounds = [
+            {way: seconds_a_pass(model, given.passes) for way, model in sides.items()} for _ in range(given.rounds)
+        ]
+        for way, model in streamed.items():
+            taken = statistics.median(each[way] - each["plain"] for each in rounds) / given.blocks / INSIDE
+            say(f"{1e6 * taken:.1f} microseconds a tensor of {given.blocks * INSIDE}, {way}")
+            if given.profile:
+                with cProfile.Profile() as profile:
+                    seconds_a_pass(model, given.passes)
+                pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+def stream(model: nn.Module, room: int, stack: ExitStack) -> nn.Module:
+    """Return ``model``, which streams from the host through so many weights' room until ``stack`` is closed."""
+    folder = Path(stack.enter_context(TemporaryDirectory()))
+    rooms = {0: room * WIDTH * WIDTH * torch.float32.itemsize}
+    setup = Setup(
+        model, lambda name: "cpu", folder, example=torch.ones(1, WIDTH), rooms=rooms, open_link=lambda *_: InstantLink()
+    )
+    stack.callback(setup.streamer.remove)
+    return model
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -22,9 +21,9 @@ import pytest
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.run_schema import Run
-from offstage.stages.empty_init.skeleton import Skeleton
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
 from tests.json_schema import run_validator
+from tests.rehearsals import rehearses_once as rehearses_once
 
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
 
@@ -118,24 +117,26 @@ def another_server(variables: Mapping[str, str]) -> Iterator[None]:
         server.close()
 
 
-def start(folder: Path, *arguments: str, entry: str = "offstage") -> Process:
+def start(folder: Path, *arguments: str, entry: str = "offstage", extra: Mapping[str, str] | None = None) -> Process:
     """Start the command in ``folder``, in a fork of the warm server where that is the same, and return its process.
 
-    ``entry`` names another command, as ``offstage.pipeline.commands`` does.
+    ``entry`` names another command, as ``offstage.pipeline.commands`` does; ``extra`` is put into its environment.
     """
-    variables = environment()
+    variables = environment(extra)
     server = warm_server(variables)
     if server is None:
-        return start_anew(folder, *arguments, entry=entry)
+        return start_anew(folder, *arguments, entry=entry, extra=extra)
     return server.start(folder, arguments, variables, entry=entry)
 
 
-def start_anew(folder: Path, *arguments: str, entry: str = "offstage") -> subprocess.Popen[str]:
+def start_anew(
+    folder: Path, *arguments: str, entry: str = "offstage", extra: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Start the command in a process of its own: for tests of what a fork shares with its server."""
     return subprocess.Popen(
         [sys.executable, "-c", f"from offstage.pipeline.commands import {entry}; {entry}()", *arguments],
         cwd=folder,
-        env=environment(),
+        env=environment(extra),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -197,52 +198,12 @@ def record_of(folder: Path, described: Path, *arguments: str) -> Path:
     return path
 
 
-_skeletons: dict[Hashable, Skeleton] = {}
-"""What this process has found of each model that it rehearsed, by all that a rehearsal sees of one."""
-
-
-_NOT_SEEN = ("_name_or_path", "quantization_config")
-"""What a config says of where it was read, and of how weights rest."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _rehearses_once() -> Iterator[None]:
-    """Have this process rehearse a model once, however many tests begin with the same one in an empty cache.
-
-    That is most of what a run of a small model takes. The model is made anew, and all else of its skeleton is too.
-    """
-    describing = import_module("offstage.stages.empty_init.describe")
-    rehearse = describing.describe
-
-    def describe_once(model: Any, **how: Any) -> Skeleton:
-        seen = _seen(model, how)
-        if seen is None:
-            return rehearse(model, **how)
-        if seen not in _skeletons:
-            _skeletons[seen] = rehearse(model, **how)
-        return _skeletons[seen]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(describing, "describe", describe_once)
-        yield
-
-
-def _seen(model: Any, how: Mapping[str, Any]) -> Hashable | None:
-    """Return what a rehearsal sees of ``model``: the very classes, what they were made of, tensors; null for a module
-    of one's own, whose attributes nobody knows.
-    """
-    import torch
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("peft"):
-        return None
-    given = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_SEEN}
-    return (
-        tuple((name, type(module)) for name, module in model.named_modules(remove_duplicate=False)),
-        tuple((name, each.shape, each.dtype, each.device) for name, each in model.state_dict(keep_vars=True).items()),
-        tuple((name, each.shape, each.dtype) for name, each in model.named_buffers()),
-        repr(given), str(model.config._attn_implementation), repr(how), torch.get_default_dtype(),
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def _ends_interrupts() -> Iterator[None]:
+    """Have a command that ran in this process not be asked about what Python drops later: the next ask their own."""
+    hook = sys.unraisablehook
+    yield
+    sys.unraisablehook = hook
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,8 @@
-"""The command on several hosts, which torchrun starts: processes of one machine, each with a budget and a disk."""
+"""The command on several hosts, which torchrun starts: processes of one machine, each with a budget and a disk.
+
+Where a test isn't about that start, its hosts are forks with the environment that torchrun gives, and its rendezvous
+is the test's: the imports of three processes take most of such a test.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed
 
 from tests.deadline import deadline
-from tests.e2e.conftest import environment, records_in
+from tests.e2e.conftest import environment, finish, records_in, start as start_command
 from tests.long_form import in_ci
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -43,11 +49,25 @@ def run(folder: Path, count: int, *arguments: str) -> tuple[int, str, str]:
         return process.returncode, out, err
 
 
+def run_forks(folder: Path, *arguments: Sequence[str]) -> list[tuple[int, str, str]]:
+    """Run a host with each of the ``arguments``, without torchrun; return of each its exit code, output and errors."""
+    folder.mkdir(exist_ok=True)
+    distributed: Any = torch.distributed  # what it exports for type checkers lacks its stores
+    rendezvous = distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    hosts = []
+    for rank, own in enumerate(arguments):
+        told = {"RANK": rank, "WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous.port}
+        extra = {name: str(value) for name, value in {**told, **place}.items()}
+        hosts.append(start_command(folder, *own, extra=extra))
+    with deadline():
+        ended = [finish(host, folder, {}) for host in hosts]
+    return [(host.code, host.out, host.err) for host in ended]
+
+
 def alone(folder: Path, *arguments: str) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "offstage", *arguments]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True)
-    return next(iter(records_in(folder).values()))
+    return finish(start_command(folder, *arguments), folder, {}).record
 
 
 def by_rank(folder: Path) -> list[dict[str, Any]]:
@@ -101,6 +121,17 @@ def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(tmp_path: Path) 
         assert record["metrics"]["streamed_bytes_per_token"] == record["metrics"]["predicted_streamed_bytes_per_token"]
 
 
+def test_prompts_of_a_run_go_together_as_many_as_the_plan_says(tmp_path: Path) -> None:
+    asked = [*ARGUMENTS, "generate.prompts=[Once,The,A long time ago,And,So,He]"]
+    code, out, err = run(tmp_path / "two", 2, *asked)
+    assert code == 0, err
+    first, second = by_rank(tmp_path / "two")
+    assert first["metrics"]["lockstep"] == second["metrics"]["lockstep"] >= 4, "two for each host"
+    assert "in lockstep" in out
+    one = alone(tmp_path / "one", *asked)
+    assert first["outputs"] == second["outputs"] == one["outputs"]
+
+
 @pytest.mark.long_form
 def test_a_second_run_of_hosts_builds_nothing(tmp_path: Path) -> None:
     for _ in range(2):
@@ -113,8 +144,8 @@ def test_a_second_run_of_hosts_builds_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", in_ci("score", of=["score", "forward"]))
 def test_scores_and_forwards_are_those_of_one_host(tmp_path: Path, stage: str) -> None:
     texts = f"{stage}.texts=[Once upon a time, The end]"
-    code, _, err = run(tmp_path / "two", 2, f"stages={stage}", texts, "max_memory.cpu=2MB")
-    assert code == 0, err
+    hosts = run_forks(tmp_path / "two", *[(f"stages={stage}", texts, "max_memory.cpu=2MB")] * 2)
+    assert [code for code, _, _ in hosts] == [0, 0], hosts
     first, second = by_rank(tmp_path / "two")
     assert first["outputs"] == second["outputs"] == alone(tmp_path / "one", f"stages={stage}", texts)["outputs"]
 
@@ -132,7 +163,6 @@ def test_a_run_of_hosts_is_replayed_by_one(tmp_path: Path) -> None:
 REFUSED = {
     "stages=finetune": "hardware.hosts: a model that is divided among hosts isn't trained",
     "hardware.hosts=3": "hardware.hosts: 3 hosts are described, and the run has 2 processes",
-    "generate.lockstep=2": "generate.lockstep: 2: hosts answer one prompt after another",
     "generate.batch_size=auto": "generate.batch_size: 'auto' is chosen by each host",
     "measure.repeats=2": "measure.repeats: hosts that run together measure once",
     "-m": "hardware.hosts: a sweep isn't started by torchrun",
@@ -141,18 +171,17 @@ REFUSED = {
 
 @pytest.mark.parametrize("argument", in_ci("hardware.hosts=3", of=REFUSED))
 def test_what_hosts_dont_serve_is_refused_by_name(tmp_path: Path, argument: str) -> None:
-    code, out, err = run(tmp_path, 2, argument)
-    assert code != 0
-    assert out == ""
-    assert any(line.startswith(f"offstage: {REFUSED[argument]}") for line in own_lines(err)), err
+    hosts = run_forks(tmp_path, [argument], [argument])
+    assert all(code and not out for code, out, _ in hosts), hosts
+    told = [line for _, _, err in hosts for line in own_lines(err)]
+    assert any(line.startswith(f"offstage: {REFUSED[argument]}") for line in told), told
 
 
 def test_hosts_with_different_configs_end_and_say_which_key_differs(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m offstage seed=$RANK"
-    with deadline(), start(tmp_path, 2, ["--no-python", "bash", "-c", command]) as process:
-        _, err = process.communicate()
-    assert process.returncode != 0
-    assert any("seed is " in line and "have the same on both" in line for line in own_lines(err)), err
+    hosts = run_forks(tmp_path, ["seed=0"], ["seed=1"])
+    assert all(code for code, _, _ in hosts), hosts
+    told = [line for _, _, err in hosts for line in own_lines(err)]
+    assert any("seed is " in line and "have the same on both" in line for line in told), told
     assert {record["status"] for record in records_in(tmp_path).values()} == {"failed"}
 
 
@@ -166,8 +195,8 @@ def test_a_host_that_is_killed_ends_all_and_the_next_run_is_right(tmp_path: Path
     statuses = sorted(record["status"] for record in records_in(tmp_path).values())
     assert statuses in (["failed", "running"], ["interrupted", "running"]), "who was killed can say nothing"
     assert not [line for line in err.splitlines() if "unforeseen" in line], err
-    code, _, err = run(tmp_path, 2, *ARGUMENTS)
-    assert code == 0, err
+    hosts = run_forks(tmp_path, ARGUMENTS, ARGUMENTS)
+    assert [code for code, _, _ in hosts] == [0, 0], hosts
 
 
 @pytest.mark.long_form

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from offstage.pipeline.environment import imported_packages
+from offstage.pipeline.garbage import uncollected
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
@@ -41,6 +42,8 @@ SET_BY_RUNS = (
     "TORCH_CUDNN_SDPA_DEPRIORITIZED",
 )  # fmt: skip
 """Environment variables that a run, or a compiled generate, sets in its process, which may be that of the tests."""
+OF_A_HOST = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells a process by; it is read when a run begins."""
 _REQUEST_BYTES, _DESCRIPTORS = 1 << 20, 8
 _READY, _BEGUN = b"ready", "begun"
 Leads = Literal["session", "group"]
@@ -170,12 +173,11 @@ class WarmServer:
 def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what of an environment an import could read: not what pytest writes there, or what is read later.
 
-    That is what Hydra reads, and where the user's key lies.
+    That is what Hydra reads, where the user's key lies, and which host of several a process is.
     """
+    read_later = ("TERM", "HYDRA_FULL_ERROR", "XDG_DATA_HOME", *SET_BY_RUNS, *OF_A_HOST)
     return {
-        name: value
-        for name, value in environment.items()
-        if name not in ("TERM", "HYDRA_FULL_ERROR", "XDG_DATA_HOME", *SET_BY_RUNS) and not name.startswith("PYTEST_")
+        name: value for name, value in environment.items() if name not in read_later and not name.startswith("PYTEST_")
     }
 
 
@@ -189,6 +191,8 @@ def serve(control: int) -> None:
     made = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.collect()
     gc.freeze()  # a fork's collections then leave the pages alone that it shares with the server
+    with uncollected():
+        pass  # it has seen now that something is frozen, which takes each fork a tenth of a second
     requests = socket.socket(fileno=control)
     alone = len(list(Path("/proc/self/task").iterdir())) == 1  # a fork has no other thread, and what one holds is lost
     requests.send(_READY if alone else b"threads")

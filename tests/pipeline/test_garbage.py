@@ -5,11 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from offstage.pipeline import garbage
 from offstage.pipeline.garbage import uncollected
 
 
 @pytest.fixture(autouse=True)
-def collecting() -> Iterator[None]:
+def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(garbage, "_frozen_once", False)
     gc.enable()
     gc.unfreeze()  # what the tests' own imports are
     yield
@@ -44,3 +46,15 @@ def test_what_was_frozen_stays_frozen() -> None:
         made = [[number] for number in range(10)]
     assert gc.get_freeze_count()
     assert not any(one is made for one in gc.get_objects(generation=2))
+
+
+def test_what_was_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, counts = gc.get_freeze_count, []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
+    with uncollected():
+        pass
+    gc.freeze()
+    for _ in range(3):
+        with uncollected():
+            pass
+    assert [bool(each) for each in counts] == [False, True]

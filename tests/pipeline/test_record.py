@@ -343,3 +343,20 @@ def test_a_record_has_its_tokens_in_a_line(folder: Path) -> None:
     record.merge(Report(outputs=({"token_ids": list(range(10_000))},)))
     assert len(record.path.read_text().splitlines()) < lines + 6
     assert RunRecord.load(folder).run.outputs[0].token_ids == tuple(range(10_000))
+
+
+def test_what_is_noted_together_is_written_once_also_where_it_ends_in_an_error(folder: Path) -> None:
+    record = start(folder)
+
+    def note() -> None:
+        with record.written_once():
+            record.add_stage(STAGE)
+            record.merge(Report(metrics={"load_seconds": 2.0}))
+            assert read(folder)["stages"] == []
+            assert record.run.stages == (STAGE,)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        note()
+    assert [stage["name"] for stage in read(folder)["stages"]] == ["plan"]
+    assert read(folder)["metrics"] == {"load_seconds": 2.0}

@@ -36,11 +36,6 @@ SCRIPT: Mapping[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 def from_pretrained(**options: Any) -> Any:
     return offstage.from_pretrained(TINY, hardware={"rates": RATES}, max_length=64, **options)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 import offstage
 from offstage.pipeline.errors import ConfigError
@@ -21,9 +23,13 @@ from offstage.stages.shard_load.stage import ShardLoadStage
 pytest.importorskip("gguf")
 
 from tests.e2e.fp8_checkpoints import CONFIGS, rewrite, save_fp8, tensors_in
+from tests.long_form import in_ci
 from tests.operator_threads import in_threads
+from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
+from tests.stages.checkpoints.codecs.test_bitsandbytes import packed as nf4
 from tests.stages.checkpoints.ggufs import make_gguf
 from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
+from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
 
 RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
 """Given, so that nothing is measured."""
@@ -38,11 +44,6 @@ PLACES: Mapping[str, dict[str, Any]] = {
     "on disk": {"device_map": {"": "disk"}, "storage": {"io": "direct"}},
     "in a map": {"device_map": {"": "disk"}, "storage": {"io": "mmap"}},
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def load(path: Path, products: str = "fused", **options: Any) -> Any:
@@ -94,42 +95,123 @@ def test_a_plan_counts_packed_bytes_where_they_lie(tmp_path: Path) -> None:
 FP8_CONFIGS = {**CONFIGS, "llama": LlamaConfig(**FP8_SIZES, num_key_value_heads=2)}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("qwen3", "float32"), ("deepseek_v3", "bfloat16")])
-def test_fp8_has_the_same_bits_wherever_weights_lie_alone_and_in_lockstep(
-    tmp_path: Path, name: str, dtype: str
-) -> None:
-    path, found, memory = save_fp8(tmp_path / "model", FP8_CONFIGS[name], block=(32, 32)), {}, {}
-    tokens = TOKENS % FP8_CONFIGS[name].vocab_size
+def answers_everywhere(path: Path, tokens: torch.Tensor, *, dtype: str, kinds: set[str]) -> torch.Tensor:
+    """Return the logits of ``tokens``, once they were found the same wherever weights lie, alone and in lockstep."""
+    found, memory = {}, {}
     for place, options in PLACES.items():
         if place == "in part":
             part = max(90_000, memory["in memory"] // 2)
             options = {"device_map": "sequential", "max_memory": {"cpu": part}}
         for threads in (1, 2) if place == "in memory" else (1,):
             with in_threads(threads), load(path, dtype=dtype, **options) as loaded, torch.no_grad():
-                kinds = {module.kind for module in packed_modules(loaded.model).values()}
+                assert {module.kind for module in packed_modules(loaded.model).values()} == kinds
                 found[place, threads] = loaded.model(input_ids=tokens).logits
                 memory[place] = loaded.plan.devices["cpu"].weights
                 calls = [partial(loaded.model, input_ids=row[None]) for row in tokens]
                 apart = [call().logits for call in calls]
                 together = [answer.logits for answer in offstage.lockstep(loaded.model, calls, size=2)]
-        assert kinds == {"fp8"}
         assert [torch.equal(*pair) for pair in zip(apart, together, strict=True)] == [True, True]
     first = found["in memory", 1]
     assert {key: torch.equal(logits, first) for key, logits in found.items()} == dict.fromkeys(found, True)
-    with load(path, "exact", dtype=dtype, device_map={"": "cpu"}) as loaded, torch.no_grad():
+    with load(path, "exact", device_map={"": "cpu"}, dtype=dtype) as loaded, torch.no_grad():
         exact = loaded.model(input_ids=tokens).logits.float()
         assert memory["in memory"] < loaded.plan.devices["cpu"].weights
     assert torch.allclose(first.float(), exact, rtol=0, atol=0.05 * float(exact.abs().max()))
+    return first
 
 
-def test_scales_under_another_name_leave_weights_to_be_unpacked(tmp_path: Path) -> None:
-    path = save_fp8(tmp_path / "model", FP8_CONFIGS["llama"], block=(32, 32))
+FP8_CASES = [("llama", "bfloat16"), ("qwen3", "float32"), ("deepseek_v3", "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_ci(*FP8_CASES[1:], of=FP8_CASES))
+def test_fp8_has_the_same_bits_wherever_weights_lie_alone_and_in_lockstep(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    path = save_fp8(tmp_path / "model", FP8_CONFIGS[name], block=(32, 32))
+    answers_everywhere(path, TOKENS % FP8_CONFIGS[name].vocab_size, dtype=dtype, kinds={"fp8"})
+
+
+def plain_llama(dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**FP8_SIZES, num_key_value_heads=2)).to(dtype)
+
+
+def save_nf4(folder: Path) -> Path:
+    """Write a Llama whose layers' linear weights are of random codes, as bitsandbytes packs them."""
+    model, saved = plain_llama(), {}
+    for name, tensor in model.state_dict().items():
+        if ".layers." in name and tensor.dim() == 2:
+            saved |= {f"{name}{end}": part for end, part in nf4(tuple(tensor.shape)).items()}
+        else:
+            saved[name] = tensor
+    folder.mkdir()
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    told = {**model.config.to_dict(), "quantization_config": test_bitsandbytes.QUANTIZATION}
+    (folder / "config.json").write_text(json.dumps(told, default=str))
+    return folder
+
+
+def save_compressed(folder: Path, scheme: str) -> Path:
+    test_compressed_tensors.compress(plain_llama(), scheme, folder)
+    return folder
+
+
+def save_grouped(folder: Path, kind: str) -> Path:
+    test_grouped.quantise(plain_llama(torch.float16), test_grouped.KINDS[kind], folder)
+    return folder
+
+
+FORMATS: Mapping[str, tuple[Callable[[Path], Path], set[str], str]] = {
+    "INT8": (partial(save_compressed, scheme="INT8 by channels"), {"int8"}, "bfloat16"),
+    "INT4": (partial(save_compressed, scheme="INT4 by groups"), {"int4"}, "float32"),
+    "NVFP4": (partial(save_compressed, scheme="NVFP4"), {"fp4"}, "bfloat16"),
+    "NF4": (save_nf4, {"nf4"}, "bfloat16"),
+    "GPTQ": (partial(save_grouped, kind="GPTQ, zeros less one"), {"gptq4"}, "float16"),
+    "GPTQ of 3 bits, reordered": (partial(save_grouped, kind="GPTQ of 3 bits, reordered"), {"gptq3"}, "float16"),
+    "AWQ": (partial(save_grouped, kind="AWQ"), {"awq4"}, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_have_the_same_bits_wherever_weights_lie_alone_and_in_lockstep(tmp_path: Path, name: str) -> None:
+    save, kinds, dtype = FORMATS[name]
+    answers_everywhere(save(tmp_path / "model"), TOKENS, dtype=dtype, kinds=kinds)
+
+
+MOE = Qwen3MoeConfig(
+    **FP8_SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=32, num_key_value_heads=2
+)
+MIXTURES: Mapping[str, tuple[Callable[[Path], Path], str]] = {
+    "stacks in MXFP4": (save_packed_mixture, "mxfp4"),
+    "experts in FP8, one by one": (partial(save_fp8, config=MOE, block=(32, 32)), "fp8"),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_multiplied_and_kept_as_they_rest(tmp_path: Path, name: str) -> None:
+    save, kind = MIXTURES[name]
+    path = save(tmp_path / "model")
+    answers_everywhere(path, TOKENS % 96, dtype="float32", kinds={kind})  # so that no token is routed otherwise
+    with load(path, dtype="float32", device_map={"": "disk"}) as loaded:
+        packed = {place: module for place, module in packed_modules(loaded.model).items() if hasattr(module, "config")}
+        lines = loaded.plan.tensors
+        stacks = [f"{place}.{stack}" for place in packed for stack in ("gate_up_proj", "down_proj")]
+        at_rest = sum(lines[stack + end].bytes for stack in stacks for end in ("", "_scales"))
+        assert {lines[stack].serving for stack in stacks} == {"experts"}
+    in_files = [tensor for key, tensor in tensors_in(path).items() if ".experts." in key and "bias" not in key]
+    assert at_rest == sum(tensor.nbytes for tensor in in_files) > 0
+
+
+def test_scales_under_another_name_are_the_same(tmp_path: Path) -> None:
+    path, found = save_fp8(tmp_path / "model", FP8_CONFIGS["llama"], block=(32, 32)), []
     other = {name.replace("weight_scale_inv", "scale"): tensor for name, tensor in tensors_in(path).items()}
-    rewrite(path, other, {"quant_method": "fp8", "weight_block_size": [32, 32]})
-    with pytest.raises(ConfigError, match="'fused' is of no use, no linear layer of"):
-        load(path, device_map={"": "cpu"}, dtype="bfloat16")
-    with load(path, "exact", device_map={"": "cpu"}, dtype="bfloat16") as loaded:
-        assert logits_of(loaded).isfinite().all()
+    for tensors in (None, other):
+        if tensors is not None:
+            rewrite(path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
+        with load(path, device_map={"": "cpu"}, dtype="bfloat16") as loaded:
+            assert packed_modules(loaded.model)
+            found.append(logits_of(loaded))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

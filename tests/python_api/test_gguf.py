@@ -1,6 +1,5 @@
 """Models in GGUF files: the tokens that transformers gets of them, wherever the weights lie."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ import torch
 import transformers
 
 import offstage
-from offstage.pipeline.cache.user_cache import user_cache
-from offstage.pipeline.stage import MEASURED
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 
 pytest.importorskip("gguf")
@@ -24,20 +21,6 @@ RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
 """Given, so that nothing is measured."""
 UNREAD = ("token_embd.weight", "rope_freqs.weight")
 """Looked up by rows; no tensor of the model."""
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all tests here keep what was measured of the machine, if it was, and skeletons."""
-    folder = tmp_path_factory.mktemp("cache")
-    if (measured := user_cache() / MEASURED).is_dir():
-        shutil.copytree(measured, folder / "offstage" / MEASURED)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _one_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 ON_DISK = {"": 0, "model.layers": "disk"}

@@ -14,6 +14,7 @@ import offstage
 from offstage.pipeline.errors import CheckpointError, ConfigError
 from offstage.stages.empty_init.packed_modules import packed_modules
 from tests.e2e.quantised_twins import plain_tensors, save_fp8_twin, save_gguf_twin, save_plain
+from tests.long_form import in_ci
 
 RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
 """Given, so that nothing is measured."""
@@ -27,16 +28,6 @@ PLACES: Mapping[str, dict[str, Any]] = {
 
 
 MIXTURE_PLACE = {**PLACES["accelerator"], "max_memory": {0: "800kB", "cpu": "100kB"}}
-
-
-@pytest.fixture(scope="module")
-def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache))
 
 
 def load(path: Path, *, products: str = "exact", hardware: Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -66,13 +57,15 @@ def fp8_twin(folder: Path, source: Path, name: str) -> Path:
 TWINS: Mapping[str, Callable[[Path, Path, str], Path]] = {"q8_0": gguf_twin, "fp8": fp8_twin}
 
 
+MADE = [
+    ("q8_0", "llama"), ("q8_0", "qwen3moe"), ("q8_0", "qwen2"),
+    ("fp8", "llama"), ("fp8", "deepseek_v3"), ("fp8", "qwen3"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("q8_0", "llama"), ("q8_0", "qwen3moe"), ("q8_0", "qwen2"),
-        ("fp8", "llama"), ("fp8", "deepseek_v3"), ("fp8", "qwen3"),
-    ],
-)  # fmt: skip
+    ("kind", "name"), in_ci(("q8_0", "llama"), ("q8_0", "qwen3moe"), ("fp8", "deepseek_v3"), of=MADE)
+)
 def test_tokens_are_those_of_the_model_that_a_maker_quantised(tmp_path: Path, kind: str, name: str) -> None:
     source = save_plain(tmp_path / "plain", name)
     twin = TWINS[kind](tmp_path, source, name)

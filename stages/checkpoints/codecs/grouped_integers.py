@@ -178,6 +178,18 @@ def _apart(words: torch.Tensor, places: torch.Tensor, *, dim: int) -> torch.Tens
     return codes.bitwise_or_(rest)
 
 
+def take_apart(words: torch.Tensor, bits: int, *, interleaved: bool, dim: int) -> torch.Tensor:
+    """Return the codes of ``words``, whose dimension ``dim`` has those numbers that make whole codes together."""
+    return _apart(words, _places(bits, interleaved=interleaved), dim=dim)
+
+
+def zeros_of(words: torch.Tensor, bits: int, *, interleaved: bool, less_one: bool) -> torch.Tensor:
+    """Return the zeros (groups, …) of ``words`` [groups, numbers], as they are meant."""
+    _, period = codes_together(bits)
+    meant = words.view(len(words), -1, period) + _ones(bits, less_one=less_one)
+    return take_apart(meant, bits, interleaved=interleaved, dim=2)
+
+
 @cache
 def _places(bits: int, *, interleaved: bool) -> torch.Tensor:
     """Return for each code the number with its low bits, their shift and mask, and the same of those in the next one.

@@ -431,7 +431,7 @@ void unpack_ggml(const Work *all) {
     }
 }
 
-/* Products of rows of float32 with rows of blocks, which are never unpacked whole.
+/* Products of rows of float32 with weights as they rest, which are never unpacked whole.
 
    Each number is a sum of the unpacked float32 values times those given, in one order whatever computes it: a lane for
    each of 32 columns adds up those that are 32 apart, first to last, and then lanes are added in halves. So its bits hang
@@ -452,13 +452,22 @@ INLINE __m512 shifted(__m512 values, const float *more) {
     return more ? _mm512_add_ps(values, _mm512_set1_ps(*more)) : values;
 }
 
-/* Add 32 codes, of which either half has its scale, and what is to be added to each where that isn't null, times those
-   given. */
-INLINE void add_codes(Lanes *lanes, const int8_t *codes, float low, float high, const float *more, const float *given) {
-    __m512 lower = shifted(_mm512_mul_ps(sixteen(codes), _mm512_set1_ps(low)), more);
-    __m512 upper = shifted(_mm512_mul_ps(sixteen(codes + 16), _mm512_set1_ps(high)), more);
-    lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(lower, _mm512_loadu_ps(given)));
-    lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(upper, _mm512_loadu_ps(given + 16)));
+INLINE void add_values(Lanes *lanes, Lanes values, const float *given) {
+    lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(values.low, _mm512_loadu_ps(given)));
+    lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(values.high, _mm512_loadu_ps(given + 16)));
+}
+
+INLINE Lanes values_at(const float *values) { return (Lanes){_mm512_loadu_ps(values), _mm512_loadu_ps(values + 16)}; }
+
+INLINE void keep_values(Lanes values, float *room) {
+    _mm512_storeu_ps(room, values.low);
+    _mm512_storeu_ps(room + 16, values.high);
+}
+
+/* 32 codes as values. Either half has its scale, and what is to be added to each where that isn't null. */
+INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *more) {
+    return (Lanes){shifted(_mm512_mul_ps(sixteen(codes), _mm512_set1_ps(low)), more),
+                   shifted(_mm512_mul_ps(sixteen(codes + 16), _mm512_set1_ps(high)), more)};
 }
 
 INLINE __m512 sixteen_fp8(const uint8_t *codes) { /* a half has one bit of exponent more, and all that FP8 has */
@@ -468,39 +477,93 @@ INLINE __m512 sixteen_fp8(const uint8_t *codes) { /* a half has one bit of expon
     return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(size, sign)), _mm512_set1_ps(256));
 }
 
-/* Add 32 codes of FP8, all of them numbers, times their scale and those given. */
-INLINE void add_fp8(Lanes *lanes, const uint8_t *codes, float scale, const float *given) {
-    __m512 lower = _mm512_mul_ps(sixteen_fp8(codes), _mm512_set1_ps(scale));
-    __m512 upper = _mm512_mul_ps(sixteen_fp8(codes + 16), _mm512_set1_ps(scale));
-    lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(lower, _mm512_loadu_ps(given)));
-    lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(upper, _mm512_loadu_ps(given + 16)));
+/* Of FP8, all of them numbers. */
+INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
+    return (Lanes){_mm512_mul_ps(sixteen_fp8(codes), _mm512_set1_ps(low)),
+                   _mm512_mul_ps(sixteen_fp8(codes + 16), _mm512_set1_ps(high))};
 }
 
-INLINE void add_values(Lanes *lanes, const float *values, const float *given) {
-    lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(_mm512_loadu_ps(values), _mm512_loadu_ps(given)));
-    lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(given + 16)));
+/* Of four bits, which are numbers of sixteen values; of the two in a byte the upper or the lower comes first. */
+INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_first, float low, float high) {
+    __m512 table = _mm512_loadu_ps(values);
+    __m128i bytes = _mm_loadu_si128((const __m128i *)codes), mask = _mm_set1_epi8(15);
+    __m128i lower = _mm_and_si128(bytes, mask), upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+    __m128i one = upper_first ? upper : lower, other = upper_first ? lower : upper;
+    __m512i first = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(one, other));
+    __m512i second = _mm512_cvtepu8_epi32(_mm_unpackhi_epi8(one, other));
+    return (Lanes){_mm512_mul_ps(_mm512_permutexvar_ps(first, table), _mm512_set1_ps(low)),
+                   _mm512_mul_ps(_mm512_permutexvar_ps(second, table), _mm512_set1_ps(high))};
 }
 #else
 typedef struct {
     float of[LANES];
 } Lanes;
 
-INLINE void add_codes(Lanes *lanes, const int8_t *codes, float low, float high, const float *more, const float *given) {
-    float values[LANES];
-    for (int at = 0; at < 16; at++) values[at] = (float)codes[at] * low;
-    for (int at = 16; at < LANES; at++) values[at] = (float)codes[at] * high;
-    for (int at = 0; more && at < LANES; at++) values[at] += *more;
-    for (int at = 0; at < LANES; at++) lanes->of[at] += values[at] * given[at];
+INLINE void add_values(Lanes *lanes, Lanes values, const float *given) {
+    for (int at = 0; at < LANES; at++) lanes->of[at] += values.of[at] * given[at];
 }
 
-INLINE void add_fp8(Lanes *lanes, const uint8_t *codes, float scale, const float *given) {
-    float values[LANES];
-    for (int at = 0; at < LANES; at++) values[at] = of_fp8_number(codes[at]) * scale;
-    for (int at = 0; at < LANES; at++) lanes->of[at] += values[at] * given[at];
+INLINE Lanes values_at(const float *values) {
+    Lanes lanes;
+    memcpy(lanes.of, values, sizeof lanes.of);
+    return lanes;
 }
 
-INLINE void add_values(Lanes *lanes, const float *values, const float *given) {
-    for (int at = 0; at < LANES; at++) lanes->of[at] += values[at] * given[at];
+INLINE void keep_values(Lanes values, float *room) { memcpy(room, values.of, sizeof values.of); }
+
+INLINE void scale_halves(float *values, float low, float high) {
+    for (int at = 0; at < 16; at++) values[at] *= low;
+    for (int at = 16; at < LANES; at++) values[at] *= high;
+}
+
+INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *more) {
+    Lanes made;
+    for (int at = 0; at < LANES; at++) made.of[at] = (float)codes[at];
+    scale_halves(made.of, low, high);
+    for (int at = 0; more && at < LANES; at++) made.of[at] += *more;
+    return made;
+}
+
+INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
+    Lanes made;
+    for (int at = 0; at < LANES; at++) made.of[at] = of_fp8_number(codes[at]);
+    scale_halves(made.of, low, high);
+    return made;
+}
+
+#ifdef __AVX2__
+/* Eight of sixteen values: either eight are looked up, and the fourth bit of a code takes the ones that it means. */
+INLINE __m256 eight_of(const float *values, __m128i codes) {
+    __m256i places = _mm256_cvtepu8_epi32(codes);
+    __m256 first = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), places);
+    __m256 second = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values + 8), places);
+    return _mm256_blendv_ps(first, second, _mm256_castsi256_ps(_mm256_slli_epi32(places, 28)));
+}
+
+INLINE void look_up(const uint8_t *codes, const float *values, int upper_first, float *found) {
+    __m128i bytes = _mm_loadu_si128((const __m128i *)codes), mask = _mm_set1_epi8(15);
+    __m128i lower = _mm_and_si128(bytes, mask), upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+    __m128i one = upper_first ? upper : lower, other = upper_first ? lower : upper;
+    __m128i first = _mm_unpacklo_epi8(one, other), second = _mm_unpackhi_epi8(one, other);
+    _mm256_storeu_ps(found, eight_of(values, first));
+    _mm256_storeu_ps(found + 8, eight_of(values, _mm_srli_si128(first, 8)));
+    _mm256_storeu_ps(found + 16, eight_of(values, second));
+    _mm256_storeu_ps(found + 24, eight_of(values, _mm_srli_si128(second, 8)));
+}
+#else
+INLINE void look_up(const uint8_t *codes, const float *values, int upper_first, float *found) {
+    for (int at = 0; at < 16; at++) {
+        found[2 * at] = values[upper_first ? codes[at] >> 4 : codes[at] & 15];
+        found[2 * at + 1] = values[upper_first ? codes[at] & 15 : codes[at] >> 4];
+    }
+}
+#endif
+
+INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_first, float low, float high) {
+    Lanes made;
+    look_up(codes, values, upper_first, made.of);
+    scale_halves(made.of, low, high);
+    return made;
 }
 #endif
 
@@ -514,7 +577,7 @@ INLINE float sum_of(const Lanes *lanes) {
 
 INLINE void add_q8_0(Lanes *lanes, const uint8_t *block, const float *given) {
     float scale = half_at(block);
-    add_codes(lanes, (const int8_t *)block + 2, scale, scale, 0, given);
+    add_values(lanes, of_codes((const int8_t *)block + 2, scale, scale, 0), given);
 }
 
 INLINE void add_q4_k(Lanes *lanes, const uint8_t *block, const float *given) {
@@ -527,7 +590,7 @@ INLINE void add_q4_k(Lanes *lanes, const uint8_t *block, const float *given) {
         for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
         for (int half = 0; half < 2; half++) {
             int run = 2 * pair + half;
-            add_codes(lanes, codes + 32 * half, scales[run], scales[run], mores + run, given + 32 * run);
+            add_values(lanes, of_codes(codes + 32 * half, scales[run], scales[run], mores + run), given + 32 * run);
         }
     }
 }
@@ -545,7 +608,7 @@ INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
         for (int run = 0; run < 4; run++) {
             const int8_t *own = scales + 8 * half + 2 * run;
             float low = scale * (float)own[0], high = scale * (float)own[1];
-            add_codes(lanes, codes + 32 * run, low, high, 0, given + 128 * half + 32 * run);
+            add_values(lanes, of_codes(codes + 32 * run, low, high, 0), given + 128 * half + 32 * run);
         }
     }
 }
@@ -565,7 +628,7 @@ typedef float (*RowProduct)(const uint8_t *packed, int64_t blocks, const float *
     INLINE void add_##format(Lanes *lanes, const uint8_t *block, const float *given) {           \
         float values[count];                                                                     \
         format(block, values);                                                                   \
-        for (int at = 0; at < count; at += LANES) add_values(lanes, values + at, given + at);    \
+        for (int at = 0; at < count; at += LANES) add_values(lanes, values_at(values + at), given + at); \
     }
 
 ADD_UNPACKED(q4_0, 32)
@@ -586,65 +649,94 @@ static const RowProduct ROW_PRODUCTS[] = {
     row_of_q4_0, row_of_q4_1, row_of_q5_0, row_of_q5_1, row_of_q8_0, row_of_q4_k, row_of_q5_k, row_of_q6_k,
 };
 
-/* rows of blocks of a format, which is their kind, times count rows given: made has a number of each for each of the
-   former, at the place that places tells; null: one after the other. Threads take rows step by step; each has PANEL rows
-   of room to unpack to, where several rows are given.
+/* Weights that rest in rows: what works on them as they are told to the loop that unpacks them, each row of theirs being
+   one or several of its. */
 
-   Where there are scales the rows are codes of FP8, each a block, and block_rows times block_columns of them share a
-   scale, of which across are in a line; so do all of a run of LANES. */
+enum { GGML, SCALED, GROUPED };
+
+/* work says how the weight rests; family what unpacks it. made has a number of each of rows for each of count rows given,
+   of columns, at the place that places tells; null: one after the other. Threads take rows step by step, and each has
+   room floats to unpack to. */
 typedef struct {
-    const uint8_t *packed;
+    const Work *work;
     const float *given;
     float *made, *rooms;
     const int64_t *places;
-    const float *scales;
-    int64_t kind, rows, blocks, count, step, next_row, next_room, across, block_rows, block_columns;
+    const float *values;
+    int64_t family, rows, columns, count, step, room, next_row, next_room;
 } Product;
 
-INLINE int64_t columns_of(const Product *all) { return all->blocks * (all->scales ? 1 : FORMAT[all->kind].values); }
+static const float OF_FP4[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+static const float OF_INT4[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
-INLINE int64_t width_of(const Product *all) { return all->blocks * (all->scales ? 1 : FORMAT[all->kind].bytes); }
-
-/* The codes of a row that share a scale, from the column at on: how many, and which. */
-INLINE int64_t run_at(const Product *all, int64_t row, int64_t at, float *scale) {
-    int64_t left = all->blocks - at;
-    *scale = all->scales[row / all->block_rows * all->across + at / all->block_columns];
-    return left < all->block_columns ? left : all->block_columns;
+/* 32 codes of a kind as values, either half of them having its scale. */
+INLINE Lanes of_scaled(int64_t kind, const uint8_t *codes, const float *values, float low, float high) {
+    if (kind == FP8) return of_fp8_codes(codes, low, high);
+    if (kind == INT8) return of_codes((const int8_t *)codes, low, high, 0);
+    return of_nibbles(codes, values, kind == TABLE, low, high);
 }
 
-static float row_of_fp8(const Product *all, int64_t row) {
-    const uint8_t *codes = all->packed + row * all->blocks;
+/* The same of FP8, some of which are no numbers. */
+static Lanes of_strange(const uint8_t *codes, float low, float high) {
+    float values[LANES];
+    fp8_float32(codes, low, values, 16);
+    fp8_float32(codes + 16, high, values + 16, 16);
+    return values_at(values);
+}
+
+/* A row of codes of a kind: its product with those given, or, where there is room, no product, and its values there. */
+INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, float *room) {
+    const Work *work = all->work;
+    int64_t lines = all->columns / work->columns, line = row * lines, nested = work->scale_kind == OF_TABLE;
+    int64_t width = work->block_columns, halves = width == LANES / 2, each = kind >= FP4 ? 2 : 1, column = 0;
+    const uint8_t *above = work->above && nested ? work->above + 4 * (line / work->above_run) : work->above;
+    int64_t left = nested ? work->above_run - line % work->above_run : lines;
+    const uint8_t *codes = work->codes + line * work->columns / each;
     Lanes lanes = {0};
-    float scale, values[LANES];
-    for (int64_t at = 0, end = 0; at < all->blocks;) {
-        end = at + run_at(all, row, at, &scale);
-        if (are_numbers(codes + at, end - at))
-            for (; at < end; at += LANES) add_fp8(&lanes, codes + at, scale, all->given + at);
-        else
-            for (; at < end; at += LANES) {
-                fp8_float32(codes + at, scale, values, LANES);
-                add_values(&lanes, values, all->given + at);
+    for (int64_t end = line + lines; line < end; line++, left--) {
+        if (!left) above += 4, left = work->above_run;
+        int64_t block = line / work->block_rows * work->across;
+        for (int64_t begin = 0, count; begin < work->columns; begin += count, block += 1 + halves) {
+            int64_t rest = work->columns - begin, most = halves ? LANES : width;
+            float low = scale_at(work, above, block), high = halves ? scale_at(work, above, block + 1) : low;
+            count = rest < most ? rest : most;
+            int strange = kind == FP8 && !are_numbers(codes, count);
+            for (int64_t at = 0; at < count; at += LANES, codes += LANES / each, column += LANES) {
+                Lanes values = strange ? of_strange(codes, low, high) : of_scaled(kind, codes, all->values, low, high);
+                if (room)
+                    keep_values(values, room + column);
+                else
+                    add_values(&lanes, values, all->given + column);
             }
+        }
     }
     return sum_of(&lanes);
 }
 
+INLINE float scaled_row(const Product *all, int64_t row, float *room) {
+    switch (all->work->kind) {
+        case FP8: return row_of_scaled(all, row, FP8, room);
+        case INT8: return row_of_scaled(all, row, INT8, room);
+        case TABLE: return row_of_scaled(all, row, TABLE, room);
+        default: return row_of_scaled(all, row, FP4, room);
+    }
+}
+
 static float multiply_row(const Product *all, int64_t row) {
-    if (all->scales) return row_of_fp8(all, row);
-    return ROW_PRODUCTS[all->kind](all->packed + row * width_of(all), all->blocks, all->given);
+    const Work *work = all->work;
+    if (all->family == SCALED) return scaled_row(all, row, 0);
+    int64_t width = work->columns * FORMAT[work->kind].bytes;
+    return ROW_PRODUCTS[work->kind](work->codes + row * width, work->columns, all->given);
 }
 
 static void unpack_row(const Product *all, int64_t row, float *room) {
-    const uint8_t *packed = all->packed + row * width_of(all);
-    float scale;
-    if (all->scales)
-        for (int64_t at = 0, count; at < all->blocks; at += count) {
-            count = run_at(all, row, at, &scale);
-            fp8_float32(packed + at, scale, room + at, count);
-        }
-    else
-        for (int64_t at = 0; at < all->blocks; at++)
-            FORMAT[all->kind].unpack(packed + at * FORMAT[all->kind].bytes, room + at * FORMAT[all->kind].values);
+    if (all->family == SCALED) {
+        scaled_row(all, row, room);
+        return;
+    }
+    const Format *form = &FORMAT[all->work->kind];
+    const uint8_t *packed = all->work->codes + row * all->work->columns * form->bytes;
+    for (int64_t at = 0; at < all->work->columns; at++) form->unpack(packed + at * form->bytes, room + at * form->values);
 }
 
 /* A row of values times AT_ONCE rows given, each of columns. */
@@ -652,17 +744,18 @@ static void multiply_some(const float *values, const float *given, int64_t colum
     Lanes a = {0}, b = {0}, c = {0}, d = {0};
     const float *second = given + columns, *third = second + columns, *fourth = third + columns;
     for (int64_t at = 0; at < columns; at += LANES) {
-        add_values(&a, values + at, given + at);
-        add_values(&b, values + at, second + at);
-        add_values(&c, values + at, third + at);
-        add_values(&d, values + at, fourth + at);
+        Lanes some = values_at(values + at);
+        add_values(&a, some, given + at);
+        add_values(&b, some, second + at);
+        add_values(&c, some, third + at);
+        add_values(&d, some, fourth + at);
     }
     sums[0] = sum_of(&a), sums[1] = sum_of(&b), sums[2] = sum_of(&c), sums[3] = sum_of(&d);
 }
 
 static float multiply_one(const float *values, const float *given, int64_t columns) {
     Lanes lanes = {0};
-    for (int64_t at = 0; at < columns; at += LANES) add_values(&lanes, values + at, given + at);
+    for (int64_t at = 0; at < columns; at += LANES) add_values(&lanes, values_at(values + at), given + at);
     return sum_of(&lanes);
 }
 
@@ -670,7 +763,7 @@ INLINE int64_t place_of(const Product *all, int64_t row) { return all->places ? 
 
 /* The rows begin to end, PANEL at most, which are unpacked to room, times all rows given. */
 static void multiply_panel(const Product *all, int64_t begin, int64_t end, float *room) {
-    int64_t columns = columns_of(all), first = 0;
+    int64_t columns = all->columns, first = 0;
     for (int64_t row = begin; row < end; row++) unpack_row(all, row, room + (row - begin) * columns);
     for (; first + AT_ONCE <= all->count; first += AT_ONCE)
         for (int64_t row = begin; row < end; row++) {
@@ -684,26 +777,194 @@ static void multiply_panel(const Product *all, int64_t begin, int64_t end, float
                 multiply_one(room + (row - begin) * columns, all->given + first * columns, columns);
 }
 
-static void multiply_rows(void *given) {
+static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, float *room) {
+    if (all->count == 1)
+        for (int64_t row = begin; row < end; row++) all->made[place_of(all, row)] = multiply_row(all, row);
+    else
+        for (int64_t row = begin; row < end; row += PANEL)
+            multiply_panel(all, row, row + PANEL < end ? row + PANEL : end, room);
+}
+
+/* Weights that rest in columns: integers of two to eight bits, as GPTQ and AWQ have them. A line at rest is one input of
+   all rows, or numbers that hold several; so WIDE rows are multiplied side by side, by LANES inputs at a time.
+
+   Of work, kind is the bits of a code, columns are inputs and rows outputs; each of across groups, of block_columns
+   inputs or as table tells them, has scales and, above, zeros. These rest one less than they mean where above_run is set.
+   Codes of AWQ are told by inside. */
+
+enum { WIDE = 64, GIVEN = 4 };
+
+typedef struct {
+    float scales[WIDE], zeros[WIDE];
+} Group;
+
+typedef uint32_t Eight __attribute__((vector_size(32)));
+
+static const Eight SHIFTS = {0, 16, 4, 20, 8, 24, 12, 28};
+
+/* What is added to whole numbers of zeros that rest one less: for three bits it goes round three numbers. */
+INLINE uint32_t ones_of(int64_t bits, int64_t word) {
+    static const uint32_t OF_THREE[3] = {0x24924924, 0x92492492, 0x49249249};
+    return bits == 3 ? OF_THREE[word % 3] : bits == 2 ? 0x55555555 : bits == 4 ? 0x11111111 : 0x01010101;
+}
+
+INLINE uint32_t word_at(const uint8_t *words, int64_t at) {
+    uint32_t word;
+    memcpy(&word, words + 4 * at, sizeof word);
+    return word;
+}
+
+/* Zeros of wide rows, of those in a line of packed ones the first and on. */
+INLINE void unpack_zeros(const Work *work, int64_t bits, const uint8_t *line, int64_t wide, float *restrict zeros) {
+    uint32_t words[17] = {0}, ones = work->above_run != 0, places[WIDE];
+    int64_t count = wide * bits / 32;
+    for (int64_t word = 0; word < count; word++) words[word] = word_at(line, word) + ones * ones_of(bits, word);
+    if (bits == 3)
+        for (int64_t at = 0; at < wide; at++) {
+            uint64_t both = words[at * bits / 32] | (uint64_t)words[at * bits / 32 + 1] << 32;
+            places[at] = (uint32_t)(both >> at * bits % 32);
+        }
+    else
+        for (int64_t at = 0; at < wide; at++) places[at] = words[at * bits / 32] >> at * bits % 32;
+    for (int64_t at = 0; at < wide; at++) zeros[at] = (float)(int32_t)(places[at] & ((1u << bits) - 1));
+}
+
+/* The codes of AWQ in words: each of eight rows, in an order of its own. */
+INLINE void apart(const uint8_t *words, int64_t wide, uint32_t *restrict codes) {
+    for (int64_t at = 0; at < wide; at += 8) {
+        Eight eight = (word_at(words, at / 8) - (Eight){0}) >> SHIFTS & 15;
+        memcpy(codes + at, &eight, sizeof eight);
+    }
+}
+
+/* Scales and zeros of all groups, of wide rows from first on: these are whole numbers of packed ones. */
+static void unpack_groups(const Work *work, int64_t first, int64_t wide, Group *groups) {
+    int64_t bits = work->kind, width = work->rows * bits / 8;
+    for (int64_t group = 0; group < work->across; group++) {
+        const uint8_t *line = work->above + group * width + first * bits / 8;
+        float *zeros = groups[group].zeros, *scales = groups[group].scales;
+        const Work half = {.scales = work->scales, .scale_kind = OF_FLOAT16};
+        if (work->scale_kind == OF_FLOAT16)
+            for (int64_t at = 0; at < wide; at++) scales[at] = stored_scale(&half, group * work->rows + first + at);
+        else
+            for (int64_t at = 0; at < wide; at++) scales[at] = stored_scale(work, group * work->rows + first + at);
+        if (work->inside) {
+            uint32_t codes[WIDE];
+            apart(line, wide, codes);
+            for (int64_t at = 0; at < wide; at++) zeros[at] = (float)(int32_t)codes[at];
+        }
+        else if (bits == 2) unpack_zeros(work, 2, line, wide, zeros);
+        else if (bits == 3) unpack_zeros(work, 3, line, wide, zeros);
+        else if (bits == 4) unpack_zeros(work, 4, line, wide, zeros);
+        else unpack_zeros(work, 8, line, wide, zeros);
+    }
+}
+
+INLINE const Group *group_of(const Work *work, const Group *groups, int64_t input) {
+    const int32_t *order = work->table;
+    return groups + (order ? order[input] : input / work->block_columns);
+}
+
+/* LANES inputs of wide rows, as values: of GPTQ, whose numbers have codes of neighbouring inputs. */
+INLINE void values_of_gptq(const Work *work, int64_t bits, const Group *groups, int64_t input, int64_t first, int64_t wide,
+                           float (*restrict values)[WIDE]) {
+    uint32_t words[9][WIDE];
+    if (wide < WIDE) memset(words, 0, sizeof words);
+    const uint8_t *line = work->codes + 4 * (input * bits / 32 * work->rows + first);
+    for (int64_t word = 0; word < bits; word++, line += 4 * work->rows) {
+        memcpy(words[word], line, 4 * (size_t)wide);
+        for (int64_t at = 0; at < wide; at += 16) __builtin_prefetch(line + 4 * (bits * work->rows + at));
+    }
+    for (int64_t at = 0; at < LANES; at++) {
+        const Group *group = group_of(work, groups, input + at);
+        int64_t word = at * bits / 32, shift = at * bits % 32, over = shift + bits > 32;
+        for (int row = 0; row < WIDE; row++) {
+            uint32_t code = words[word][row] >> shift;
+            if (bits == 3 && over) code |= words[word + 1][row] << (32 - shift);
+            values[at][row] = ((float)(int32_t)(code & ((1u << bits) - 1)) - group->zeros[row]) * group->scales[row];
+        }
+    }
+}
+
+/* Of AWQ, whose numbers have codes of neighbouring rows. */
+static void values_of_awq(const Work *work, const Group *groups, int64_t input, int64_t first, int64_t wide,
+                          float (*restrict values)[WIDE]) {
+    uint32_t codes[WIDE] = {0};
+    for (int64_t at = 0; at < LANES; at++, input++) {
+        const Group *group = group_of(work, groups, input);
+        const uint8_t *line = work->codes + (input * work->rows + first) / 2;
+        __builtin_prefetch(line + LANES * work->rows / 2);
+        apart(line, wide, codes);
+        for (int row = 0; row < WIDE; row++)
+            values[at][row] = ((float)(int32_t)codes[row] - group->zeros[row]) * group->scales[row];
+    }
+}
+
+static void values_of_columns(const Work *work, const Group *groups, int64_t input, int64_t first, int64_t wide,
+                              float (*restrict values)[WIDE]) {
+    if (work->inside) {
+        values_of_awq(work, groups, input, first, wide, values);
+        return;
+    }
+    switch (work->kind) {
+        case 2: values_of_gptq(work, 2, groups, input, first, wide, values); break;
+        case 3: values_of_gptq(work, 3, groups, input, first, wide, values); break;
+        case 4: values_of_gptq(work, 4, groups, input, first, wide, values); break;
+        default: values_of_gptq(work, 8, groups, input, first, wide, values);
+    }
+}
+
+/* wide rows from first on, WIDE at most, times some rows given, GIVEN at most. */
+static void multiply_tile(const Product *all, const Group *groups, int64_t first, int64_t wide, int64_t from, int64_t some) {
+    float lanes[GIVEN][LANES][WIDE], values[LANES][WIDE] = {{0}};
+    memset(lanes, 0, (size_t)some * sizeof *lanes);
+    for (int64_t input = 0; input < all->columns; input += LANES) {
+        values_of_columns(all->work, groups, input, first, wide, values);
+        for (int64_t at = 0; at < some; at++) {
+            const float *given = all->given + (from + at) * all->columns + input;
+            for (int lane = 0; lane < LANES; lane++)
+                for (int row = 0; row < WIDE; row++) lanes[at][lane][row] += values[lane][row] * given[lane];
+        }
+    }
+    for (int64_t at = 0; at < some; at++) {
+        for (int half = LANES / 2; half; half /= 2)
+            for (int lane = 0; lane < half; lane++)
+                for (int row = 0; row < WIDE; row++) lanes[at][lane][row] += lanes[at][lane + half][row];
+        memcpy(all->made + (from + at) * all->rows + first, lanes[at][0], (size_t)wide * sizeof(float));
+    }
+}
+
+static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, float *room) {
+    Group *groups = (Group *)room;
+    for (int64_t first = begin; first < end; first += WIDE) {
+        int64_t wide = end - first < WIDE ? end - first : WIDE;
+        unpack_groups(all->work, first, wide, groups);
+        for (int64_t from = 0; from < all->count; from += GIVEN)
+            multiply_tile(all, groups, first, wide, from, all->count - from < GIVEN ? all->count - from : GIVEN);
+    }
+}
+
+static void take_rows(void *given) {
     Product *all = given;
     int64_t number = __atomic_fetch_add(&all->next_room, 1, __ATOMIC_RELAXED), begin;
-    float *room = all->rooms + number * PANEL * columns_of(all);
+    float *room = all->rooms + number * all->room;
     while ((begin = __atomic_fetch_add(&all->next_row, all->step, __ATOMIC_RELAXED)) < all->rows) {
         int64_t end = begin + all->step < all->rows ? begin + all->step : all->rows;
-        if (all->count == 1)
-            for (int64_t row = begin; row < end; row++) all->made[place_of(all, row)] = multiply_row(all, row);
+        if (all->family == GROUPED)
+            multiply_in_columns(all, begin, end, room);
         else
-            for (int64_t row = begin; row < end; row += PANEL)
-                multiply_panel(all, row, row + PANEL < end ? row + PANEL : end, room);
+            multiply_in_rows(all, begin, end, room);
     }
 }
 
 /* Multiply in so many threads of a team, which is OpenMP's; null: in this one alone. */
 void multiply_packed(Product *all, int64_t threads, void (*team)(void (*)(void *), void *, unsigned, unsigned)) {
+    if (all->family == SCALED && all->work->kind == FP4) all->values = OF_FP4;
+    if (all->family == SCALED && all->work->kind == INT4) all->values = OF_INT4;
     if (team && threads > 1)
-        team(multiply_rows, all, (unsigned)threads, 0);
+        team(take_rows, all, (unsigned)threads, 0);
     else
-        multiply_rows(all);
+        take_rows(all);
 }
 
 /* What is read of an open file, from offset on, to a place in a buffer: so many bytes, or fewer if they are the least

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
+from ctypes import Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, cast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,10 +37,15 @@ LANES = 32
 """In how many sums, side by side, each number of a product is added up."""
 _PANEL = 8
 """How many rows of a weight a thread unpacks at a time where several rows are multiplied."""
+_WIDE = 64
+"""How many rows of a weight that rests in columns are multiplied side by side."""
+_GGML, _SCALED, _GROUPED = range(3)
 _SHARES = 16
 """In so many steps each thread takes rows: one that another process holds up has fewer."""
 
 _SCALES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e8m0fnu": 4, "uint8": 5}
+SCALE_DTYPES = tuple(_SCALES)
+"""What loops take as scales."""
 _SCALES_OF_A_TABLE = 6
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,6 +57,9 @@ Places = npt.NDArray[np.int64]
 _NUMBERS = (
     "kind", "dtype", "rows", "columns", "across", "inside", "block_rows", "block_columns", "scale_kind", "above_run",
 )  # fmt: skip
+
+
+_PRODUCT_NUMBERS = ("family", "rows", "columns", "count", "step", "room", "next_row", "next_room")
 
 
 class _LoopArguments(Structure):
@@ -68,9 +76,8 @@ class _ProductArguments(Structure):
     """``Product`` in ``loops.c``."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("packed", "given", "made", "rooms", "places", "scales")),
-        *((name, c_int64) for name in ("kind", "rows", "blocks", "count", "step", "next_row", "next_room")),
-        *((name, c_int64) for name in ("across", "block_rows", "block_columns")),
+        *((name, c_void_p) for name in ("work", "given", "made", "rooms", "places", "values")),
+        *((name, c_int64) for name in _PRODUCT_NUMBERS),
     ]
 
 
@@ -113,6 +120,30 @@ class ScaleLayout(NamedTuple):
     values: Numbers | None = None
     above: Bytes | None = None
     nested: tuple[npt.NDArray[np.float32], int, float] | None = None
+
+
+class PackedGroups(NamedTuple):
+    """Integers in groups as they rest: bytes of codes, scales and zeros, and the group of each input where these are in
+    no order.
+    """
+
+    codes: Bytes
+    scales: Bytes
+    zeros: Bytes
+    order: npt.NDArray[np.int32] | None
+
+
+class GroupLayout(NamedTuple):
+    """What these mean: codes of so many ``bits``, a scale of ``scale_dtype`` and a zero for each ``group`` of inputs.
+
+    Zeros may rest ``less_one``; ``interleaved`` codes lie as AWQ's.
+    """
+
+    bits: int
+    group: int
+    scale_dtype: str
+    less_one: bool
+    interleaved: bool
 
 
 class LoopAfterReads:
@@ -163,31 +194,11 @@ class Loops:
         ``scales`` [blocks down, bytes of a line of them], at any place, are those of ``layout`` from the block on that
         the first row is in.
         """
-        above, inside, values = layout.above, layout.inside, layout.values
-        rows = len(codes)
-        columns = codes.shape[1] * (1 if layout.code in _OF_EIGHT_BITS else 2)
-        across = scales.shape[1] // int(DTYPE_BYTES[layout.scale_dtype])
-        height = min(layout.block[0], inside + rows)  # what is declared may be more than fits in any number
-        width = columns if across == 1 else min(layout.block[1], columns)
-        assert made.shape == (rows, columns * DTYPE_BYTES[dtype])
-        assert across * width >= columns
-        assert not rows or len(scales) > (inside + rows - 1) // height - inside // height
-        assert (values is not None and values.shape == (256,)) == (layout.code == "table")
-        scale_table, run, offset = layout.nested or (None, 1, 0.0)
-        if scale_table is not None:
-            assert scale_table.dtype == np.float32
-            assert (scale_table.shape, height, across) == ((256,), 1, 1)
-            assert above is not None
-            assert not rows or above.nbytes >= 4 * ((inside + rows - 1) // run - inside // run + 1)
-        else:
-            assert above is None or above.nbytes == 4
-        tables = values, scale_table
-        kind = _SCALES[layout.scale_dtype] if layout.nested is None else _SCALES_OF_A_TABLE
-        work = _LoopArguments(
-            *_pointers(codes, scales, above, made, *tables), _CODES[layout.code], _DTYPES[dtype], rows, columns, across,
-            inside, height, width, kind, run, offset,
-        )  # fmt: skip
-        return Loop(self._library, self._library.unpack_scaled, work, (codes, scales, above, made), tables)
+        work, tables = _scaled_work(codes, scales, layout)
+        assert made.shape == (work.rows, work.columns * DTYPE_BYTES[dtype])
+        work.made, work.dtype = made.ctypes.data, _DTYPES[dtype]
+        arrays = (codes, scales, layout.above, made)
+        return Loop(self._library, self._library.unpack_scaled, work, arrays, tables)
 
     def mxfp4(self, codes: Bytes, scales: Bytes, table: Numbers, made: Numbers) -> Loop:
         """Return what writes to ``made`` [columns, rows], the lines of which may be part of longer ones, what comes of
@@ -236,41 +247,113 @@ class Loops:
         """Write to ``made`` [rows given, rows] the products of ``given`` [rows given, columns] with ``packed`` [rows,
         bytes], blocks of ggml's format ``kind``, each at the place that ``places`` has for its row, if that isn't null.
 
-        The bits are the same for any number of ``threads``.
+        The bits are the same for any number of ``threads``, as they are of all products here.
         """
         form, rows = FORMATS[kind], len(packed)
         blocks = given.shape[1] // form.elements
         assert (packed.shape[1], given.shape[1]) == (blocks * form.bytes, blocks * form.elements)
         assert places is None or places.shape == (rows,)
-        work = _ProductArguments(*_pointers(packed, given, made, None, places, None), _FORMATS[kind], rows, blocks)
-        self._multiply(work, given, made, threads)
+        pointers = _pointers(packed, None, None, None, None, None)
+        work = _LoopArguments(*pointers, _FORMATS[kind], _DTYPES["float32"], rows, blocks)
+        product = _ProductArguments(family=_GGML, places=_pointers(places)[0])
+        self._multiply(product, work, given, made, threads=threads)
 
-    def multiply_fp8(
-        self, given: Floats, packed: Bytes, made: Floats, *, scales: Floats, block: tuple[int, int], threads: int
+    def multiply_scaled(
+        self, given: Floats, codes: Bytes, scales: Bytes, made: Floats, *, layout: ScaleLayout, threads: int
     ) -> None:
-        """Write to ``made`` [rows given, rows] the products of ``given`` [rows given, columns] with ``packed`` [rows,
-        columns], codes of FP8 of which each ``block`` of so many rows and columns has one of ``scales`` [blocks down,
-        blocks across].
+        """Write to ``made`` [rows given, rows] the products of ``given`` [rows given, columns] with all rows of a
+        matrix that rests in ``codes`` [rows, bytes] and ``scales`` [blocks down, bytes of a line of them].
 
-        The bits are the same for any number of ``threads``. Columns, and those of a block, are whole runs of 32.
+        Codes of a table may be runs, several to a row of the matrix.
         """
-        (rows, columns), (height, width), across = packed.shape, block, scales.shape[1]
-        assert given.shape[1] == columns
-        assert columns % LANES == 0
-        assert width % LANES == 0 or width >= columns
-        assert scales.shape == (-(-rows // height), -(-columns // width))
-        work = _ProductArguments(*_pointers(packed, given, made, None, None, scales), 0, rows, columns)
-        work.across, work.block_rows, work.block_columns = across, height, width
-        self._multiply(work, given, made, threads)
+        work, tables = _scaled_work(codes, scales, layout)
+        assert layout.inside == 0
+        assert can_multiply_scaled(work.columns, work.block_columns)
+        assert made.shape[1] * given.shape[1] == work.rows * work.columns
+        values = None if tables[0] is None else np.ascontiguousarray(tables[0].view(np.float32)[::32])
+        work.dtype = _DTYPES["float32"]
+        product = _ProductArguments(family=_SCALED, values=_pointers(values)[0])
+        self._multiply(product, work, given, made, threads=threads)
 
-    def _multiply(self, work: _ProductArguments, given: Floats, made: Floats, threads: int) -> None:
-        """Do ``work`` in so many ``threads``, which share its rows."""
-        count, columns = given.shape
-        assert made.shape == (count, work.rows)
-        rooms = np.empty(threads * _PANEL * columns if count > 1 else 0, np.float32)
-        work.rooms, work.count = rooms.ctypes.data, count
-        work.step = max(1, work.rows // (threads * _SHARES * _PANEL)) * _PANEL
-        self._library.multiply_packed(byref(work), threads, _team())
+    def multiply_grouped(
+        self, given: Floats, packed: PackedGroups, made: Floats, *, layout: GroupLayout, threads: int
+    ) -> None:
+        """Write to ``made`` [rows given, outputs] the products of ``given`` [rows given, inputs] with integers in
+        groups.
+        """
+        codes, scales, zeros, order = packed
+        (_, columns), rows, bits = given.shape, made.shape[1], layout.bits
+        width = int(DTYPE_BYTES[layout.scale_dtype])
+        groups = scales.nbytes // (rows * width)
+        assert columns % LANES == 0
+        assert rows * bits % 32 == 0
+        assert codes.nbytes * 8 == rows * columns * bits
+        assert zeros.nbytes * 8 == groups * rows * bits
+        assert scales.nbytes == groups * rows * width
+        assert groups > 0
+        if order is None:
+            assert groups == -(-columns // layout.group)
+        else:
+            assert order.dtype == np.int32
+            assert order.shape == (columns,)
+            assert 0 <= order.min() <= order.max() < groups
+        work = _LoopArguments(*_pointers(codes, scales, zeros, None, order, None), bits, 0, rows, columns, groups)
+        work.inside, work.block_columns, work.scale_kind = layout.interleaved, layout.group, _SCALES[layout.scale_dtype]
+        work.above_run = layout.less_one
+        product = _ProductArguments(family=_GROUPED, room=2 * _WIDE * groups)
+        self._multiply(product, work, given, made, threads=threads)
+
+    def _multiply(
+        self, product: _ProductArguments, work: _LoopArguments, given: Floats, made: Floats, *, threads: int
+    ) -> None:
+        """Do ``product`` in so many ``threads``, which share the rows of the weight that ``work`` tells of."""
+        (count, columns), rows = given.shape, made.shape[1]
+        assert len(made) == count
+        together = _WIDE if product.family == _GROUPED else _PANEL
+        if product.family != _GROUPED and count > 1:
+            product.room = _PANEL * columns
+        rooms = np.empty(threads * product.room, np.float32)
+        product.work, product.rooms = addressof(work), rooms.ctypes.data
+        product.given, product.made = _pointers(given, made)
+        product.rows, product.columns, product.count = rows, columns, count
+        product.step = max(1, rows // (threads * _SHARES * together)) * together
+        self._library.multiply_packed(byref(product), threads, _team())
+
+
+def can_multiply_scaled(columns: int, block_columns: int) -> bool:
+    """Return whether so many columns are whole runs, each, or either half of it, with one scale."""
+    whole = block_columns % LANES == 0 or block_columns >= columns or block_columns == LANES // 2
+    return columns % LANES == 0 and whole
+
+
+def _scaled_work(
+    codes: Bytes, scales: Bytes, layout: ScaleLayout
+) -> tuple[_LoopArguments, tuple[npt.NDArray[Any] | None, ...]]:
+    """Return what a loop is to know of ``codes`` [rows, bytes] and ``scales``, and the tables that it points to."""
+    above, inside, values = layout.above, layout.inside, layout.values
+    rows = len(codes)
+    columns = codes.shape[1] * (1 if layout.code in _OF_EIGHT_BITS else 2)
+    across = scales.shape[1] // int(DTYPE_BYTES[layout.scale_dtype])
+    height = min(layout.block[0], inside + rows)  # what is declared may be more than fits in any number
+    width = columns if across == 1 else min(layout.block[1], columns)
+    assert across * width >= columns
+    assert not rows or len(scales) > (inside + rows - 1) // height - inside // height
+    assert (values is not None and values.shape == (256,)) == (layout.code == "table")
+    scale_table, run, offset = layout.nested or (None, 1, 0.0)
+    if scale_table is not None:
+        assert scale_table.dtype == np.float32
+        assert (scale_table.shape, height, across) == ((256,), 1, 1)
+        assert above is not None
+        assert not rows or above.nbytes >= 4 * ((inside + rows - 1) // run - inside // run + 1)
+    else:
+        assert above is None or above.nbytes == 4
+    tables = values, scale_table
+    kind = _SCALES[layout.scale_dtype] if layout.nested is None else _SCALES_OF_A_TABLE
+    work = _LoopArguments(
+        *_pointers(codes, scales, above, None, *tables), _CODES[layout.code], 0, rows, columns, across, inside, height,
+        width, kind, run, offset,
+    )  # fmt: skip
+    return work, tables
 
 
 def _pointers(*arrays: npt.NDArray[Any] | None) -> list[int | None]:

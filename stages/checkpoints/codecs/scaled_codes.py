@@ -129,7 +129,7 @@ class ScaledCodes(DeviceCodec):
     def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
         """Return what unpacks ``block`` at once; null where there is no loop for it."""
         known, height = loops(), block.end - block.begin
-        if known is None or not known.can_scale(self._code, tensor.dtype, self.block_columns):
+        if known is None or not known.can_scale(self.code, tensor.dtype, self.block_columns):
             return None
         codes, scales, *above = data
         if self.transposed:
@@ -140,11 +140,11 @@ class ScaledCodes(DeviceCodec):
         kind, (matrices, rows, _) = tensor.parts[1].dtype, self._grid(tensor)
         nested = (_floats(self.nested.values).numpy(), self.nested.run, self.nested.offset) if self.nested else None
         layout = ScaleLayout(
-            code=self._code,
+            code=self.code,
             scale_dtype=kind,
             inside=block.begin % rows,
             block=(self.block_rows, self.block_columns),
-            values=_table(self._code, self.values).numpy().view(np.uint64) if self.values else None,
+            values=value_table(self.code, self.values).numpy().view(np.uint64) if self.values else None,
             above=above[0] if above else None,
             nested=nested,
         )
@@ -157,7 +157,8 @@ class ScaledCodes(DeviceCodec):
         return self.name in _OF_EIGHT_BITS and self._grid(tensor)[2] % 2 == 1
 
     @property
-    def _code(self) -> str:
+    def code(self) -> str:
+        """What its codes are: a format of their own, or numbers of a table's values."""
         return "table" if self.values else self.name
 
     def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
@@ -167,10 +168,10 @@ class ScaledCodes(DeviceCodec):
         kind = tensor.parts[1].dtype
         if self.transposed:
             return (_scaled_pairs(tensor.dtype),)
-        values = _table(self._code, self.values, single=self._is_odd(tensor))
+        values = value_table(self.code, self.values, single=self._is_odd(tensor))
         if self.nested:
             return values, _floats(self.nested.values)
-        return (values, _byte_scales(kind)) if DTYPE_BYTES[kind] == 1 else (values,)
+        return (values, byte_scales(kind)) if DTYPE_BYTES[kind] == 1 else (values,)
 
     def scratch_bytes(self, tensor: PackedTensor, block: PackedBlock) -> int:
         """Return what the codes take as indices, and as values, their scales and those above, and words in order."""
@@ -313,7 +314,7 @@ def _lines(count: int, size: int, skipped: int) -> Iterator[tuple[int, int]]:
 
 
 @cache
-def _table(code: str, values: tuple[float, ...] = (), *, single: bool = False) -> torch.Tensor:
+def value_table(code: str, values: tuple[float, ...] = (), *, single: bool = False) -> torch.Tensor:
     """Return the two float32 values that each byte stands for, or two bytes of eight bits, in an integer as wide; of a
     ``single`` byte, its one value.
     """
@@ -333,7 +334,7 @@ def _table(code: str, values: tuple[float, ...] = (), *, single: bool = False) -
 
 
 @cache
-def _byte_scales(dtype: str) -> torch.Tensor:
+def byte_scales(dtype: str) -> torch.Tensor:
     """Return what a scale of one byte stands for: FP8, or a power of two."""
     every = torch.arange(256, dtype=torch.uint8)
     if dtype == "uint8":
@@ -353,7 +354,7 @@ def _scaled_pairs(dtype: str) -> torch.Tensor:
     They are what transformers computes, by the same function: at the ends of the exponents too.
     """
     kind = torch_dtype(dtype)
-    pairs = _table("fp4").view(torch.float32).to(kind).repeat(256, 1)
+    pairs = value_table("fp4").view(torch.float32).to(kind).repeat(256, 1)
     torch.ldexp(pairs, torch.arange(256, dtype=torch.int32)[:, None] - 127, out=pairs)
     return pairs.view({2: torch.int32, 4: torch.int64}[kind.itemsize]).view(-1)
 

@@ -52,7 +52,7 @@ def open_caches(parts: Sequence[StreamedPart], transport: Transport) -> list[Wei
             mover,
             _order_of(mine, plan),
             staging_bytes=plan.staging_bytes if mover.link.in_place else plan.reserves.get(device, 0),
-            callers=_callers(mine, plan),
+            callers=_callers(mine),
             lists=_listed_experts(mine, plan),
         )
         for number, part in enumerate(mine):
@@ -164,7 +164,12 @@ def _order_of(parts: Sequence[StreamedPart], plan: DispatchPlan) -> list[int]:
     by_module: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
         by_module.setdefault(part.module, []).append(number)
-    return [number for name in plan.order for number in by_module.get(name, ())]
+    order, begun = list[int](), set[str]()
+    for name in plan.order:
+        module = plan.together.get(name, name)
+        order += by_module.get(module, ()) if module not in begun else ()
+        begun |= {module} if name in plan.together else set()
+    return order
 
 
 def _position_of(part: StreamedPart, positions: Mapping[str, Position]) -> Position:
@@ -212,6 +217,8 @@ def part_positions(plan: DispatchPlan) -> dict[str, Position]:
     comes first around them, their router.
     """
     positions: dict[str, Position] = {name: (number,) for number, name in enumerate(plan.order)}
+    for name, around in plan.together.items():  # whose call begins before that of the first inside
+        positions[around] = min(positions.get(around, positions[name]), positions[name])
     lists: dict[str, dict[str, list[str]]] = {}
     for name, part in plan.parts.items():
         if part.listed_expert:
@@ -229,20 +236,14 @@ def _listed_experts(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[s
     """Return the parts of each listed expert by their numbers, as they are in the order of the plan, by list."""
     found: dict[str, dict[str, list[int]]] = {}
     for number, part in enumerate(parts):
-        if part.whole is None and (expert := plan.parts[part.name].listed_expert):
+        if part.name in plan.parts and (expert := plan.parts[part.name].listed_expert):
             found.setdefault(parent(expert), {}).setdefault(expert, []).append(number)
     return {name: [*experts.values()] for name, experts in found.items()}
 
 
-def _callers(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[int, tuple[str, ...]]:
+def _callers(parts: Sequence[StreamedPart]) -> dict[int, tuple[str, ...]]:
     """Return the modules whose calls use each of ``parts``, by its number.
 
     Of blocks of rows, which are never in use together, the largest stands for all, and its weight for what calls it.
     """
-    found: dict[int, tuple[str, ...]] = {}
-    for number, part in enumerate(parts):
-        if part.whole is None:
-            found[number] = plan.parts[part.name].callers
-        elif not part.rows.start:
-            found[number] = (part.whole.name,)
-    return found
+    return {number: part.callers for number, part in enumerate(parts) if not part.rows.start}

@@ -8,25 +8,30 @@ on when they have ended.
 
 A member is a greenlet: a second thread would bring a second team of OpenMP's. Each has random numbers of its own, which
 go on from where they were as it began, and a state of the thread, such as autocast; none records gradients.
+
+Where parts of the model are computed by other hosts, calls wait for what these send too, and go in groups, each of them
+in lockstep by itself (``lanes``). The turn goes to whoever's input has come; a group keeps it until it must wait. It
+waits at what comes first in a pass that one of its calls has yet to come by: all hosts having the same groups, there
+is always a call that is the furthest behind on all of them, and what it waits for is sent by a host where it is further
+on, so it is there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import greenlet
 import torch
 
+from offstage.stages.dispatch.streaming.lanes import Grouping, Lanes, Task
 from offstage.stages.dispatch.streaming.module_state import ModuleState, Written
 from offstage.stages.dispatch.streaming.thread_state import RandomState, ThreadState
-
-Task = Callable[[], object]
 
 UNWANTED: ContextVar[Callable[[], Exception | None]] = ContextVar("UNWANTED", default=lambda: None)
 """What ends the call of this context where its next pass would begin, which a member sets for itself; null: nothing."""
@@ -46,8 +51,24 @@ class Shared(Protocol):
         """Hear that so many more will use it, before it may be let go."""
 
 
+class Arrival(Shared, Protocol):
+    """What a member waits for that another host sends."""
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it is there."""
+
+    def wait_for_any(self, others: Sequence[Any], /) -> None:
+        """Return when one of ``others``, which are such too, has come."""
+
+
 class Turns:
-    """Who may go on: without lockstep, whoever asks. The hooks of a model ask it at each pass and each shared part."""
+    """Who may go on: without lockstep, whoever asks. The hooks of a model ask it at each pass and each shared part.
+
+    ``call`` names the call that has its turn, alike on all hosts of a run.
+    """
+
+    call: str = ""
 
     def begin_pass(self) -> bool:
         """Say that a pass of the model is to begin; return whether it is for the caller to begin it."""
@@ -60,6 +81,10 @@ class Turns:
     def wait_for(self, shared: Shared) -> None:
         """Return when it is the caller's turn to use ``shared``."""
 
+    def receive(self, arrival: Arrival) -> None:
+        """Return when ``arrival`` has come, and it is the caller's turn."""
+        arrival.wait_for_any((arrival,))
+
 
 ALONE = Turns()
 
@@ -70,16 +95,20 @@ class Member:
 
     ``switch`` of its ``thread`` goes on with it, ``throw`` ends it. ``written`` is what it has written into the modules
     of the model, while others have their turn. One that divides waits for its ``parts``, of which at most ``most`` are
-    ``under_way`` at a time; each of them has it as its ``whole``.
+    ``under_way`` at a time; each of them has it as its ``whole``. ``name`` is its ``call``, ``begun`` is how many parts
+    it has had.
     """
 
     thread: greenlet.greenlet
     random: RandomState
+    name: str
+    group: int
     whole: Member | None = None
     divides: bool = False
     parts: Iterator[Task] = field(default_factory=lambda: iter(()))
     most: int = 0
     under_way: int = 0
+    begun: int = 0
     wants: Shared | None = None
     in_pass: bool = False
     depth: int = 0
@@ -89,31 +118,47 @@ class Member:
 class Lockstep(Turns):
     """Calls that go together, at most ``size`` at a time; ``state`` is what they keep in the modules of the model.
 
-    ``passes`` counts the passes that they shared.
+    They are divided as ``grouping`` says. A pass begins as all of a group are ready for it; where another group is in
+    one already, ``begin`` is called as this one comes to use something instead. ``passes`` counts the passes that calls
+    shared.
     """
 
-    def __init__(self, size: int, state: ModuleState) -> None:
-        self._size, self._state = size, state
+    def __init__(
+        self,
+        size: int,
+        state: ModuleState,
+        *,
+        grouping: Grouping | None = None,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._size, self._state, self._begin_anew = size, state, begin
+        self._grouping = grouping or Grouping()
+        self._group = self._using = 0  # which has its turn, and which used something last
         self._outside = ThreadState.current()
         self._members: list[Member] = []
         self._current: Member | None = None
         self._going: deque[Member] = deque()
         self._leads = False
-        self._calls = self.passes = 0
+        self.passes = 0
+
+    @property
+    def call(self) -> str:  # type: ignore[override]
+        """What names the call that has its turn."""
+        return self._mine().name
 
     def run(self, tasks: Iterable[Task | None]) -> None:
         """Call all ``tasks``, whose calls of the model go together. The first error of one ends them all.
 
         They are asked for as there is room, and may be null, where there is none now; it ends when none is under way.
         """
-        waiting = iter(tasks)
+        self._lanes = Lanes(tasks, size=self._size, grouping=self._grouping)
         self._state.begin()
         try:
-            self._admit(waiting)
+            self._admit()
             while (member := self._next()) is not None:
                 self._resume(member)
                 if not self._going:
-                    self._admit(waiting)
+                    self._admit()
         finally:
             self._dismiss()
             self._state.end()
@@ -165,28 +210,37 @@ class Lockstep(Turns):
 
     def wait_for(self, shared: Shared) -> None:
         """Wait until all members who are further behind have come as far."""
-        self._park(self._mine(), shared)
+        member = self._mine()
+        self._park(member, shared)
+        if self._using != member.group:
+            self._using = member.group
+            self._begin_anew()
 
-    def _admit(self, waiting: Iterator[Task | None]) -> None:
+    def receive(self, arrival: Arrival) -> None:
+        """Wait until ``arrival`` has come; others have their turn meanwhile."""
+        if not arrival.has_come:
+            self._park(self._mine(), arrival)
+
+    def _admit(self) -> None:
         """Have tasks join as far as there is room, and go on until they call the model."""
-        while self._calls < self._size and (task := next(waiting, None)) is not None:
-            self._calls += 1
-            self._resume(self._begin(task, RandomState.current(), copy_context()))
+        while (found := self._lanes.next()) is not None:
+            number, group, task = found
+            member = Member(greenlet.greenlet(task), RandomState.current(), str(number), group)
+            self._join(member, copy_context())
+            self._resume(member)
 
-    def _begin(self, task: Task, random: RandomState, context: Context) -> Member:
-        thread = greenlet.greenlet(task)
-        thread.gr_context = context
-        member = Member(thread, random)
+    def _join(self, member: Member, context: Context) -> None:
+        member.thread.gr_context = context
         self._members.append(member)
-        return member
 
     def _begin_parts(self, whole: Member) -> None:
         """Have parts of ``whole`` join as far as there is room, or have it go on if all have ended."""
         while whole.under_way < whole.most and (task := next(whole.parts, None)) is not None:
             whole.under_way += 1
-            context = whole.thread.gr_context
-            part = self._begin(task, whole.random, copy_context() if context is None else context.copy())
-            part.whole, part.written = whole, dict(whole.written)
+            whole.begun += 1
+            context, name = whole.thread.gr_context, f"{whole.name}.{whole.begun}"
+            part = Member(greenlet.greenlet(task), whole.random, name, whole.group, whole, written=dict(whole.written))
+            self._join(part, copy_context() if context is None else context.copy())
             self._going.append(part)
         if not whole.under_way:
             self._going.append(whole)
@@ -213,7 +267,7 @@ class Lockstep(Turns):
             member.whole.under_way -= 1
             self._begin_parts(member.whole)
         elif is_over:
-            self._calls -= 1
+            self._lanes.end(member.group)
 
     def _dismiss(self) -> None:
         """End what is still under way, as after an error; each task's own clearing up is done.
@@ -254,17 +308,46 @@ class Lockstep(Turns):
         return self._going.popleft() if self._going else None
 
     def _choose(self) -> None:
-        """Have those go on who are the furthest behind, or all where all are ready for a pass."""
-        going = [member for member in self._members if not member.under_way]
-        inside = [member.wants for member in going if member.wants is not None]
-        if inside:
-            shared = min(inside, key=lambda wants: wants.position)
-            self._going.extend(member for member in going if member.wants is shared)
-            shared.expect(len(self._going))
-        elif going:
+        """Have those go on of a group who are the furthest behind, or all of it where all are ready for a pass.
+
+        That is the group that had its turn last, or the next one of which somebody's input has come.
+        """
+        groups: dict[int, list[Member]] = {}
+        for member in self._members:
+            if not member.under_way:
+                groups.setdefault(member.group, []).append(member)
+        turns = sorted(groups, key=lambda group: (group < self._group, group))
+        while turns:
+            missing: list[Arrival] = []
+            for group in turns:
+                going = self._furthest_behind(groups[group], missing)
+                if going:
+                    self._group = group
+                    self._going.extend(going)
+                    return
+            missing[0].wait_for_any(missing)
+
+    def _furthest_behind(self, members: Sequence[Member], missing: list[Arrival]) -> list[Member]:
+        """Return who goes on of ``members``, a group; what all of it waits for is added to what is ``missing``."""
+        inside = [member.wants for member in members if member.wants is not None]
+        if not inside:
             self.passes += 1
-            self._leads = True
-            self._going.extend(going)
+            self._leads = not any(member.in_pass for member in self._members)
+            self._using = members[0].group if self._leads else self._using
+            return [*members]
+        shared = min(inside, key=lambda wants: wants.position)
+        if not _is_arrival(shared):
+            going = [member for member in members if member.wants is shared]
+            shared.expect(len(going))
+            return going
+        there = [member for member in members if member.wants and member.wants.position == shared.position]
+        come = [member for member in there if _is_arrival(member.wants) and member.wants.has_come]
+        missing.extend(wants for member in there if _is_arrival(wants := member.wants) and not wants.has_come)
+        return come
+
+
+def _is_arrival(wants: Shared | None) -> TypeGuard[Arrival]:
+    return hasattr(wants, "has_come")
 
 
 def check_gradients() -> None:

@@ -10,18 +10,21 @@ all passes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Task, Turns
+from offstage.stages.dispatch.streaming.lanes import Grouping, Task
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Position, Turns
 from offstage.stages.dispatch.streaming.module_state import ModuleState
 from offstage.stages.dispatch.streaming.pass_lock import PassLock, calls_on
 from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
+from offstage.stages.hosts.stand_ins import Borders
 
 
 class ModelPasses:
@@ -46,6 +49,8 @@ class ModelPasses:
         self._calls = 0  # of parts of the model, inside a pass or outside of all
         self.lock = PassLock(model)
         self.turns: Turns = ALONE
+        self.borders: Borders | None = None
+        self._numbers = count()
         self._copies: list[LargeCopies] = []  # of buffers, which no call needs now
 
     def hook(self) -> Iterator[Callable[[], None]]:
@@ -55,17 +60,32 @@ class ModelPasses:
         yield model.register_forward_hook(uncompiled(self._after)).remove
         yield model.register_forward_hook(uncompiled(self._whatever_happened), always_call=True).remove
 
-    def go_together(self, tasks: Iterable[Task | None], *, size: int) -> Lockstep:
+    def meet(self, borders: Borders, positions: Mapping[str, Position]) -> None:
+        """Have calls wait by turns for what other hosts send at ``borders``, in the order of ``positions``."""
+        borders.place(positions)
+        borders.wire.call = lambda: self.turns.call
+        borders.wire.wait = lambda arrival: self.turns.receive(arrival)
+        self.borders = borders
+
+    def _grouping(self, *, is_queue: bool) -> Grouping:
+        if self.borders is None:
+            return Grouping()
+        wire = self.borders.wire
+        return Grouping(wire.hosts if wire.shares and not is_queue else None, self._numbers)
+
+    def go_together(self, tasks: Iterable[Task | None], *, size: int, is_queue: bool = False) -> Lockstep:
         """Call ``tasks``, at most ``size`` at a time, whose passes go together; return what they did.
 
         A call that is one of several itself is divided into them. The first error of one is raised once all have ended;
-        the model is then as before. See ``Lockstep.run`` for tasks that are null.
+        the model is then as before. See ``Lockstep.run`` for tasks that are null: those of a queue, which may come
+        earlier on one host than on another.
         """
         if isinstance(self.turns, Lockstep) and self.lock.is_mine():
             self.turns.divide((task for task in tasks if task is not None), size=size)
             return self.turns
         with self.lock.held():
-            group = self.turns = Lockstep(size, self._state())
+            grouping = self._grouping(is_queue=is_queue)
+            group = self.turns = Lockstep(size, self._state(), grouping=grouping, begin=self._begin)
             try:
                 with torch.no_grad():
                     group.run(tasks)

@@ -1,4 +1,4 @@
-"""What streams together: the tensors that one module holds directly, as far as they are bound for each of its calls."""
+"""What streams together: the tensors of one module, or of several in one, as far as they are bound for each call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from offstage.stages.units import CPU, DeviceId
 
 @dataclass(slots=True)
 class StreamedPart:
-    """The streamed tensors of one module: where they compute (the host, or a device apart), how many calls use them.
+    """Streamed tensors that calls of ``callers`` use, most often of the module that holds them: where they compute (the
+    host, or a device apart), how many calls use them.
 
     ``cache`` has them, by the ``number`` that it knows the part by. Those that aren't ``brought`` lie where
     they compute, in memory or in the maps of ``files``, and are only bound there for each use, which counts as
@@ -41,6 +42,7 @@ class StreamedPart:
     name: str
     places: list[TensorPlace]
     computes: DeviceId
+    callers: tuple[str, ...]
     brought: bool = True
     files: Sequence[MappedFile] = ()
     streamed_bytes: int = 0
@@ -96,26 +98,32 @@ def streamed_parts(
     model: nn.Module, plan: DispatchPlan, stored: DiskWeights, *, devices: Devices, stack: ExitStack
 ) -> Iterator[StreamedPart]:
     """Yield the parts that are bound for each use, those that are used in maps of their shards mapped until ``stack``
-    is closed.
+    is closed. What several modules have brought together is yielded last.
     """
     extents = stored.extents
     maps = stack.enter_context(MappedWeights(extents))
+    groups: dict[str, StreamedPart] = {}
     for name, part in plan.parts.items():
         apart = devices.is_apart(part.execution)
         places = _places(model, part, stored, apart=apart, stack=stack)
         computes = part.execution if apart else CPU
         brought = places["copy"] + places["direct"] if apart else places["direct"]
-        if at_once := [place for place in brought if place.name not in part.block_rows]:
-            yield StreamedPart(name, at_once, computes)
+        around = plan.together.get(name, "")
+        at_once = [place for place in brought if place.name not in part.block_rows]
+        if at_once and name in plan.together:
+            groups.setdefault(around, StreamedPart(around, [], computes, (around,))).places += at_once
+        elif at_once:
+            yield StreamedPart(name, at_once, computes, part.callers)
         for whole in (place for place in brought if place.name in part.block_rows):
             yield from _row_parts(whole, part.block_rows[whole.name], computes)
         if not apart and places["copy"]:
-            yield StreamedPart(name, places["copy"], CPU, brought=False)
+            yield StreamedPart(name, places["copy"], CPU, part.callers, brought=False)
         for looked_up, mapped in ((False, places["map"]), (True, places["rows"])):
             if mapped:
                 files = maps.use(mapped, looked_up=looked_up)
                 count = 0 if looked_up else sum(extents[place.name].bytes for place in mapped)
-                yield StreamedPart(name, mapped, CPU, brought=False, files=files, streamed_bytes=count)
+                yield StreamedPart(name, mapped, CPU, part.callers, brought=False, files=files, streamed_bytes=count)
+    yield from groups.values()
 
 
 def _row_parts(whole: TensorPlace, rows: int, computes: DeviceId) -> Iterator[StreamedPart]:
@@ -126,7 +134,8 @@ def _row_parts(whole: TensorPlace, rows: int, computes: DeviceId) -> Iterator[St
         shape = (len(block), *whole.before.shape[1:])
         waiting = rebuild(whole.before, torch.empty(shape, dtype=whole.before.dtype, device="meta"))
         place = TensorPlace(whole.name, {"block": waiting}, "block", waiting, host)
-        yield StreamedPart(f"{whole.name}[{block.start}:{block.stop}]", [place], computes, whole=whole, rows=block)
+        name = f"{whole.name}[{block.start}:{block.stop}]"
+        yield StreamedPart(name, [place], computes, (whole.name,), whole=whole, rows=block)
 
 
 def _places(

@@ -20,10 +20,11 @@ from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_places
 from offstage.stages.dispatch.streaming.backward import BackwardOrder
-from offstage.stages.dispatch.streaming.caches import open_caches
+from offstage.stages.dispatch.streaming.caches import open_caches, part_positions
 from offstage.stages.dispatch.streaming.guard import guard, refuse_calls, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
-from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared, Task
+from offstage.stages.dispatch.streaming.lanes import Task
+from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared
 from offstage.stages.dispatch.streaming.passes import ModelPasses
 from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait, without_data
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
@@ -34,6 +35,8 @@ from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.hosts.stand_ins import Borders
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.sources import DiskWeights
@@ -75,7 +78,8 @@ class Streamer:
 
     ``stored`` has what waits on disk; what waits on the host is in the model, best in the block ``host``. ``devices``
     are those behind the device ids. How each tensor is served, the plan says. ``skip_keys`` are
-    arguments that stay where they are, by default those that the model declares.
+    arguments that stay where they are, by default those that the model declares. ``borders`` are where the model meets
+    what other hosts compute.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Streamer:
         trace: Trace | None = None,
         open_link: OpenLink = open_link,
         skip_keys: str | Collection[str] | None = None,
+        borders: Borders | None = None,
     ) -> None:
         self._stack = ExitStack()
         self._transport = Transport(plan, stored, devices, self._stack, trace=trace, open=open_link)
@@ -103,6 +108,8 @@ class Streamer:
         self._passes = ModelPasses(
             model, begin=self._begin, end=self._end, recover=self._recover, is_left=lambda: self._saved.in_calls
         )
+        if borders is not None:
+            self._passes.meet(borders, part_positions(plan))
         self._backward = BackwardOrder(stored, devices, self._passes.lock.held)
         self.is_attached = True
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
@@ -112,12 +119,17 @@ class Streamer:
             undo.pop_all()
         _streamers[model] = weakref.ref(self)
 
-    def go_together(self, tasks: Iterable[Task | None], *, size: int) -> Lockstep:
+    def go_together(self, tasks: Iterable[Task | None], *, size: int, is_queue: bool = False) -> Lockstep:
         """Call ``tasks``, at most ``size`` at a time; their calls of the model share its passes.
 
         See ``lockstep``. The first error of a task is raised once all have ended.
         """
-        return self._passes.go_together(tasks, size=size)
+        return self._passes.go_together(tasks, size=size, is_queue=is_queue)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other hosts compute parts of the model."""
+        return self._passes.borders is not None
 
     @property
     def is_awaited(self) -> bool:
@@ -202,9 +214,10 @@ class Streamer:
         for part in parts:
             if part.whole is None:
                 for place in part.places:
-                    have_wait(place, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
+                    computes = plan.parts[parent(place.name)].execution
+                    have_wait(place, self._stored, self._devices.torch_device(computes))
                     self._stack.callback(place.restore)
-                self._stream(part, callers=plan.parts[part.name].callers)
+                self._stream(part)
         blocked: dict[str, list[StreamedPart]] = {}
         for part in parts:
             if part.whole is not None:
@@ -217,9 +230,9 @@ class Streamer:
             have_blocks_wait(whole, self._stored, device, rows)
             self._stack.callback(whole.restore)
 
-    def _stream(self, part: StreamedPart, *, callers: tuple[str, ...]) -> None:
-        """Bring ``part`` in before, and let it go after, each call of the modules ``callers``."""
-        for caller in callers:
+    def _stream(self, part: StreamedPart) -> None:
+        """Bring ``part`` in before, and let it go after, each call of a module that uses it."""
+        for caller in part.callers:
             module = self._model.get_submodule(caller)
             self._hook_call(module, partial(self._acquire, part), partial(self._release, part))
 

@@ -35,6 +35,7 @@ _as_parameter: Any = torch.Tensor._make_subclass
 """What a parameter is made by, in a third of the time: each use of a part makes some."""
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _SET_LEARNS: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
+_SETS_LEARNS: tuple[Any, ...] = (_SET_LEARNS, torch.Tensor.requires_grad_)
 
 
 @dataclass(slots=True)
@@ -61,7 +62,8 @@ class WaitingTensor(torch.Tensor):
     Operators get its data, read at that moment; those that would change it are refused, since the change would be
     lost. ``detach`` and a copy to meta leave it waiting. ``kept`` is the tensor from before, where keeping it costs no
     memory; ``home`` is the device that it was on. ``use`` is what a kind of them is used by without being read whole;
-    ``lent`` the data while somebody has its address. A pickle has the data.
+    ``lent`` the data while somebody has its address. ``learns`` is whether it requires gradients, for who asks often. A
+    pickle has the data.
     """
 
     source: WaitingSource
@@ -70,6 +72,7 @@ class WaitingTensor(torch.Tensor):
     kept: torch.Tensor | None
     restored: weakref.ref[torch.Tensor] | None
     lent: torch.Tensor | None
+    learns: bool
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, source: WaitingSource, use: object = None) -> Self:
@@ -77,7 +80,7 @@ class WaitingTensor(torch.Tensor):
         on_meta = torch.empty_like(like, device="meta", requires_grad=False)
         waiting = torch.Tensor._make_subclass(cls, on_meta, like.requires_grad)
         waiting.source, waiting.home, waiting.kept, waiting.restored = source, like.device, None, None
-        waiting.use, waiting.lent = use, None
+        waiting.use, waiting.lent, waiting.learns = use, None, like.requires_grad
         waiting._is_param = isinstance(like, nn.Parameter)
         return waiting
 
@@ -179,7 +182,10 @@ class WaitingTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):
                 args, kwargs = tree_map(_data_of, args), tree_map(_data_of, kwargs or {})
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+            if func in _SETS_LEARNS:
+                args[0].learns = args[0].requires_grad
+            return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -252,6 +258,8 @@ def bring_home(waiting: WaitingTensor) -> torch.Tensor:
 
 def rebuild(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return ``data`` as what ``like`` is: a parameter that requires gradients as it does, or a buffer."""
+    if isinstance(like, WaitingTensor):
+        return _as_parameter(nn.Parameter, data, like.learns) if like._is_param else data
     return _as_parameter(nn.Parameter, data, like.requires_grad) if isinstance(like, nn.Parameter) else data
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from offstage.stages.dispatch.transfer.link import Event, Operators
+from offstage.stages.dispatch.transfer.link import Event, Operators, Piece
 from offstage.stages.machine.aligned_memory import Bytes, outside_inference
 from offstage.stages.machine.devices import full
 from offstage.stages.units import DEVICE_ALIGNMENT
@@ -143,12 +143,13 @@ class CudaLink:
             return torch.cuda.stream(stream)
         return _OnStream(stream, self._current())
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
-        """Have the copy stream copy ``source`` when ``after`` has happened."""
+    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
+        """Have the copy stream copy ``pieces`` when ``after`` has happened."""
         done = _event(blocking=True, timed=True)  # whoever waits for it sleeps
         with self._on(self._copies):
             self._copies.wait_event(cast("torch.cuda.Event", after))
-            target.copy_(source, non_blocking=True)
+            for source, target in pieces:
+                target.copy_(source, non_blocking=True)
             done.record(self._copies)
         return done
 

@@ -58,7 +58,7 @@ class DeviceUnpacker:
         for (key, table), size in zip(tables.items(), sizes, strict=True):
             source = torch.from_numpy(self._staged[begin : begin + table.nbytes]).view(table.dtype).copy_(table)
             there = memory.lend(LANDINGS * landing + begin, table.nbytes)[0]
-            link.copy(source.view(torch.uint8), there, after=after)  # before all blocks, so nobody else waits for it
+            link.copy([(source.view(torch.uint8), there)], after=after)  # before all blocks, so nobody else waits
             self._tables[key] = there.view(table.dtype)
             begin += size
         self._number, self._lock = 0, threading.Lock()
@@ -104,10 +104,8 @@ class DeviceUnpacker:
         codec = _codec(tensor)
         tables = [self._tables[id(table)] for table in codec.tables(tensor)]
         with self._next() as landing:
-            there, copied = [], after
-            for begin, part in _side_by_side(data):
-                there.append(landing.memory[begin : begin + part.nbytes])
-                copied = self._link.copy(part, there[-1], after=landing.free or after)
+            there = [landing.memory[begin : begin + part.nbytes] for begin, part in _side_by_side(data)]
+            copied = self._link.copy([*zip(data, there, strict=True)], after=landing.free or after)
             landing.free = self._link.unpack(
                 partial(_unpack, tensor, block, tables),
                 there,

@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 Operators = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 """Torch's operators, on tensors of bytes, that write to another one; nothing in them waits for the accelerator."""
 
+Piece = tuple[torch.Tensor, torch.Tensor]
+"""Bytes on the host, and as many of an accelerator's memory that they are copied into."""
+
 Event = object | None
 """A moment in the order of an accelerator's work; each link knows its own kind."""
 
@@ -63,10 +66,10 @@ class Link(Protocol):
         was asked last. It is the accelerator's time: the thread that runs the model doesn't wait.
         """
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
-        """Have ``source`` (bytes on the host) copied into ``target`` after ``after``; return when it is done.
+    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
+        """Have each of ``pieces`` copied after ``after``; return when all are.
 
-        Copies are done in the order in which they were asked for. Until it is done, ``source`` must stay as it is.
+        Copies are done in the order in which they were asked for. Until then what they copy must stay as it is.
         """
 
     def unpack(

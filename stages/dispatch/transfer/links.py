@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from offstage.stages.dispatch.transfer.arena import HostMemory, Memory
-from offstage.stages.dispatch.transfer.link import Event, Link, Operators
+from offstage.stages.dispatch.transfer.link import Event, Link, Operators, Piece
 from offstage.stages.machine.aligned_memory import Bytes, outside_inference
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.operator_threads import alone
@@ -57,9 +57,10 @@ class SynchronousLink:
         """Return none: nothing is waited for later."""
         return 0.0
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
         """Copy now."""
-        target.copy_(source)
+        for source, target in pieces:
+            target.copy_(source)
         return None
 
     def unpack(
@@ -100,9 +101,10 @@ class HostLink(SynchronousLink):
     def __init__(self) -> None:
         super().__init__(HostMemory)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
         """Copy now, in this thread alone: torch would start threads of its own in each of ours."""
-        np.copyto(target.numpy(), source.numpy())
+        for source, target in pieces:
+            np.copyto(target.numpy(), source.numpy())
         return None
 
 

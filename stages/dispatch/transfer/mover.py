@@ -90,12 +90,14 @@ class Mover:
 
     def fetch(self, layout: PartLayout, transfer: Transfer, *, urgency: Urgency = Urgency.CERTAIN) -> None:
         """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is."""
-        after = self.link.computed()
+        after, waiting = self.link.computed(), list[tuple[torch.Tensor, int]]()
         for placed in layout.pieces:
             if placed.data is None:
                 self._fetch_stored(placed, layout, transfer, after, urgency)
             elif placed.bytes:
-                transfer.asked.append(self._copy(placed.data, transfer, placed.begin, after))
+                waiting.append((placed.data, placed.begin))
+        if waiting:
+            transfer.asked.append(self._copy(waiting, transfer, after))
 
     def _fetch_stored(
         self, placed: PlacedTensor, layout: PartLayout, transfer: Transfer, after: Event, urgency: Urgency
@@ -145,7 +147,7 @@ class Mover:
         assert self._buffers is not None
         with self._buffers.lend() as (buffer, waited):
             self._reader.read(chunk, buffer.memory.data[: chunk.length])
-            moved = self._copy(buffer.tensor[chunk.skipped : chunk.wanted], transfer, begin, after)
+            moved = self._copy([(buffer.tensor[chunk.skipped : chunk.wanted], begin)], transfer, after)
             buffer.note_copy(self.link, moved.done)
         return moved._replace(stored_bytes=chunk.wanted, waited_seconds=waited)
 
@@ -183,21 +185,23 @@ class Mover:
         stored = self._reader.unpack(tensor, block, buffer.memory[: tensor.bytes])
         moved = Moved()
         if shared.fill():
-            moved = self._copy(buffer.tensor[: tensor.bytes], transfer, begin, after)
+            moved = self._copy([(buffer.tensor[: tensor.bytes], begin)], transfer, after)
             buffer.note_copy(self.link, moved.done)
         return moved._replace(stored_bytes=stored, waited_seconds=waited)
 
-    def _copy(self, data: torch.Tensor, transfer: Transfer, begin: int, after: Event) -> Moved:
-        """Ask for one copy. The lock makes the order of the numbers that of the copies, where they are done later."""
-        size = data.nbytes
-        target = _bytes(transfer, begin, size)
-        began = time.perf_counter()
+    def _copy(self, data: Iterable[tuple[torch.Tensor, int]], transfer: Transfer, after: Event) -> Moved:
+        """Ask for copies of ``data``, each to where it begins in the region.
+
+        The lock makes the order of the numbers that of the copies, where they are done later.
+        """
+        pieces = [(source, _bytes(transfer, begin, source.nbytes)) for source, begin in data]
+        size, began = sum(source.nbytes for source, _ in pieces), time.perf_counter()
         if after is None:
-            self.link.copy(data, target, after=None)
+            self.link.copy(pieces, after=None)
             moved = Moved(copied_bytes=size)
         else:
             with self._ordering:
-                moved = Moved(next(self._order), self.link.copy(data, target, after=after), size)
+                moved = Moved(next(self._order), self.link.copy(pieces, after=after), size)
         self._watch("copy", began, moved)
         return moved
 

@@ -23,7 +23,7 @@ MOST_TOGETHER = 64
 COPIED_BYTES = 1 << 20
 """The largest tensor of a module that each call in lockstep has a copy of, where calls change it in place."""
 
-_ALIKE = 1.05
+ALIKE = 1.05
 """Predicted times that are no further apart are alike."""
 
 
@@ -75,9 +75,9 @@ def choose(options: Sequence[PlanOption], *, fewest: bool) -> PlanOption:
         size, streamed = option.size or 1, float(option.plan.forecast["streamed_bytes_per_token"])
         return (0.0, size) if fewest else (streamed, -size)
 
-    return min((option for option in options if option.seconds <= least * _ALIKE), key=order)
+    return min((option for option in options if option.seconds <= least * ALIKE), key=order)
 
 
 def brings_more(option: PlanOption, others: Sequence[PlanOption]) -> bool:
     """Return whether tokens come sooner under ``option`` than under all ``others``, by more than is alike."""
-    return option.seconds * _ALIKE < min(other.seconds for other in others)
+    return option.seconds * ALIKE < min(other.seconds for other in others)

@@ -58,8 +58,8 @@ class Request:
     ``length`` is 0 where one forward is all: then no keys and values are kept for a next token. ``positions`` is of how
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
     together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. So many
-    ``members`` go through the model in lockstep, with as many sequences each. Each token takes so many ``forwards`` of
-    them all, one after the other, over a cache each. The host keeps
+    ``members`` go through the model in lockstep, with as many sequences each, divided in ``groups``. Each token takes
+    so many ``forwards`` of them all, one after the other, over a cache each. The host keeps
     ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32. So many guesses
     are ``judged`` in lockstep with the token before them, over one cache. ``assistant_bytes`` are what a second model
     takes beside, ``assistant_cache`` its keys and values among them, of which each member has some. ``moments`` are
@@ -76,6 +76,7 @@ class Request:
     normalised: int | None = None
     copies: int = 1
     members: int = 1
+    groups: int = 1
     forwards: int = 1
     result_bytes: int = 0
     kept: int = 0
@@ -94,6 +95,11 @@ class Request:
         return self.sequences // self.copies
 
     @property
+    def together(self) -> int:
+        """How many members share a pass: those of a group."""
+        return -(-self.members // self.groups)
+
+    @property
     def all_assistant_bytes(self) -> int:
         """What a second model takes beside all members."""
         return self.assistant_bytes + (self.members - 1) * self.assistant_cache
@@ -105,18 +111,18 @@ class Request:
 
     @property
     def pass_tokens(self) -> int:
-        """The tokens of one pass of decoding, all members' together; of the one forward where that is all."""
-        return self.members * self.sequences * (self.positions if self.length else self.prompt)
+        """The tokens of one pass of decoding, a group's together; of the one forward where that is all."""
+        return self.together * self.sequences * (self.positions if self.length else self.prompt)
 
     @property
     def prompt_tokens(self) -> int:
         """The tokens of the prompts that go together; copies are routed alike."""
-        return self.members * self.prompts * self.routed
+        return self.together * self.prompts * self.routed
 
     @property
     def passes(self) -> int:
         """The passes of decoding that answer all prompts."""
-        return self.steps * -(-self.rows // max(1, self.members * self.prompts))
+        return self.steps * -(-self.rows // max(1, self.together * self.prompts))
 
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from offstage.stages.dispatch.transfer.link import Operators
+from offstage.stages.dispatch.transfer.link import Operators, Piece
 from offstage.stages.machine.aligned_memory import Bytes, private_bytes
 from offstage.stages.units import DEVICE_ALIGNMENT
 
@@ -110,20 +110,23 @@ class LateLink:
         waited, self._stalled = self._stalled, 0.0
         return waited
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: object) -> threading.Event:
-        begin, end, count, done = source.data_ptr(), target.data_ptr(), source.nbytes, threading.Event()
-        if not any(m.ctypes.data <= begin and begin + count <= m.ctypes.data + m.nbytes for m in self.pinned):
-            self.wrong.append("a copy from memory that isn't pinned")
+    def copy(self, pieces: Sequence[Piece], *, after: object) -> threading.Event:
+        spans, done = [(s.data_ptr(), t.data_ptr(), s.nbytes) for s, t in pieces], threading.Event()
+        for begin, _, count in spans:
+            if not any(m.ctypes.data <= begin and begin + count <= m.ctypes.data + m.nbytes for m in self.pinned):
+                self.wrong.append("a copy from memory that isn't pinned")
 
         def work() -> None:
             if isinstance(after, threading.Event):
                 after.wait()
-            at(end, count)[:] = POISON
+            for _, end, count in spans:
+                at(end, count)[:] = POISON
             time.sleep(0.001)
-            at(end, count)[:] = at(begin, count)
+            for begin, end, count in spans:
+                at(end, count)[:] = at(begin, count)
             done.set()
 
-        assert count == target.nbytes
+        assert all(source.nbytes == target.nbytes for source, target in pieces)
         self.copies.add(work)
         return done
 

@@ -82,20 +82,26 @@ def leave_empty(model: nn.Module, names: Collection[str]) -> None:
             owner._buffers[attribute] = tensors[name].to("meta")
 
 
-def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapping[str, DeviceId]) -> DispatchPlan:
+def score_for(
+    skeleton: Skeleton,
+    homes: Mapping[str, DeviceId],
+    execution: Mapping[str, DeviceId],
+    rooms: Mapping[DeviceId, int] | None = None,
+) -> DispatchPlan:
     outline = Outline(skeleton)
     serving = lay_out(outline, Placement(homes, CPU), execution=execution, io="direct").serving
     leaders = {skeleton.leader(name): home for name, home in homes.items()}
     computes = {layer.name: execution[parent(layer.tensors[0])] for layer in outline.layers if layer.tensors}
     kept = lay_out(outline, Placement(leaders, 0, computes=computes), {}).reserves
-    devices = {device: DevicePlan(None, 0, reserve=count) for device, count in kept.items()}
+    devices = {device: DevicePlan(None, 0, reserve=count) for device, count in {**kept, **(rooms or {})}.items()}
     return make_dispatch_plan(skeleton, plan_by_hand(homes, execution, serving, main=0, devices=devices))
 
 
 class Setup:
     """A model placed by ``homes`` (name → device) and streamed, to the devices given or to two simulated ones.
 
-    ``store`` writes what lies on disk, which is served as ``serving`` says where that is given.
+    ``store`` writes what lies on disk, which is served as ``serving`` says where that is given. ``rooms`` are for what
+    streams to each device, in bytes; else there is as much as a plan keeps.
     """
 
     def __init__(
@@ -111,7 +117,8 @@ class Setup:
         skeleton = describe(model, call=lambda m: m(example.to("cpu")), no_split={"Layer"})
         placed = {tensor.name: homes(tensor.name) for tensor in skeleton.tensors}
         self.model, self.devices = model, devices or Devices({0: ROOM, 1: ROOM})
-        self.score = score_for(skeleton, placed, {parent(name): execution(parent(name)) for name in placed})
+        computes = {parent(name): execution(parent(name)) for name in placed}
+        self.score = score_for(skeleton, placed, computes, options.pop("rooms", None))
         self.score = replace(self.score, staging_bytes=options.pop("staging_bytes", self.score.staging_bytes))
         self.score = replace(self.score, unpacking=options.pop("unpacking", {}))
         serving = options.pop("serving", None)

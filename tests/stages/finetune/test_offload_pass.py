@@ -2,12 +2,13 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from offstage.stages.dispatch.transfer.link import Piece
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.finetune import CPUOffload, offload_choice
 from offstage.stages.finetune.stores import HostStore
@@ -31,7 +32,8 @@ class LazyLink:
     def computed(self) -> None:
         return None
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: object) -> object:
+    def copy(self, pieces: Sequence[Piece], *, after: object) -> object:
+        ((source, target),) = pieces
         ends = [(weakref.ref(end.untyped_storage()), end.storage_offset(), end.nbytes) for end in (source, target)]
 
         def work() -> None:

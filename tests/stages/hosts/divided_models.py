@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.empty_init.model import build_model
 from offstage.stages.hosts.partition import chain_of, partition_of, share
 from offstage.stages.hosts.stand_ins import stand_in
+from offstage.stages.hosts.wire import Wire
 
 _SMALL = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 _SIZES = {**_SMALL, "num_hidden_layers": 6}
@@ -100,6 +103,10 @@ def generated(model: Any, way: str) -> tuple[torch.Tensor, ...] | str:
     return (found.sequences, *found.logits)
 
 
+def generated_by_way(model: Any) -> dict[str, tuple[torch.Tensor, ...] | str]:
+    return {way: generated(model, way) for way in WAYS}
+
+
 def is_same(first: tuple[torch.Tensor, ...] | str, second: tuple[torch.Tensor, ...] | str) -> bool:
     if isinstance(first, str) or isinstance(second, str):
         return first == second
@@ -112,6 +119,14 @@ def skeleton_of(config: Any, folder: Path, model_class: type) -> Any:
     return describe(build_model({**MODEL_KEYS, "kind": "pretrained", "path": str(folder)}, "float32"))
 
 
+def of_the_first(path: Path, make: Callable[[], Any]) -> Any:
+    """Return what the first host makes, by way of a file: the others would only make the same again."""
+    if torch.distributed.get_rank() == 0:
+        torch.save(make(), path)
+    torch.distributed.barrier()
+    return torch.load(path, weights_only=False)
+
+
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")  # as a script may have done
@@ -121,16 +136,16 @@ def main(folder: Path, names: list[str]) -> None:
         torch.manual_seed(1)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = kind.from_config(config, dtype=torch.float32).eval()
-        skeleton = skeleton_of(config, folder / f"{name}-{here.rank}", type(model))
+        skeleton = of_the_first(folder / f"{name}.skeleton", partial(skeleton_of, config, folder / name, type(model)))
         chain = chain_of(skeleton)
         inner = random.Random(name).sample(range(1, chain.length), here.size - 1)
         partition = partition_of(chain, [0, *sorted(inner), chain.length])
-        wanted = {way: generated(model, way) for way in WAYS}
-        stand_in(model, partition, here)
+        wanted = of_the_first(folder / f"{name}.wanted", partial(generated_by_way, model))
+        stand_in(model, partition, Wire(here), here.rank)
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         told = {tensor.name for tensor in share(skeleton, partition.away(here.rank)).tensors}
         before = here.sent_bytes
-        same = {way: is_same(wanted[way], generated(model, way)) for way in WAYS}
+        same = {way: is_same(wanted[way], found) for way, found in generated_by_way(model).items()}
         found = {
             "same": same,
             "tensors": {tensor_name for tensor_name, _ in tensors} == told,

@@ -40,7 +40,7 @@ def test_a_narrow_decoder_is_bound_by_its_calls_and_a_wide_one_by_its_weights() 
 
 
 def test_more_layers_take_as_much_longer_to_be_given_to_an_accelerator() -> None:
-    pairs = ((launch_speed("cpu", 2, 12), launch_speed("cpu", 8, 12)) for _ in range(20))  # others disturb some
+    pairs = ((launch_speed("cpu", 4, 4, 3), launch_speed("cpu", 8, 4, 3)) for _ in range(20))  # others disturb some
     assert any(0.5 * few < many < 2 * few for few, many in pairs), "calls a second, of however many"
 
 

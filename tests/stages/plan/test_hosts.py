@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from offstage.stages.machine.host_memory import Host
 from offstage.stages.machine.hosts import Network
 from offstage.stages.machine.kernels import NOMINAL
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.hosts import Division, PlannedHost, divide, with_division
+from offstage.stages.plan.hosts import Division, PlannedHost, divide, soonest_together, with_division
 from offstage.stages.plan.inputs import gather_inputs
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
@@ -99,6 +100,33 @@ def test_what_is_sent_takes_time_too() -> None:
         ).seconds
 
     assert took(Network(rate=10**9, latency=0.5)) - took(NETWORK) == pytest.approx(1.0)
+
+
+def test_with_several_prompts_under_way_a_token_takes_what_the_slowest_host_takes() -> None:
+    outline, hosts = model([10**7] * 8), [host(10**9)] * 2
+    chain = chain_of(outline.skeleton)
+
+    def divided_for(members: int) -> Division:
+        return divide(
+            outline.skeleton, chain, lambda number, part: planned(outline, hosts, number, part), hosts, NETWORK,
+            members=members,
+        )  # fmt: skip
+
+    alone, several = divided_for(1), divided_for(4)
+    assert several.seconds == pytest.approx(max(one.seconds for one in several.hosts))
+    assert alone.seconds / several.seconds > 1.6
+    assert several.partition.cuts["layers"] == (0, 4, 8), "alike hosts have as much to compute"
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(1, 1), (3, 3), (40, 4)])
+def test_so_many_prompts_go_together_that_hosts_are_filled_and_no_more(count: int, chosen: int) -> None:
+    def divided_for(given: Mapping[str, Any]) -> Division:
+        members = given["generate"]["lockstep"] or 1
+        blank = divided(model([10**7] * 4), [host(10**9)] * 2)
+        return replace(blank, seconds=1.0 if members >= 4 else 4.0 / members)
+
+    asked = config(generate={"prompts": ["Once"] * count, "lockstep": None}, hardware={"hosts": 2})
+    assert soonest_together(asked, divided_for).lockstep == chosen
 
 
 def test_where_no_division_has_room_the_host_is_named() -> None:

@@ -2,28 +2,134 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs import loops
+from offstage.stages.checkpoints.codecs.compressed_tensors import fold_compressed
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
-from offstage.stages.checkpoints.codecs.products import by_operators, can_multiply, multiply_packed
-from offstage.stages.checkpoints.codecs.scaled_codes import ScaledCodes
+from offstage.stages.checkpoints.codecs.packed_matrices import (
+    GgmlMatrix,
+    PackedMatrix,
+    ScaledMatrix,
+    as_text,
+    packed_matrix,
+)
+from offstage.stages.checkpoints.codecs.products import by_operators, multiply_packed
+from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, ScaledCodes, table_codes
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile
 from tests.operator_threads import in_threads
+from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
 from tests.stages.checkpoints.ggufs import dequantized, random_blocks
 
 pytest.importorskip("gguf")
 
-ROWS, COLUMNS = 75, 768
-"""No whole number of what the loops take at once."""
+COLUMNS = 768
+Weight = tuple[PackedMatrix, list[Tensor]]
+Make = Callable[[Path, int, int], Weight]
+"""Makes a weight of so many rows and columns at random, in a folder: what it is, and what it rests in."""
+
+
+def of_ggml(kind: str) -> Make:
+    def make(folder: Path, rows: int, columns: int) -> Weight:
+        return GgmlMatrix(rows, columns, kind), [torch.from_numpy(random_blocks(kind, rows, columns))]
+
+    return make
+
+
+def of_file(folder: Path, source: PackedTensor) -> Weight:
+    """Return the weight that the parts of ``source`` are of the file in ``folder``."""
+    stored = load_file(folder / "model.safetensors")
+    by_place = {(part.begin, part.bytes): name for name, part in open_checkpoint(folder).entries.items()}
+    parts = [stored[by_place[part.begin, part.bytes]] for part in source.parts]
+    matrix = packed_matrix(source)
+    assert matrix is not None
+    return matrix, [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]
+
+
+def compressed(scheme: str, scales: torch.dtype = torch.bfloat16) -> Make:
+    def make(folder: Path, rows: int, columns: int) -> Weight:
+        form, weights = test_compressed_tensors.SCHEMES[scheme]
+        torch.manual_seed(rows)
+        parts = test_compressed_tensors.packed(form, weights, scales, (rows, columns))
+        save_file({f"m.{name}": part for name, part in parts.items()}, folder / "model.safetensors")
+        entries = open_checkpoint(folder).entries
+        (source,) = fold_compressed(entries, test_compressed_tensors.declared(form, weights)).values()
+        assert isinstance(source, PackedTensor)
+        return of_file(folder, source)
+
+    return make
+
+
+def bitsandbytes(*, nested: bool) -> Make:
+    def make(folder: Path, rows: int, columns: int) -> Weight:
+        torch.manual_seed(rows)
+        tensors = test_bitsandbytes.packed((rows, columns), nested=nested)
+        (source,) = test_bitsandbytes.folded(folder, tensors).values()
+        assert isinstance(source, PackedTensor)
+        return of_file(folder, source)
+
+    return make
+
+
+def grouped(kind: str, scales: torch.dtype = torch.float16) -> Make:
+    def make(folder: Path, rows: int, columns: int) -> Weight:
+        quantization = test_grouped.KINDS[kind]
+        parts, _ = test_grouped.packed(quantization, (rows, columns), dtype=scales)
+        return of_file(folder, test_grouped.folded(folder, parts, quantization))
+
+    return make
+
+
+def codes(code: str, block: tuple[int, int], scales: str = "float32", *, strange: bool = False) -> Make:
+    """Random codes of one byte, all of them numbers unless ``strange``, and scales of an FP8 checkpoint."""
+
+    def make(folder: Path, rows: int, columns: int) -> Weight:
+        draw = torch.Generator().manual_seed(rows)
+        found = torch.randint(0, 256, (rows, columns // (2 if code == "fp4" else 1)), dtype=torch.uint8, generator=draw)
+        if not strange and code == "fp8":
+            found[(found & 0x7F) == 0x7F] = 0x7E
+        grid = -(-rows // block[0]), -(-columns // block[1])
+        if scales in ("uint8", "float8_e8m0fnu"):
+            factors = torch.randint(118, 122, grid, dtype=torch.uint8, generator=draw)
+        else:
+            factors = (torch.rand(grid, generator=draw) * 0.01 + 1e-3).to(getattr(torch, scales))
+        return ScaledMatrix(rows, columns, code, *block, scales), [found, factors]
+
+    return make
+
+
+WEIGHTS: Mapping[str, tuple[Make, int, int]] = {
+    **{kind: (of_ggml(kind), 75, COLUMNS) for kind in FORMATS_OF_LOOPS},
+    "fp8 in blocks": (codes("fp8", (16, 128)), 75, COLUMNS),
+    "fp8, one scale": (codes("fp8", (40, 96), "bfloat16"), 40, 96),
+    "fp8 by rows": (codes("fp8", (1, 1024), "float16"), 33, 1024),
+    "fp8 in blocks cut short": (codes("fp8", (128, 128)), 130, 224),
+    "fp8, one row": (codes("fp8", (1, 32)), 1, 32),
+    "fp8 in runs of 32": (codes("fp8", (1, 32), "float8_e8m0fnu"), 9, 96),
+    "fp8, some no numbers": (codes("fp8", (16, 128), strange=True), 75, COLUMNS),
+    "fp4 of experts": (codes("fp4", (1, 32), "uint8"), 75, COLUMNS),
+    **{f"compressed-tensors, {name}": (compressed(name), 64, 96) for name in test_compressed_tensors.SCHEMES},
+    "INT4 by groups, float32": (compressed("INT4 by groups", torch.float32), 75, COLUMNS),
+    "INT8 by channels, float16": (compressed("INT8 by channels", torch.float16), 75, COLUMNS),
+    "nf4": (bitsandbytes(nested=False), 75, COLUMNS),
+    "nf4, scales packed too": (bitsandbytes(nested=True), 75, COLUMNS),
+    **{name: (grouped(name), 96, 256) for name in test_grouped.KINDS},
+    "GPTQ, bfloat16": (grouped("GPTQ, reordered", torch.bfloat16), 160, 192),
+    "AWQ, float32": (grouped("AWQ", torch.float32), 72, 192),
+}
+"""Weights of few rows, by kind: no whole number of what the loops take at once, where that can be."""
 
 
 @pytest.fixture
@@ -32,82 +138,79 @@ def compiled(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops.loops() is not None
 
 
-def given_rows(count: int) -> Tensor:
-    return torch.randn(count, COLUMNS, generator=torch.Generator().manual_seed(count))
+def given_rows(count: int, columns: int = COLUMNS) -> Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(count))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+    """Return whether all numbers are the same, bit for bit, and what is none is none in both."""
+    if not torch.equal(one.isnan(), other.isnan()):
+        return False
+    return torch.equal(one.nan_to_num(7.0).view(torch.int32), other.nan_to_num(7.0).view(torch.int32))
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("kind", FORMATS_OF_LOOPS)
-def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(kind: str) -> None:
-    packed, given = torch.from_numpy(random_blocks(kind, ROWS, COLUMNS)), given_rows(7)
-    wanted = by_operators(given, packed, kind, ())
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(name: str, tmp_path: Path) -> None:
+    make, rows, columns = WEIGHTS[name]
+    matrix, parts = make(tmp_path, rows, columns)
+    given, told = given_rows(7, columns), as_text(matrix)
+    wanted = by_operators(given, parts, told)
+    assert bool(wanted.isnan().any()) == ("no numbers" in name)
     for count in (1, 2, 3):
         with in_threads(count):
-            assert same_bits(multiply_packed(given, packed, kind, ()), wanted)
-            alone = [multiply_packed(row[None], packed, kind, ()) for row in given]
+            assert same_bits(multiply_packed(given, parts, told), wanted)
+            alone = [multiply_packed(row[None], parts, told) for row in given]
             assert same_bits(torch.cat(alone), wanted)
-            some = multiply_packed(given[2:6].contiguous(), packed, kind, ())
+            some = multiply_packed(given[2:6].contiguous(), parts, told)
             assert same_bits(some, wanted[2:6])
 
 
-FP8_GRIDS = {
-    "blocks": (75, 768, (16, 128)), "a matrix": (40, 96, (40, 96)), "rows": (33, 1024, (1, 1024)),
-    "blocks cut short": (130, 224, (128, 128)), "one row": (1, 32, (1, 32)),
-}  # fmt: skip
+def plain(name: str, folder: Path) -> tuple[Tensor, str, list[Tensor]]:
+    """Return a weight of more rows as float32 values, by the format's own arithmetic, and as it rests."""
+    make, _, _ = WEIGHTS[name]
+    matrix, parts = make(folder, 512, COLUMNS)
+    if isinstance(matrix, GgmlMatrix):
+        return torch.from_numpy(dequantized(matrix.kind, parts[0].numpy())), as_text(matrix), parts
+    return matrix.values(parts, 0, 512), as_text(matrix), parts
 
 
-def fp8_weight(rows: int, columns: int, block: tuple[int, int], *, strange: bool = False) -> tuple[Tensor, Tensor]:
-    """Return random codes, all of them numbers unless ``strange``, and their scales."""
-    draw = torch.Generator().manual_seed(rows)
-    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=draw)
-    if not strange:
-        codes[(codes & 0x7F) == 0x7F] = 0x7E
-    grid = -(-rows // block[0]), -(-columns // block[1])
-    return codes, torch.rand(grid, generator=draw) * 0.01 + 1e-3
-
-
-@pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("strange", [False, True])
-@pytest.mark.parametrize("grid", FP8_GRIDS.values(), ids=FP8_GRIDS)
-def test_bits_of_fp8_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(
-    grid: tuple[int, int, tuple[int, int]], strange: bool
-) -> None:
-    (codes, scales), block = fp8_weight(*grid, strange=strange), grid[2]
-    given = torch.randn(7, grid[1], generator=torch.Generator().manual_seed(7))
-    wanted = by_operators(given, codes, "fp8", block, scales)
-    for count in (1, 2, 3):
-        with in_threads(count):
-            together = multiply_packed(given, codes, "fp8", block, scales)
-            alone = torch.cat([multiply_packed(row[None], codes, "fp8", block, scales) for row in given])
-        for made in (together, alone):
-            assert torch.equal(made.isnan(), wanted.isnan())
-            assert same_bits(made.nan_to_num(7.0), wanted.nan_to_num(7.0))
-    assert bool(wanted.isnan().any()) == bool(((codes & 0x7F) == 0x7F).any())
+ONE_OF_EACH = (
+    *FORMATS_OF_LOOPS, "fp8 in blocks", "fp4 of experts", "compressed-tensors, INT8 by channels",
+    "compressed-tensors, INT4 by groups", "compressed-tensors, NVFP4", "nf4", "nf4, scales packed too",
+    "GPTQ of 2 bits", "GPTQ of 3 bits", "GPTQ of 4 bits", "GPTQ of 8 bits", "GPTQ, reordered", "AWQ",
+)  # fmt: skip
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_error_of_fp8_is_no_larger_than_that_of_torchs_product_in_the_dtype(dtype: torch.dtype) -> None:
-    block = 128, 128
-    codes, scales = fp8_weight(512, COLUMNS, block)
-    given = given_rows(64).to(dtype)
-    values = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_the_error_is_no_larger_than_that_of_torchs_product_in_the_dtype(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    (values, told, parts), given = plain(name, tmp_path), given_rows(64).to(dtype)
     exact = given.double() @ values.double().T
-    ours = multiply_packed(given.float(), codes, "fp8", block, scales).to(dtype)
+    ours = multiply_packed(given.float(), parts, told).to(dtype)
     theirs = given @ values.to(dtype).T
     error, least = ((each.double() - exact).square().mean().sqrt() for each in (ours, theirs))
-    assert 0 < error <= least
+    assert 0 < error <= 1.001 * least  # both are that of rounding sums once where the dtype has all weights
+
+
+@pytest.mark.parametrize("kind", [kind for kind in test_grouped.KINDS if "128" not in kind])
+def test_integers_in_groups_are_the_formats_arithmetic(kind: str, tmp_path: Path) -> None:
+    parts, weight = test_grouped.packed(test_grouped.KINDS[kind], (96, 256), dtype=torch.float32)
+    matrix, at_rest = of_file(tmp_path, test_grouped.folded(tmp_path, parts, test_grouped.KINDS[kind]))
+    assert torch.equal(matrix.values(at_rest, 0, 96), weight)
+    assert torch.equal(matrix.values(at_rest, 33, 70), weight[33:70])
 
 
 @pytest.mark.usefixtures("compiled")
-def test_many_rows_of_weights_are_shared_among_threads() -> None:
-    packed, given = torch.from_numpy(random_blocks("q8_0", 3000, 256)), given_rows(1)[:, :256].contiguous()
+@pytest.mark.parametrize("name", ["q8_0", "GPTQ of 4 bits", "nf4"])
+def test_many_rows_of_weights_are_shared_among_threads(name: str, tmp_path: Path) -> None:
+    matrix, parts = WEIGHTS[name][0](tmp_path, 3000 if name != "GPTQ of 4 bits" else 3008, 256)
+    given, told = given_rows(1, 256), as_text(matrix)
     with in_threads(2):
-        assert same_bits(multiply_packed(given, packed, "q8_0", ()), by_operators(given, packed, "q8_0", ()))
+        assert same_bits(multiply_packed(given, parts, told), by_operators(given, parts, told))
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -117,55 +220,51 @@ def test_rows_in_another_order_go_to_their_places(
     if compiles:
         monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_cache))
     assert (loops.loops() is not None) == compiles
-    packed, given = torch.from_numpy(random_blocks("q4_k", 48, COLUMNS)), given_rows(5)
-    plain, swapped = multiply_packed(given, packed, "q4_k", ()), multiply_packed(given, packed, "q4_k", (2, 12, 2, 1))
-    wanted = plain.view(5, 2, 12, 2).transpose(2, 3).reshape(5, 48)
+    matrix, parts = GgmlMatrix(48, COLUMNS, "q4_k"), [torch.from_numpy(random_blocks("q4_k", 48, COLUMNS))]
+    given, other = given_rows(5), replace(matrix, swapped=(2, 12, 2, 1))
+    in_order, swapped = (multiply_packed(given, parts, as_text(each)) for each in (matrix, other))
+    wanted = in_order.view(5, 2, 12, 2).transpose(2, 3).reshape(5, 48)
     assert same_bits(swapped, wanted.contiguous())
 
 
-@pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", FORMATS_OF_LOOPS)
-def test_the_error_is_no_larger_than_that_of_torchs_product_in_the_dtype(kind: str, dtype: torch.dtype) -> None:
-    blocks, given = random_blocks(kind, 512, COLUMNS), given_rows(64).to(dtype)
-    values = torch.from_numpy(dequantized(kind, blocks))
-    exact = given.double() @ values.double().T
-    ours = multiply_packed(given.float(), torch.from_numpy(blocks), kind, ()).to(dtype)
-    theirs = given @ values.to(dtype).T
-    error, least = ((each.double() - exact).square().mean().sqrt() for each in (ours, theirs))
-    assert 0 < error <= least
-
-
 def test_what_has_no_product_is_told_apart(tmp_path: Path) -> None:
+    file = ShardFile("f", tmp_path / "f", 2**20, None, "")
+
     def tensor(
         kind: str, arrangement: Arrangement, *, parts: int = 1, shape: tuple[int, ...] = (8, 256)
     ) -> PackedTensor:
         width = 256 // FORMATS[kind].elements * FORMATS[kind].bytes
-        part = Extent(ShardFile("f", tmp_path / "f", 8 * width, None, ""), 0, "uint8", (8, width))
+        part = Extent(file, 0, "uint8", (8, width))
         return PackedTensor(GgufCodec((kind,) * parts, arrangement), (part,) * parts, "float32", shape)
 
-    plain = Arrangement()
-    assert can_multiply(tensor("q6_k", plain))
-    assert can_multiply(tensor("q6_k", Arrangement(swapped=(1, 2, 4, 1))))
-    assert not can_multiply(tensor("q2_k", plain))
-    assert not can_multiply(tensor("q6_k", Arrangement(transposed=True)))
-    assert not can_multiply(tensor("q6_k", Arrangement(less=1.0)))
-    assert not can_multiply(tensor("q6_k", plain, parts=2))
-    assert not can_multiply(tensor("q6_k", plain, shape=(2, 4, 256)))
-    assert not can_multiply(tensor("q6_k", plain).parts[0])
+    in_order = Arrangement()
+    assert packed_matrix(tensor("q6_k", in_order)) == GgmlMatrix(8, 256, "q6_k")
+    assert packed_matrix(tensor("q6_k", Arrangement(swapped=(1, 2, 4, 1)))) is not None
+    assert packed_matrix(tensor("q2_k", in_order)) is None
+    assert packed_matrix(tensor("q6_k", Arrangement(transposed=True))) is None
+    assert packed_matrix(tensor("q6_k", Arrangement(less=1.0))) is None
+    assert packed_matrix(tensor("q6_k", in_order, parts=2)) is None
+    assert packed_matrix(tensor("q6_k", in_order, shape=(2, 4, 256))) is None
+    assert packed_matrix(tensor("q6_k", in_order).parts[0]) is None
 
-    def codes(
+    def scaled(
         block: tuple[int, int], *, kind: str = "fp8", dtype: str = "float32", shape: tuple[int, ...] = (8, 256)
     ) -> PackedTensor:
-        file = ShardFile("f", tmp_path / "f", 2**20, None, "")
         grid = -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
         parts = Extent(file, 0, "float8_e4m3fn", shape), Extent(file, 2**16, dtype, grid)
         return PackedTensor(ScaledCodes(kind, *block), parts, "bfloat16", shape)
 
-    assert can_multiply(codes((4, 128)))
-    assert can_multiply(codes((8, 256), dtype="bfloat16"))
-    assert not can_multiply(codes((4, 16)))
-    assert not can_multiply(codes((4, 128), kind="int8"))
-    assert not can_multiply(codes((4, 128), dtype="uint8"))
-    assert not can_multiply(codes((4, 128), shape=(2, 8, 256)))
-    assert not can_multiply(codes((4, 200), shape=(8, 200)))
+    assert packed_matrix(scaled((4, 128))) == ScaledMatrix(8, 256, "fp8", 4, 128, "float32")
+    assert packed_matrix(scaled((8, 256), dtype="uint8")) is not None
+    assert packed_matrix(scaled((4, 16), kind="fp4")) is not None
+    assert packed_matrix(scaled((4, 48))) is None
+    assert packed_matrix(scaled((4, 128), kind="int8")) is not None
+    assert packed_matrix(scaled((4, 200), shape=(8, 200))) is None
+    stack = PackedTensor(
+        MXFP4, (Extent(file, 0, "uint8", (2, 8, 3, 16)), Extent(file, 0, "uint8", (2, 8, 3))), "bfloat16", (2, 96, 8)
+    )
+    assert packed_matrix(stack) == ScaledMatrix(8, 96, "fp4", 1, 32, "uint8")
+    file_of_codes = Extent(file, 0, "uint8", (96, 1)), Extent(file, 0, "float32", (3,))
+    over = PackedTensor(table_codes((0.5,) * 16, 64, None, ("bfloat16",)), file_of_codes, "bfloat16", (2, 96))
+    assert packed_matrix(over) is None, "runs of values go over from row to row"
+    assert packed_matrix(replace(over, shape=(3, 64))) is not None

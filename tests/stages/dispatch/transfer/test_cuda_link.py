@@ -80,7 +80,7 @@ class Target:
 
 def test_a_copy_waits_on_its_own_stream_and_computing_on_the_current_one(cuda: FakeCuda) -> None:
     link: Any = CudaLink(DEVICE)
-    done = link.copy(torch.ones(1), Target(cuda), after=link.computed())
+    done = link.copy([(torch.ones(1), Target(cuda))], after=link.computed())
     link.follow(done)
     link.finish(done)
     assert cuda.log == [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -38,7 +39,8 @@ class Scene:
     """The parts of one case, what they come to, and the cache that brings them over a late link."""
 
     def __init__(self, chance: random.Random, folder: Path, stack: ExitStack) -> None:
-        pauses = {name: chance.choice(PAUSES) for name in ("copy_pause", "compute_pause", "unpack_pause")}
+        pauses = {name: chance.choice(PAUSES) for name in ("copy_pause", "compute_pause")}
+        pauses |= {"unpack_pause": chance.choice([*PAUSES, 0.02])}
         self.link, self.wanted = LateLink(**pauses), list[list[torch.Tensor]]()
         stack.callback(self.link.end)
         codec = chance.choice(CODECS)
@@ -94,9 +96,12 @@ class Scene:
         order = list(range(len(self.wanted)))
         if chance.random() < 0.5:
             order = [chance.randrange(len(order)) for _ in range(chance.randint(1, 2 * len(order)))]
+        is_read = chance.random() < 0.5  # what was asked for by now, which the accelerator has yet to take
         self.cache.begin_pass()
-        kept: list[Sequence[torch.Tensor]] = []
+        kept: list[tuple[Sequence[torch.Tensor], int]] = []
         for part in order:
+            if is_read:
+                wait([work for held in self.cache._held.values() for work in held.transfer.work])
             self._use(part, chance, kept)
             if chance.random() < 0.03:  # an interrupt: no hook is called
                 self.cache.recover()
@@ -104,19 +109,22 @@ class Scene:
         if chance.random() < 0.9:
             self.cache.end_pass()
 
-    def _use(self, part: int, chance: random.Random, kept: list[Sequence[torch.Tensor]]) -> None:
+    def _use(self, part: int, chance: random.Random, kept: list[tuple[Sequence[torch.Tensor], int]]) -> None:
         beside = chance.randrange(len(self.wanted)) if chance.random() < 0.1 else None
         for each in filter(lambda one: one is not None, (part, beside)):
             found = self.cache.acquire(each)
-            for tensor, wanted in zip(found, self.wanted[each], strict=True):
-                self.link.launch(tensor, wanted)
+            self._compute(found, each)
             if chance.random() < 0.1:  # a view that outlives the call, and computes later
-                kept.append(found)
+                kept.append(([tensor.view_as(tensor) for tensor in found], each))
             del found
         if kept and chance.random() < 0.3:
-            kept.pop(0)
+            self._compute(*kept.pop(0))
         for each in filter(lambda one: one is not None, (beside, part)):
             self.cache.release(each)
+
+    def _compute(self, tensors: Sequence[torch.Tensor], part: int) -> None:
+        for tensor, wanted in zip(tensors, self.wanted[part], strict=True):
+            self.link.launch(tensor, wanted)
 
 
 @contextmanager

@@ -1,0 +1,212 @@
+"""What passes between hosts while they compute: the outputs of modules, each as a message of the call that it is of.
+
+Sending never waits, and what is received is waited for by whoever has nothing else to do: a thread for each host sends
+what it is given, another receives as long as something is missing that was asked for. Messages of one call come in the
+order in which they were sent; those of several are told apart by the call's name, so that it doesn't matter in which
+order hosts compute. So no host ever waits for one that waits for it: a call waits for nothing but its own messages, and
+whoever sends these has no need of anything that comes after.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.peers import Peers
+from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.machine.hosts import KEY
+
+_TAG = 1
+"""Apart from what hosts agree on between calls."""
+
+_Key = tuple[int, str]
+"""Which host sends a message, and of which call it is."""
+
+
+class _Inbox:
+    """What has come and was not yet taken, by key; ``receive`` returns the call and the value that a host sends next.
+
+    All of its state is guarded by ``_changed``. The first error of a thread is everybody's: there is no going on.
+    """
+
+    def __init__(self, receive: Callable[[int], tuple[str, Any]]) -> None:
+        self._receive = receive
+        self._changed = threading.Condition()
+        self._messages: dict[_Key, deque[Any]] = {}
+        self._missing: set[_Key] = set()
+        self._threads: set[int] = set()
+        self._error: Exception | None = None
+
+    def ask(self, key: _Key) -> None:
+        """Have a message of ``key`` be received, unless there is one."""
+        with self._changed:
+            if self._messages.get(key):
+                return
+            self._missing.add(key)
+            if key[0] not in self._threads:
+                self._threads.add(key[0])
+                threading.Thread(target=self._work, args=key[:1], name=f"offstage-from-{key[0]}", daemon=True).start()
+            self._changed.notify_all()
+
+    def has(self, key: _Key) -> bool:
+        """Return whether a message of ``key``, which was asked for, can be taken, or never will be there."""
+        return self._error is not None or key not in self._missing
+
+    def wait(self, keys: Iterable[_Key]) -> None:
+        """Return when a message of one of ``keys`` is there."""
+        wanted = [*keys]
+        with self._changed:
+            self._changed.wait_for(lambda: any(map(self.has, wanted)))
+
+    def take(self, key: _Key) -> Any:
+        """Return the first message of ``key``; raises what kept it from coming."""
+        with self._changed:
+            if key in self._missing and self._error is not None:
+                raise self._error
+            found = self._messages[key]
+            value = found.popleft()
+            if not found:
+                del self._messages[key]
+            return value
+
+    def fail(self, error: Exception) -> None:
+        """Have all who wait hear of ``error``."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what has gone wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, host: int) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: any(source == host for source, _ in self._missing))
+                call, value = self._receive(host)
+                with self._changed:
+                    self._messages.setdefault((host, call), deque()).append(value)
+                    self._missing.discard((host, call))
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            self.fail(error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A message that a call waits for; in the order of a pass that is at ``position``."""
+
+    inbox: _Inbox
+    key: _Key
+    position: tuple[int, ...]
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it is there."""
+        return self.inbox.has(self.key)
+
+    def expect(self, users: int) -> None:
+        """Nothing: it has one user."""
+
+    def wait_for_any(self, others: Sequence[Arrival]) -> None:
+        """Return when one of ``others``, all of one wire, has come."""
+        self.inbox.wait(other.key for other in others)
+
+
+class Wire:
+    """Sends what modules return to other hosts, and receives it: tensors, and tuples and lists of them.
+
+    ``call`` names the call of the model that is under way, and ``wait`` returns when what it is given has come; at
+    first there is one call at a time. ``shares`` says whether weights stream on some host, so that calls have something
+    to share.
+    """
+
+    def __init__(self, peers: Peers, *, shares: bool = False) -> None:
+        self.shares = shares
+        self.call: Callable[[], str] = str
+        self.wait: Callable[[Arrival], None] = lambda arrival: arrival.wait_for_any((arrival,))
+        self._peers = peers
+        self._inbox = _Inbox(self._received)
+        self._outboxes: dict[int, SimpleQueue[tuple[Any, list[torch.Tensor]]]] = {}
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are."""
+        return self._peers.size
+
+    def send(self, value: Any, hosts: Iterable[int]) -> None:
+        """Send ``value`` to each of ``hosts``; what becomes of it here from now on doesn't matter."""
+        self._inbox.check()
+        tensors: list[torch.Tensor] = []
+        shape = _described(value, tensors)
+        copies = [tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
+        for host in hosts:
+            self._outbox(host).put(([self.call(), shape], copies))
+            self._peers.sent_bytes += sum(tensor.nbytes for tensor in copies)
+
+    def receive(self, host: int, device: torch.device, position: tuple[int, ...]) -> Any:
+        """Return what ``host`` sends next of this call, on ``device``."""
+        arrival = Arrival(self._inbox, (host, self.call()), position)
+        self._inbox.ask(arrival.key)
+        self.wait(arrival)
+        return _moved(self._inbox.take(arrival.key), device)
+
+    def _outbox(self, host: int) -> SimpleQueue[tuple[Any, list[torch.Tensor]]]:
+        if host not in self._outboxes:
+            self._outboxes[host] = SimpleQueue()
+            threading.Thread(target=self._send_all, args=(host,), name=f"offstage-to-{host}", daemon=True).start()
+        return self._outboxes[host]
+
+    def _send_all(self, host: int) -> None:
+        try:
+            while True:
+                message, tensors = self._outboxes[host].get()
+                self._peers.send_json(message, host, tag=_TAG)
+                for tensor in tensors:
+                    self._peers.send(tensor, host, tag=_TAG)
+        except Exception as error:  # noqa: BLE001 - whoever sends or waits next raises it
+            self._inbox.fail(error)
+
+    def _received(self, host: int) -> tuple[str, Any]:
+        call, shape = self._peers.receive_json(host, tag=_TAG)
+        return call, self._built(shape, host)
+
+    def _built(self, shape: Any, host: int) -> Any:
+        kind, what = shape
+        if kind == "tensor":
+            sizes, dtype = what
+            return self._peers.receive(torch.empty(sizes, dtype=torch_dtype(dtype)), host, tag=_TAG)
+        if kind == "plain":
+            return what
+        parts = [self._built(part, host) for part in what]
+        return tuple(parts) if kind == "tuple" else parts
+
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    """Return what ``value`` is as JSON; its tensors are added to ``tensors``, in the order in which they are met."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["tensor", [list(value.shape), dtype_name(value.dtype)]]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["plain", value]
+    if type(value) in (tuple, list):
+        return [type(value).__name__, [_described(part, tensors) for part in value]]
+    raise ConfigError(
+        f"{KEY}: a block returns a {type(value).__name__}, which isn't sent to another host; leave it null"
+    )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with its tensors on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return type(value)(_moved(part, device) for part in value) if isinstance(value, tuple | list) else value

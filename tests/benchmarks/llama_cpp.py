@@ -1,0 +1,148 @@
+"""Offstage beside llama.cpp on one GGUF file, all of it in memory, on the cpu: in turn, each in a process of its own.
+
+    python -m tests.benchmarks.llama_cpp 1.1b --python /tmp/llama/bin/python
+    python -m tests.benchmarks.llama_cpp 1.1b --python /tmp/llama/bin/python --formats q4_k_m --rounds 5
+
+``--python`` is the interpreter of an environment that has llama-cpp-python, which compiles llama.cpp for this machine:
+
+    python3 -m venv /tmp/llama
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TOOLS=OFF" /tmp/llama/bin/pip install llama-cpp-python
+
+The file is made of a checkpoint of random weights: in Q8_0 by the ``gguf`` package, and of that in Q4_K_M by llama.cpp.
+It has no tokenizer; both sides are given token ids and decode greedily, with as many ``--threads``. Offstage multiplies
+by the blocks (``quantized.products=fused``). Prints medians of seconds a token and of those to the first token of a
+prompt of 512, the most memory of each process, the ratio, and whether the tokens are the same: llama.cpp rounds what is
+multiplied to eight bits first, so they may be others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offstage.stages.units import format_bytes
+from tests.benchmarks.checkpoints import SHAPES, make
+from tests.benchmarks.gguf_checkpoints import make_gguf
+from tests.benchmarks.offload import keep, say
+from tests.benchmarks.sides import PROMPT, in_turn, offstage_record
+
+OURS, THEIRS = "offstage", "llama.cpp"
+LONG_PROMPT = [5 + at % 997 for at in range(512)]
+FORMATS = ("q8_0", "q4_k_m")
+
+QUANTIZE = """
+import sys, llama_cpp as llama
+options = llama.llama_model_quantize_default_params()
+options.ftype, options.allow_requantize = llama.LLAMA_FTYPE_MOSTLY_Q4_K_M, True
+sys.exit(llama.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), options))
+"""
+
+GENERATE = """
+import json, resource, sys, time
+import llama_cpp as llama, numpy as np
+path, tokens, threads, prompts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+llama.llama_backend_init()
+options = llama.llama_model_default_params()
+options.n_gpu_layers = 0
+model = llama.llama_model_load_from_file(path.encode(), options)
+words = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+def decode(context, ids):
+    given = (llama.llama_token * len(ids))(*ids)  # the batch only points to them
+    batch = llama.llama_batch_get_one(given, len(ids))
+    assert llama.llama_decode(context, batch) == 0
+    return int(np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (words,)).argmax())
+def answer(prompt, count):
+    options = llama.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = 1024
+    options.n_threads = options.n_threads_batch = threads
+    context = llama.llama_init_from_model(model, options)
+    began = time.perf_counter()
+    found, times = [decode(context, prompt)], [time.perf_counter()]
+    while len(found) < count:
+        found.append(decode(context, found[-1:]))
+        times.append(time.perf_counter())
+    llama.llama_free(context)
+    return found, times[0] - began, (times[-1] - times[0]) / max(1, count - 1)
+found, _, seconds = answer(prompts[0], tokens)
+_, first, _ = answer(prompts[1], 1)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"seconds": seconds, "first": first, "peak": peak, "tokens": found}))
+"""
+
+Side = Mapping[str, Any]
+
+
+def main() -> None:
+    """Run the rounds of each format and print what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("--python", required=True, help="the interpreter of an environment with llama-cpp-python")
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=17)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    first = make_gguf(make(arguments.size, folder / arguments.size), folder / f"{arguments.size}-gguf")
+    for kind in arguments.formats:
+        file = first if kind == "q8_0" else first.with_name(f"{kind}.gguf")
+        if not file.exists():
+            _run([arguments.python, "-c", QUANTIZE, str(first), str(file)])
+        rounds = []
+        for number in range(arguments.rounds):
+            rounds.append({name: _side(name, file, folder, arguments) for name in in_turn([OURS, THEIRS], number)})
+            keep(folder / f"results-llama-cpp-{arguments.size}-{kind}.json", arguments, rounds)
+        for line in lines(kind, rounds):
+            say(line)
+
+
+def _side(name: str, file: Path, folder: Path, arguments: argparse.Namespace) -> Side:
+    """Run one side and return what it told."""
+    if name == THEIRS:
+        asked = [str(arguments.tokens), str(arguments.threads), json.dumps([PROMPT, LONG_PROMPT])]
+        side: Side = json.loads(_run([arguments.python, "-c", GENERATE, str(file), *asked]).splitlines()[-1])
+    else:
+        options, work = ["quantized.products=fused", "device_map=cpu"], folder / "llama-cpp"
+        short = offstage_record(file, work, tokens=arguments.tokens, options=options)
+        asked = [f"generate.prompts=[{LONG_PROMPT}]", "generate.max_new_tokens=1", "generate.min_new_tokens=1"]
+        long = offstage_record(file, work, tokens=1, options=[*options, *asked])
+        side = {
+            "seconds": short["metrics"]["decode_seconds_per_token"],
+            "first": long["metrics"]["time_to_first_token_seconds"],
+            "peak": max(record["metrics"]["peak_host_bytes"] for record in (short, long)),
+            "tokens": short["outputs"][0]["token_ids"],
+        }
+    say(f"{name:9} {side['seconds']:.3f} s a token, {side['first']:.2f} s to the first of {len(LONG_PROMPT)}")
+    return side
+
+
+def lines(kind: str, rounds: Sequence[Mapping[str, Side]]) -> list[str]:
+    """Return the lines of a table: medians of both sides, ratios, and whether the tokens are the same."""
+    told, medians = [f"{kind:9}  s a token  s to first      peak"], {}
+    for name in (OURS, THEIRS):
+        each = {what: statistics.median(one[name][what] for one in rounds) for what in ("seconds", "first", "peak")}
+        medians[name] = each
+        told.append(f"{name:9}  {each['seconds']:9.3f}  {each['first']:10.2f}  {format_bytes(int(each['peak'])):>8}")
+    ratios = [medians[OURS][what] / medians[THEIRS][what] for what in ("seconds", "first", "peak")]
+    told.append(f"{'ratio':9}  {ratios[0]:9.2f}  {ratios[1]:10.2f}  {ratios[2]:8.2f}")
+    same = all(one[OURS]["tokens"] == one[THEIRS]["tokens"] for one in rounds)
+    return [*told, f"the tokens are {'the same' if same else 'others'}"]
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"llama.cpp failed: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What products with packed weights take here by format, beside torch's product with the same weight in bfloat16.
+
+    python -m tests.benchmarks.product_speeds
+    python -m tests.benchmarks.product_speeds gptq4 awq4 --threads 2
+
+Prints nanoseconds a value of the weight for one row given, for eight and for 64, the least of ``--rounds``: those of
+the product, and those of torch's, which reads a weight that was unpacked before. Weights are made up, of two million
+values or a few more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from offstage.stages.checkpoints.codecs import gguf, grouped_integers, loops, scaled_codes
+from offstage.stages.checkpoints.codecs.packed_matrices import as_text, packed_matrix
+from offstage.stages.checkpoints.codecs.products import multiply_packed
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.packed import PackedTensor
+from tests.benchmarks.offload import say
+
+COUNTS = (1, 8, 64)
+SAMPLES: dict[str, Callable[[str], tuple[PackedTensor, object, Sequence[object]]]] = {
+    **dict.fromkeys(loops.FORMATS_OF_LOOPS, gguf.sample),
+    **dict.fromkeys(scaled_codes.NAMES, scaled_codes.sample),
+    **dict.fromkeys(grouped_integers.NAMES, grouped_integers.sample),
+}
+
+
+def main() -> None:
+    """Print a line a format."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("formats", nargs="*", default=[*SAMPLES])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    loops.build()
+    say(f"{'':8}" + "".join(f"  {count:3} rows    torch" for count in COUNTS) + "   ns a value")
+    for name in arguments.formats:
+        say(f"{name:8}" + "".join(f"  {ours:8.3f} {theirs:8.3f}" for ours, theirs in speeds(name, arguments.rounds)))
+
+
+def speeds(name: str, rounds: int) -> list[tuple[float, float]]:
+    """Return for each count of rows the nanoseconds a value that a product with format ``name`` takes, and torch's."""
+    tensor, _, data = SAMPLES[name](name)
+    matrix = packed_matrix(tensor)
+    assert matrix is not None
+    told, parts = as_text(matrix), [_part(tensor, at, part) for at, part in enumerate(data)]
+    plain = matrix.values(parts, 0, matrix.rows).bfloat16()
+    found = []
+    for count in COUNTS:
+        given = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(0))
+        rounded = given.bfloat16()
+        ours = _least(lambda given=given: multiply_packed(given, parts, told), rounds)
+        theirs = _least(lambda rounded=rounded: torch.nn.functional.linear(rounded, plain), rounds)
+        found.append((ours / plain.numel() * 1e9, theirs / plain.numel() * 1e9))
+    return found
+
+
+def _part(tensor: PackedTensor, at: int, data: object) -> Tensor:
+    """Return the bytes ``data`` of a tensor's part as numbers of its dtype and shape; of one byte, as bytes."""
+    part = tensor.parts[at]
+    kind, found = torch_dtype(part.dtype), torch.as_tensor(data)
+    return found.view(torch.uint8 if kind.itemsize == 1 else kind).view(part.shape)
+
+
+def _least(call: Callable[[], Tensor], rounds: int) -> float:
+    """Return the fewest seconds that ``call`` took."""
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    main()

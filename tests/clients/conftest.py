@@ -1,0 +1,3 @@
+"""Tests of libraries over a streamed model are about what comes after a rehearsal: each model is rehearsed once."""
+
+from tests.rehearsals import rehearses_once as rehearses_once

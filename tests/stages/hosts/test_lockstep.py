@@ -1,0 +1,80 @@
+"""Many prompts in lockstep over several hosts: each has what it has alone, whatever hosts come to at what time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offstage.stages.dispatch.streaming.lanes import Grouping, Lanes
+from tests.conftest import LONG_FORM
+from tests.long_form import in_ci
+from tests.stages.hosts.divided_models import CONFIGS
+
+ROOT = Path(__file__).parents[3]
+IN_CI = [("llama", "disk"), ("t5", "disk"), ("mixtral", "disk"), ("mamba", "memory"), ("gemma2", "memory")]
+CASES = [(name, lies) for name in CONFIGS for lies in ("memory", "disk")]
+
+
+@pytest.fixture(scope="module", params=in_ci(3, of=[2, 3, 4]))
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Return what each host found, by model and where its weights lie: one start of so many hosts for all."""
+    folder, hosts = tmp_path_factory.mktemp("hosts"), request.param
+    script = Path(__file__).with_name("lockstep_models.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    is_long = bool(os.environ.get(LONG_FORM))
+    cases, seed = (CASES, int(time.time())) if is_long else (IN_CI, 0)
+    asked = [f"{name}:{lies}" for name, lies in cases]
+    done = subprocess.run(
+        [*launcher, str(script), str(folder), str(seed), *asked],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (seed, done.stderr[-3000:])
+    return {
+        case: [json.loads((folder / f"{case.replace(':', '-')}-{host}.json").read_text()) for host in range(hosts)]
+        for case in [*asked, "pace"]
+    }
+
+
+@pytest.mark.parametrize(("name", "lies"), in_ci(*IN_CI, of=CASES))
+def test_every_call_has_what_it_has_alone_in_one_process(answers: dict[str, list[Any]], name: str, lies: str) -> None:
+    for host in answers[f"{name}:{lies}"]:
+        assert host["differ"] == [], host
+        assert host["prompts_alike"], host
+        assert host["streams"] == (lies == "disk"), host
+
+
+def test_hosts_compute_at_once_what_calls_in_turn_have_them_wait_for(answers: dict[str, list[Any]]) -> None:
+    paces = answers["pace"]
+    assert min(paces) > 0.7 * len(paces), "as many times as soon as there are hosts, but for what else a token takes"
+
+
+def order_of(grouping: Grouping, tasks: int, *, size: int, ending: list[int]) -> list[tuple[int, int]]:
+    """Return which numbers join which groups as those of ``ending`` end in this order, if they are under way."""
+    lanes, joined = Lanes([int] * tasks, size=size, grouping=grouping), list[tuple[int, int]]()
+    for ended in [None, *ending]:
+        if ended is not None:
+            lanes.end(dict(joined)[ended])
+        while (found := lanes.next()) is not None:
+            joined.append(found[:2])
+    return joined
+
+
+def test_a_group_has_the_same_calls_in_the_same_order_whoever_ends_first() -> None:
+    first = order_of(Grouping(2), 8, size=4, ending=[0, 2, 1, 3])
+    other = order_of(Grouping(2), 8, size=4, ending=[3, 1, 2, 0])
+    assert first[:4] == other[:4] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert [each for each in first if each[1] == 0] == [each for each in other if each[1] == 0]
+    assert first != other, "one group doesn't wait for the other"
+
+
+def test_where_nothing_is_shared_each_call_is_a_group() -> None:
+    assert order_of(Grouping(None), 4, size=2, ending=[1, 0]) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert order_of(Grouping(2), 3, size=1, ending=[0, 1]) == [(0, 0), (1, 0), (2, 0)], "fewer together than groups"
