@@ -18,8 +18,6 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache.locks import lock
 from offstage.pipeline.record import RECORD, RunRecord
 
-HOSTS = ".hosts"
-"""Where in a job's folder the other hosts that run it have theirs."""
 _LOCK = ".job.lock"
 
 

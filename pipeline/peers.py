@@ -9,29 +9,21 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
-import socket
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from offstage.pipeline.command_exit import INTERRUPTED, heeded_signals
 from offstage.pipeline.errors import words_of
+from offstage.pipeline.host_watch import HostWatch
 from offstage.pipeline.plain_data import leaves
 from offstage.pipeline.rendezvous import (
-    ANSWER_SECONDS,
     CONNECT_SECONDS,
     HostError,
     excuse,
     first_line,
-    is_served_by_first,
     meet,
-    open_store,
     variable,
 )
 
@@ -40,17 +32,12 @@ if TYPE_CHECKING:
 
 _HEADER_BYTES = 512
 """What goes before a message: the JSON of what it is, if that is short, and how long it is."""
-_BEAT_SECONDS, _SILENT_SECONDS, _PATIENCE_SECONDS = 1.0, ANSWER_SECONDS, 4.0
-"""How often each says that it lives; after how long a silence it counts as lost; how long what is at work has to end by
-itself then."""
 _EVER = timedelta(days=30)
 """Those who are slow are waited for: whether they live is told otherwise."""
 _LIBRARIES = ("offstage", "torch", "transformers", "tokenizers")
 _OWN_KEYS = {"max_memory", "offload_folder", "outputs", "hardware"}
 _OWN_PATHS = {"path", "tokenizer", "adapter"}
 """What may differ from host to host: keys of a config, and those below ``model``; of files the content is compared."""
-_RUNNING, _FAILED, _LEAVING, _DONE = "running", "failed", "leaving", "done"
-"""What a process says of itself: at work; why it ends; why it ends with another that was lost; it has all it needs."""
 
 
 def started_together() -> int:
@@ -99,14 +86,14 @@ class Peers:
         self.sent_bytes = 0
         self._distributed = distributed
         self._waits: list[Any] = []
-        self._watch: _HostWatch | None = None
+        self._watch: HostWatch | None = None
         store, machines = meet(self.rank, self.size)
         store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
         with self._guarded():
             if not distributed.is_initialized():
                 distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
             self._group = distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
-        self._watch = _HostWatch(self.rank, machines)
+        self._watch = HostWatch(self.rank, machines)
         atexit.register(self._watch.leave)
         atexit.register(self._end_waits)
 
@@ -257,149 +244,3 @@ def in_step(
         here.fail(str(error) or words_of(error))
         raise
     here.close()
-
-
-class _HostWatch:
-    """Says every second that this process lives, and sees whether the others do; ``machines`` are where they run."""
-
-    def __init__(self, rank: int, machines: Sequence[str]) -> None:
-        self.end: Callable[[BaseException], object] | None = None
-        self._rank, self._machines = rank, machines
-        self._others = [host for host in range(len(machines)) if host != rank]
-        self._gone: set[int] = set()
-        self._state: dict[str, Any] = {"state": _RUNNING}
-        self._store = open_store("watch")
-        self._seen: dict[int, tuple[int | None, float]] = {}
-        self._lost: str | None = None
-        self._stopped = threading.Event()
-        self._beats, self._answered = 0, time.monotonic()
-        self._signals = _Signals()
-        self._beat()
-        for work in (self._run, self._oversee):
-            threading.Thread(target=work, name="offstage-peers", daemon=True).start()
-
-    def name(self, host: int) -> str:
-        """Return what ``host`` is called, with its machine where the run has several."""
-        return f"host {host}" + (f" ({self._machines[host]})" if len({*self._machines}) > 1 else "")
-
-    def fail(self, reason: str) -> None:
-        """Tell the others why this one ends, unless it ends because of one of them; then wait until all know."""
-        self._stopped.set()
-        self._part(None if self._lost else _FAILED, reason)
-
-    def leave(self) -> None:
-        """Be missed by nobody, as the process ends; who serves the store stays until the others have left."""
-        self._stopped.set()
-        if self._state["state"] == _RUNNING:
-            self._part(_DONE)
-
-    def reason(self, gone: int) -> str | None:
-        """Return why the run can't go on without the host ``gone``, as far as one says so now; null where none does."""
-        until = time.monotonic() + _PATIENCE_SECONDS
-        while self._lost is None and time.monotonic() < until:
-            time.sleep(_BEAT_SECONDS / 4)
-        self._gone.add(gone)
-        return self._lost
-
-    def _note(self, state: str, reason: str = "") -> None:
-        self._state = {"state": state, "reason": reason}
-        with suppress(RuntimeError):
-            self._beat()
-
-    def _beat(self) -> None:
-        self._beats += 1
-        self._store.set(str(self._rank), json.dumps({**self._state, "beat": self._beats}))
-
-    def _part(self, state: str | None, reason: str = "") -> None:
-        """Say the last ``state``, if any, and wait a moment until no other is at work: the store may go with this one.
-
-        Where the store hangs, so does what asks it, for good.
-        """
-
-        def part() -> None:
-            if state is not None:
-                self._note(state, reason)
-            with suppress(RuntimeError):
-                others = {*self._others} - self._gone
-                while any(self._said(host).get("state") == _RUNNING for host in others):
-                    time.sleep(_BEAT_SECONDS / 20)
-
-        parting = threading.Thread(target=part, daemon=True)
-        parting.start()
-        parting.join(_PATIENCE_SECONDS)
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None:
-                self._beat()
-                self._lost = next(filter(None, map(self._look, self._others)), None)
-                self._answered = time.monotonic()
-        except RuntimeError as error:  # the store's connection broke: its process is gone, or the network
-            self._lost = self._lost or f"{self._server} went away, or can't be reached ({first_line(error)})"
-        if self._lost is not None:
-            self._note(_LEAVING, self._lost)
-
-    @property
-    def _server(self) -> str:
-        return self.name(0) if is_served_by_first() else "the rendezvous, at host 0,"
-
-    def _oversee(self) -> None:
-        """End the process where it doesn't end by itself: of an interrupt, of the loss of a host, or of the store."""
-        interrupted = False
-        while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None and not interrupted:
-            interrupted = self._signals.came()
-            if time.monotonic() - self._answered > _SILENT_SECONDS:
-                self._gone.update(self._others)
-                self._lost = (
-                    f"{self._server} has said nothing for {_SILENT_SECONDS:.0f} s: it hangs, or the network does"
-                )
-        if not self._stopped.wait(_PATIENCE_SECONDS):
-            reason = self._lost or "interrupted"
-            self._abort(KeyboardInterrupt() if interrupted else HostError(reason), reason)
-
-    def _said(self, host: int) -> Mapping[str, Any]:
-        """Return what ``host`` says of itself, nothing where it has yet to come."""
-        found: Mapping[str, Any] = {}
-        return json.loads(self._store.get(str(host)).decode()) if self._store.check([str(host)]) else found
-
-    def _look(self, host: int) -> str | None:
-        """Return why ``host`` is lost, null while it isn't."""
-        said, now = self._said(host), time.monotonic()
-        state = said.get("state")
-        if state in (_FAILED, _LEAVING):
-            return str(said["reason"]) if state == _LEAVING else f"{self.name(host)}: {said['reason']}"
-        last, since = self._seen.setdefault(host, (said.get("beat"), now))
-        if said.get("beat") != last:
-            self._seen[host] = (said["beat"], now)
-        elif state == _RUNNING and now - since > _SILENT_SECONDS:
-            self._gone.add(host)
-            return f"{self.name(host)} has said nothing for {_SILENT_SECONDS:.0f} s: it hangs, or the network does"
-        return None
-
-    def _abort(self, error: BaseException, reason: str) -> None:
-        """End the process from this thread: what is at work waits for a host that doesn't come."""
-        if self.end is not None:
-            with suppress(Exception):
-                self.end(error)
-        sys.stderr.write(f"offstage: {reason}\n")
-        sys.stderr.flush()
-        if self._gone != {*self._others}:
-            self._part(None if self._lost else _FAILED, reason)
-        os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else HostError.exit_code)
-
-
-class _Signals:
-    """Whether a signal came, known to any thread: the main one may be waiting for a host, and heeds none then."""
-
-    def __init__(self) -> None:
-        self._reading, writing = socket.socketpair()
-        self._reading.setblocking(False)
-        writing.setblocking(False)
-        with suppress(ValueError):  # only the main thread may ask for it
-            signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
-
-    def came(self) -> bool:
-        """Return whether one of those that end a command came since this was last asked."""
-        with suppress(BlockingIOError):
-            return not {*heeded_signals()}.isdisjoint(self._reading.recv(4096))
-        return False

@@ -28,7 +28,8 @@ from offstage.pipeline.run_schema import SCHEMA_VERSION, Enforcement, HostRun, R
 from offstage.pipeline.signatures import is_signed, sign
 from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
-RECORD = "run.json"
+RECORD, HOSTS = "run.json", ".hosts"
+"""A run's record in its folder, and where the other hosts have their folders that run a sweep's job with it."""
 _PLACE = re.compile(r"[/\\.~]")
 _QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
 _LISTED = 8

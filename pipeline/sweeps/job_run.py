@@ -27,12 +27,12 @@ from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.hydra_errors import guarded_composing
 from offstage.pipeline.hydra_task import run_tracked
 from offstage.pipeline.job import configure_log
-from offstage.pipeline.job_folder import HOSTS, JobFolder, completed
+from offstage.pipeline.job_folder import JobFolder, completed
 from offstage.pipeline.job_process import PassedSignals, supervise
 from offstage.pipeline.objective import require_numbers
 from offstage.pipeline.peers import own_rank
 from offstage.pipeline.process_setup import die_with_parent
-from offstage.pipeline.record import RunRecord
+from offstage.pipeline.record import HOSTS, RunRecord
 from offstage.pipeline.stage import Config
 
 SCREEN = "screen.log"

@@ -17,8 +17,7 @@ from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.outline import changes
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import ConfigError, StorageError
-from offstage.pipeline.job_folder import HOSTS
-from offstage.pipeline.record import RECORD, RunRecord
+from offstage.pipeline.record import HOSTS, RECORD, RunRecord
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.signatures import is_signed, sign
 

@@ -195,14 +195,7 @@ def _faults(scene: Scene, found: Outcome, ranks: list[int]) -> Iterator[str]:
     for rank, code, status in zip(ranks, found.codes, found.statuses, strict=True):
         if code not in scene.codes[rank]:
             yield f"host {rank} exited {code}"
-        ends = (
-            {"running", "none"}
-            if code is not None and code < 0
-            else {"failed", "interrupted"}
-            if code
-            else {"completed"}
-        )
-        if status not in ends:
+        if status not in ({"none"} if rank in scene.unrecorded else _statuses(code)):
             yield f"the record of host {rank} says {status}"
     if any("unforeseen" in line or "Traceback" in line for line in found.lines):
         yield "something nobody foresaw"
