@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,14 +52,25 @@ def open_store(use: str) -> Any:
 
     address, port = _place()
     kinds: Any = distributed  # what it exports for type checkers lacks its stores
-    try:
-        store = kinds.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ANSWER_SECONDS))
-    except RuntimeError as error:
+    opened: list[Any] = []
+    failed = ["nothing came back"]
+
+    def connect() -> None:
+        try:
+            opened.append(kinds.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ANSWER_SECONDS)))
+        except RuntimeError as error:
+            failed.append(first_line(error))
+
+    # a server that never answers is waited for without end, whatever the timeout
+    connecting = threading.Thread(target=connect, daemon=True)
+    connecting.start()
+    connecting.join(ANSWER_SECONDS)
+    if not opened:
         raise HostError(
-            f"{address}:{port} doesn't answer as the rendezvous of a run does ({first_line(error)}): the port is "
-            "another program's, or host 0 went away; give all hosts a free MASTER_PORT of host 0"
-        ) from error
-    return kinds.PrefixStore(f"offstage/{use}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            f"MASTER_ADDR={address}, MASTER_PORT={port}: no rendezvous of a run answers there ({failed[-1]}): the port "
+            "is another program's, or host 0 went away; give all hosts a free port of host 0"
+        )
+    return kinds.PrefixStore(f"offstage/{use}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", opened[0])
 
 
 def meet(rank: int, size: int) -> tuple[Any, Sequence[str]]:
