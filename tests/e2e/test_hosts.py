@@ -57,6 +57,7 @@ def run_forks(folder: Path, *arguments: Sequence[str]) -> list[tuple[int, str, s
     hosts = []
     for rank, own in enumerate(arguments):
         told = {"RANK": rank, "WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments)}
+        told |= {"TORCHELASTIC_USE_AGENT_STORE": True}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous.port}
         extra = {name: str(value) for name, value in {**told, **place}.items()}
         hosts.append(start_command(folder, *own, extra=extra))
