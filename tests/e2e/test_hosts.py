@@ -1,7 +1,7 @@
 """The command on several hosts, which torchrun starts: processes of one machine, each with a budget and a disk.
 
-Where a test isn't about that start, its hosts are forks that are started by hand: the imports of three processes take
-most of such a test.
+Where a test isn't about that start, its hosts are forks with the environment that torchrun gives, and its rendezvous
+is the test's: the imports of three processes take most of such a test.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed
 
 from tests.deadline import deadline
 from tests.e2e.conftest import environment, finish, records_in, start as start_command
-from tests.faults.hosts import free_port
 from tests.long_form import in_ci
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -51,10 +52,13 @@ def run(folder: Path, count: int, *arguments: str) -> tuple[int, str, str]:
 def run_forks(folder: Path, *arguments: Sequence[str]) -> list[tuple[int, str, str]]:
     """Run a host with each of the ``arguments``, without torchrun; return of each its exit code, output and errors."""
     folder.mkdir(exist_ok=True)
-    hosts, port = [], free_port()
+    distributed: Any = torch.distributed  # what it exports for type checkers lacks its stores
+    rendezvous = distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    hosts = []
     for rank, own in enumerate(arguments):
         told = {"RANK": rank, "WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments)}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told |= {"TORCHELASTIC_USE_AGENT_STORE": True}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous.port}
         extra = {name: str(value) for name, value in {**told, **place}.items()}
         hosts.append(start_command(folder, *own, extra=extra))
     with deadline():

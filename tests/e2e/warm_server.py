@@ -42,7 +42,9 @@ SET_BY_RUNS = (
     "TORCH_CUDNN_SDPA_DEPRIORITIZED",
 )  # fmt: skip
 """Environment variables that a run, or a compiled generate, sets in its process, which may be that of the tests."""
-OF_A_HOST = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_A_HOST = (
+    "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
 """What torchrun tells a process by; it is read when a run begins."""
 _REQUEST_BYTES, _DESCRIPTORS = 1 << 20, 8
 _READY, _BEGUN = b"ready", "begun"
