@@ -122,7 +122,7 @@ def start(folder: Path, *arguments: str, entry: str = "offstage", extra: Mapping
 
     ``entry`` names another command, as ``offstage.pipeline.commands`` does; ``extra`` is put into its environment.
     """
-    variables = environment(extra)
+    variables = {**environment(), **(extra or {})}
     server = warm_server(variables)
     if server is None:
         return start_anew(folder, *arguments, entry=entry, extra=extra)
@@ -136,7 +136,7 @@ def start_anew(
     return subprocess.Popen(
         [sys.executable, "-c", f"from offstage.pipeline.commands import {entry}; {entry}()", *arguments],
         cwd=folder,
-        env=environment(extra),
+        env={**environment(), **(extra or {})},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
