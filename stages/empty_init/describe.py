@@ -34,7 +34,7 @@ def describe(
     declared = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     tied = find_tied_parameters(model)
     with unchanged_buffers(model):
-        seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
+        seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no trace was asked for")
         weighed = weigh(model, declared or ()) if seen and call is None else Weighed()
         once = _called_once(model, seen) if rehearsed and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]

@@ -57,8 +57,8 @@ def least_ratio(profile: MemoryProfile, budget: int | str) -> float:
     """
     if profile.peaks is None:
         raise ConfigError(
-            f"offload_ratio: no ratio can be worked out, since the model can't be rehearsed: {profile.unrehearsed};"
-            " give a number from 0 to 1"
+            f"offload_ratio: no ratio can be worked out, since the model can't be traced with fake "
+            f"tensors: {profile.unrehearsed}; give a number from 0 to 1"
         )
     return profile.peaks.least_ratio(parse_size(budget))
 

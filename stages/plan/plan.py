@@ -255,10 +255,10 @@ def _reason(layout: Layout, layer: Layer, policy: str) -> str:
     device = lines[0].computes
     if homes == [device]:
         chosen = device == CPU != layout.placement.main
-        return f"{size} resident on {where}{', which computes it: faster than over the link' * chosen}"
+        return f"{size} resident on {where}{', which computes it: faster than to copy it to an accelerator' * chosen}"
     cause = _ASKED_FOR.get(policy, "the faster devices are full" if DISK in homes else "the accelerators are full")
     away = {line.leader for line in lines if line.home != device}
-    how = "its experts brought to" if away <= layout.outline.expert_tensors else "streamed to"
+    how = "its experts streamed to" if away <= layout.outline.expert_tensors else "streamed to"
     return f"{size} on {where}, {how} {device}: {cause}"
 
 
