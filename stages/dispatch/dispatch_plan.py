@@ -83,7 +83,13 @@ class DispatchPlan:
 
 
 def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
-    """Return the dispatch plan of a model with this ``skeleton`` placed by this ``plan``."""
+    """Return the dispatch plan of a model with this ``skeleton`` placed by this ``plan``.
+
+    >>> with offstage.load(checkpoint, max_memory={"cpu": "3MB"}) as loaded:
+    ...     plan = make_dispatch_plan(describe(loaded.model, rehearsed=False), loaded.plan)
+    >>> type(plan).__name__, plan.main_device
+    ('DispatchPlan', 'cpu')
+    """
     parts, experts, devices = {}, _experts(skeleton, plan), plan.devices.items()
     simulated = any(one.simulated is not None and one.ledger for _, one in devices)
     for module, tensors in skeleton.by_module.items():

@@ -30,6 +30,10 @@ def describe(
     declares. ``call`` runs the rehearsal's forward (see ``rehearse``). Code that fake tensors don't have the values
     for is rehearsed as ``deciding`` decides. A model that can't be rehearsed is described
     in the order of registration, and ``unrehearsed`` says why.
+
+    >>> skeleton = describe(nn.Sequential(nn.Linear(4, 2)), rehearsed=False)
+    >>> [(tensor.name, tensor.shape, tensor.dtype) for tensor in skeleton.tensors]
+    [('0.weight', (2, 4), 'float32'), ('0.bias', (2,), 'float32')]
     """
     declared = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     tied = find_tied_parameters(model)

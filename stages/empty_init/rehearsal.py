@@ -52,6 +52,11 @@ def rehearse(
     ``decides`` answers code that asks for values (see ``deciding``). Of repeated blocks that are alike a few are run,
     where nothing is decided, and all where these turn out not to do the same.
     Raises whatever the model's code raises when it meets fake tensors (one of ``fake_weights.REFUSALS``).
+
+    >>> with init_empty_weights():
+    ...     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+    >>> [str(name) for name in rehearse(model, lambda model: model(torch.ones(1, 4))).order]
+    ['', '0', '1']
     """
     alike = [] if decides else find_alike(model)
     if alike:
