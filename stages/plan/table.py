@@ -203,7 +203,7 @@ def packed_told(plan: Plan) -> list[str]:
         told.append(f"{codec}: {where} at rest, {format_bytes(lying['used'])} in use")
     devices = plan.devices.items()
     rooms = " and ".join(f"{format_bytes(one.unpacking)} on {device}" for device, one in devices if one.unpacking)
-    return [*told, f"what streams to an accelerator is dequantised there; room for that: {rooms}"] if rooms else told
+    return [*told, f"accelerators dequantise what streams to them, in {rooms}"] if rooms else told
 
 
 def host_layers_told(plan: Plan) -> list[str]:

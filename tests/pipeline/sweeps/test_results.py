@@ -27,7 +27,7 @@ def test_figures_that_were_measured_earlier_or_while_others_computed_are_said_to
     jobs = [replace(job, overrides=overrides) for job, overrides in zip(sweep_of(3).jobs, given, strict=True)]
     show_sweep(console, tmp_path, replace(sweep_of(3), jobs=tuple(jobs)), ended=range(3))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert "figures" in lines[0]
+    assert "measured" in lines[0]
     assert "measured, median of 2, 1 busy" in lines[1]
     assert "measured earlier" in lines[2]
     assert "no memory cap was tested: nothing was loaded" in lines[2]
