@@ -59,7 +59,7 @@ class DispatchPlan:
     host for streamed weights that it computes: its reserve, and what the plan left of its budget. ``reserves`` are kept
     free on each device that computes what is streamed: what an accelerator holds for weights on their way. ``slots``
     are the bytes for experts on each device that computes some which lie elsewhere; they are divided for passes of
-    ``pass_tokens``. ``unpacking`` are those by which an accelerator unpacks what comes to it packed; on one that isn't
+    ``pass_tokens``. ``unpacking`` are those in which an accelerator dequantises what streams to it; on one that isn't
     listed nothing is. ``host_peak_bytes`` is the predicted peak of a host that stands in for accelerators, null where
     none is simulated.
     """

@@ -24,7 +24,7 @@ def describe(
     call: Callable[[nn.Module], object] | None = None,
     rehearsed: bool = True,
 ) -> Skeleton:
-    """Return the skeleton of ``model``, whose tensors may lie on any device, meta included.
+    """Return the skeleton of ``model``, all that a meta model is; its tensors may lie on any device.
 
     ``no_split`` names the classes whose modules compute on one device; by default what a transformers model
     declares. ``call`` runs the rehearsal's forward (see ``rehearse``). Code that fake tensors don't have the values

@@ -103,11 +103,11 @@ class Plan:
 
     The tensors are written by the layers that are alike, in the order of execution. ``reasons`` says why each layer
     lies where it does, in that order; ``notes`` are remarks in words. ``forecast`` has the bytes streamed and the
-    seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
+    seconds of a token, and its bottleneck (``bound``); ``rates`` the bytes a second that all of it was reckoned with.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
     ``lockstep``, how many batches share each pass. ``offload_ratio`` is the share of a training's activations that
     waits elsewhere, null where nothing is trained. ``pass_tokens`` are those of a pass of decoding, by which slots are
-    divided among layers. ``codec`` is what streamed weights are packed by that the checkpoint has plain, null where
+    divided among layers. ``codec`` is what streamed weights are compressed by that the checkpoint has plain, null where
     they stay so. ``block_rows`` has the weights of linear layers that are brought by blocks of so many rows, since not
     even the reserve can hold one of them whole.
 

@@ -90,7 +90,7 @@ def test_the_table_has_perplexities_to_the_digits_that_tell_jobs_apart(tmp_path:
 
 def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:
     write_run(tmp_path / "0")
-    newer = {"streaming, GB/s", "stalled a token, s", "bottleneck", "passes", "tokens a pass", "drafts judged"}
+    newer = {"streaming, GB/s", "stalled a token, s", "bottleneck", "passes", "tokens a pass", "drafts verified"}
     assert not newer & set(table(tmp_path))
 
 
@@ -106,7 +106,7 @@ def test_jobs_with_drafts_have_how_they_were_judged_and_how_many_stood(tmp_path:
     write_run(tmp_path / "0", metrics={**drafts, "passes": 40})
     write_run(tmp_path / "1")
     found = table(tmp_path)
-    assert found["drafts judged"] == ("exact", MISSING)
+    assert found["drafts verified"] == ("exact", MISSING)
     assert found["drafts accepted, %"] == ("62.5", MISSING)
     assert found["tokens a pass"] == ("3.5000", MISSING)
 
