@@ -83,7 +83,7 @@ def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collec
     own = own_overrides(sweep.jobs)
     for job in sorted(sweep.jobs, key=lambda job: job.number):
         cells = _cells(states[job.number], leading)
-        lies = escape(shorten(folder / job.folder)) if job.folder is not None else ""
+        lies = escape(job.folder) if job.folder is not None else ""  # in the sweep's, which the line below names
         table.add_row(str(job.number), escape(own[job.number]), *cells, lies)
     console.print(table)
     count = Counter(state.status for state in states.values())
