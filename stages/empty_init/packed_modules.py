@@ -309,7 +309,7 @@ def require_rehearsed(model: nn.Module, skeleton: Skeleton) -> None:
         raise ConfigError(f"{KEY}: the model's code reads the weight of {borrowed!r} itself; take {KEY}=exact")
     if packed and skeleton.unrehearsed is not None:
         raise ConfigError(
-            f"{KEY}: the model's code can't be rehearsed with weights that stay packed ({skeleton.unrehearsed}); take "
+            f"{KEY}: the model's code can't be traced with weights that stay quantised ({skeleton.unrehearsed}); take "
             f"{KEY}=exact"
         )
 
@@ -318,7 +318,7 @@ def refuse_saving(model: nn.Module) -> None:
     """Have ``model`` refuse to be saved where it has packed weights: nothing else could read these."""
 
     def refuse(*_: object) -> NoReturn:
-        raise RuntimeError(f"{KEY}=fused keeps weights packed, which can't be saved; load the model with {KEY}=exact")
+        raise RuntimeError(f"{KEY}=fused keeps weights quantised, which can't be saved; load it with {KEY}=exact")
 
     for module in packed_modules(model).values():
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

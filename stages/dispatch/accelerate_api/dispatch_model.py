@@ -66,6 +66,11 @@ def dispatch_model(  # the field's signature
     with offloaded weights refuses to be moved.
 
     Raises ``ConfigError`` where the map leaves out a tensor, or there is nowhere to offload to.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=folder)
+    >>> model[1].weight.device, model(torch.ones(1, 2)).shape
+    (device(type='meta'), torch.Size([1, 1]))
     """
     devices = {str(device) for device in device_map.values()}
     if len(devices) == 1 and DISK not in devices and not force_hooks:
@@ -118,6 +123,12 @@ def load_checkpoint_and_dispatch(  # the field's signature
     dispatched. What lies on disk is streamed from the checkpoint's own files where they are safetensors of the dtype
     that is wanted; ``offload_folder`` is needed only for what isn't. ``full_state_dict`` changes nothing: every process
     loads for itself, and can't have it broadcast.
+
+    >>> with init_empty_weights():
+    ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16)
+    >>> model = load_checkpoint_and_dispatch(model, checkpoint, "optimal", max_memory={"cpu": "3MB"})
+    >>> sorted(set(model.hf_device_map.values()))
+    ['cpu', 'disk']
     """
     if broadcast_from_rank0:
         raise ConfigError("broadcast_from_rank0: True is not supported; every process loads what it needs itself")
@@ -189,6 +200,10 @@ def cpu_offload(
     """Keep the weights of ``model`` on the host, bring each to ``execution_device`` for its calls, return the model.
 
     The device is by default where the first parameter is. ``state_dict`` has the weights if not the model itself.
+
+    >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 1)), "cpu")
+    >>> model[0].weight.device, model(torch.ones(1, 2)).shape
+    (device(type='meta'), torch.Size([1, 1]))
     """
     return _offload_all(
         model,
@@ -210,6 +225,10 @@ def disk_offload(
     """Keep the weights of ``model`` in ``offload_dir``, bring each to ``execution_device`` for its calls.
 
     Weights that the folder already has are not written again; those of the model are, where they differ.
+
+    >>> model = disk_offload(nn.Sequential(nn.Linear(2, 1)), folder, "cpu")
+    >>> model[0].weight.device, model(torch.ones(1, 2)).shape
+    (device(type='meta'), torch.Size([1, 1]))
     """
     return _offload_all(
         model,
