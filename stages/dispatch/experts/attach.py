@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.transfer.part_layout import RowSource
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
-from offstage.stages.empty_init.experts import routing
 from offstage.stages.empty_init.skeleton import ExpertsSpec
 from offstage.stages.machine.probes import bounce_buffers
 from offstage.stages.plan.expert_slots import bank_bounds, wanted
@@ -200,11 +198,5 @@ def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Calla
     """Have ``experts`` know when the module ``name`` is called, and with what."""
     module = model.get_submodule(name)
 
-    def begin(called: nn.Module, args: Any, kwargs: Any) -> None:
-        experts.begin(routing(called, args, kwargs))
-
-    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
-        experts.end()
-
-    yield module.register_forward_pre_hook(uncompiled(begin), with_kwargs=True).remove
-    yield module.register_forward_hook(uncompiled(end), always_call=True).remove
+    yield module.register_forward_pre_hook(uncompiled(experts.begin), with_kwargs=True).remove
+    yield module.register_forward_hook(uncompiled(experts.end), always_call=True).remove

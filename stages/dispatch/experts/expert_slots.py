@@ -183,20 +183,27 @@ class ExpertSlots:
         for expert in hits:
             bank.use(expert)
 
-    def ask(self, expert: Expert, pieces: Iterable[str], busy: Container[Expert]) -> bool:
+    def ask(self, expert: Expert, pieces: Iterable[str], busy: Container[Expert], *, is_likely: bool = False) -> bool:
         """Have ``pieces`` of ``expert`` be brought into its slot, as far as they aren't there.
 
-        Return false where it lies in none, and all are ``busy``.
+        Return false where it lies in none, and all are ``busy``. One that isn't called yet, but ``is_likely`` to
+        be, is the first to make room.
         """
         bank, entry = self._banks[expert[0]], self._entries.get(expert)
         if entry is None:
             entry = self._take(expert, busy)
             if entry is None:
                 return False
-            bank.use(expert)
+            if is_likely:
+                bank.unused[expert] = None
+            else:
+                bank.use(expert)
         for piece in pieces:
             if piece not in entry.pieces:
-                layout = self._fetch(expert, entry, piece)
+                layout = self._layers[expert[0]].layout(expert[1], piece)
+                region = bank.room.region(entry.slot, expert, piece)
+                entry.pieces[piece] = self._mover.fetch(layout, region, urgency=self._urgency)
+                self._coming[expert] = None
                 self.uses[expert[0]].streamed_bytes += layout.rest_bytes
         return True
 
@@ -211,14 +218,6 @@ class ExpertSlots:
             self.uses[expert[0]].evictions += 1
         entry = self._entries[expert] = Entry(slot)
         return entry
-
-    def _fetch(self, expert: Expert, entry: Entry, piece: str) -> PartLayout:
-        """Start what brings a ``piece`` of ``expert`` into its slot; return what that is."""
-        layout = self._layers[expert[0]].layout(expert[1], piece)
-        transfer = entry.pieces[piece] = Transfer(self._banks[expert[0]].room.region(entry.slot, expert, piece))
-        self._coming[expert] = None
-        self._mover.fetch(layout, transfer, urgency=self._urgency)
-        return layout
 
     def wait(self, experts: Iterable[Expert], piece: str) -> None:
         """Wait for the ``piece`` of those of ``experts`` where it is on its way. Raises what bringing one raised."""
