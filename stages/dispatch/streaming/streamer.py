@@ -25,7 +25,7 @@ from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lanes import Task
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared
 from offstage.stages.dispatch.streaming.passes import ModelPasses
-from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait, without_data
+from offstage.stages.dispatch.streaming.places import Newcomers, TensorPlace, have_wait
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
@@ -102,7 +102,6 @@ class Streamer:
         self._saved = SavedWeights()
         self._caches: list[WeightCache] = []
         self._parts: list[StreamedPart] = []
-        self._empty: set[int] = set()
         self._refusal: str | None = None
         self._passes = ModelPasses(
             model, begin=self._begin, end=self._end, recover=self._recover, is_left=lambda: self._saved.in_calls
@@ -114,7 +113,8 @@ class Streamer:
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
             undo.callback(self.remove)
             self._hook(plan, host)
-            self._empty |= {id(tensor) for _, tensor in without_data(model)}
+            self._newcomers = Newcomers(model)
+            self._stack.callback(self._newcomers.forget)
             undo.pop_all()
         _streamers[model] = weakref.ref(self)
 
@@ -315,20 +315,11 @@ class Streamer:
     def _begin(self) -> None:
         if not self._is_there():
             return
-        self._refuse_strangers()
+        self._newcomers.check()
         self.routed.begin_pass()
         self._backward.begin_pass()
         for cache in self._caches:
             cache.begin_pass()
-
-    def _refuse_strangers(self) -> None:
-        """Refuse parameters that have no data and came after the hooks: what is computed with them would be noise."""
-        for name, tensor in without_data(self._model):
-            if id(tensor) not in self._empty:
-                raise RuntimeError(
-                    f"{name!r} is on the meta device and has no data: it was added to the model after it was "
-                    "dispatched; add adapters before that, or load it with offstage.load, which tells them where to go"
-                )
 
     def _end(self) -> None:
         self._backward.end_pass()
