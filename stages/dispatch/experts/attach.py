@@ -11,10 +11,10 @@ from torch import nn
 
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse, SlotRows
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
-from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMemory, kind_bytes
+from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes, slot_rows
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
 from offstage.stages.dispatch.streaming.places import TensorPlace, place_of, source_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
@@ -123,8 +123,7 @@ def _open_slots(
         largest=max(each.spec.count for each in members),
         together=together,
     )
-    memory = SlotMemory(kind, bounds[-1][1], link, room=slot_bytes)
-    banks = [Bank(SlotRows(memory, begin, end)) for begin, end in bounds]
+    banks = [Bank(rows) for rows in slot_rows(kind, bounds, link, room=slot_bytes)]
     sources = [row for layer in rows for stack_rows in layer.values() for row in stack_rows]
     places = [place for row in sources for place in ((row,) if isinstance(row, torch.Tensor) else row)]
     passing = [place for place in places if not link.in_place or isinstance(place, Extent)]

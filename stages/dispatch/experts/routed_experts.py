@@ -178,8 +178,7 @@ class RoutedExperts:
         return len(self._calls) > 1 and key not in self._kept
 
     def _batch(self, attribute: str, keys: Sequence[Expert]) -> tuple[list[int], torch.Tensor, list[int]]:
-        stacks, places = self._pool.stack(keys)
-        return [expert for _, expert in keys], stacks[attribute], places
+        return [expert for _, expert in keys], *self._pool.stack(keys, attribute)
 
     def _ask(
         self, attribute: str, waiting: deque[Expert], asked: deque[Expert], *, computing: Collection[Expert]
