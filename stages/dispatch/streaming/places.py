@@ -53,12 +53,12 @@ class TensorPlace:
     @property
     def is_written(self) -> bool:
         """Whether something was written into what is bound since it was."""
-        return self.bound is not None and _writes(self.bound) != self.version
+        return self.bound is not None and writes_to(self.bound) != self.version
 
     def bind(self, tensor: torch.Tensor) -> None:
         """Put ``tensor`` there, until ``leave``."""
         self.table[self.attribute] = self.bound = tensor
-        self.version = _writes(tensor)
+        self.version = writes_to(tensor)
 
     def bind_data(self, data: torch.Tensor) -> None:
         """Put ``data`` in the place of what waits, as a parameter like it where that is one.
@@ -141,9 +141,9 @@ def read_only(waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Ten
     return found
 
 
-def _writes(tensor: torch.Tensor) -> int:
-    """Return how often something was written into ``tensor``, as far as torch counts."""
-    return 0 if tensor.is_inference() else tensor._version
+def writes_to(tensor: torch.Tensor) -> int:
+    """Return how often something was written into ``tensor``; less than zero where torch doesn't count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def place_of(model: nn.Module, name: str, *, has_data: bool = False) -> TensorPlace:
