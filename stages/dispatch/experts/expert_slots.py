@@ -201,9 +201,9 @@ class ExpertSlots:
         for piece in pieces:
             if piece not in entry.pieces:
                 layout = self._layers[expert[0]].layout(expert[1], piece)
-                region = bank.room.region(entry.slot, expert, piece)
-                entry.pieces[piece] = self._mover.fetch(layout, region, urgency=self._urgency)
+                transfer = entry.pieces[piece] = Transfer(bank.room.region(entry.slot, expert, piece))
                 self._coming[expert] = None
+                self._mover.fetch(layout, transfer, urgency=self._urgency)
                 self.uses[expert[0]].streamed_bytes += layout.rest_bytes
         return True
 

@@ -190,7 +190,8 @@ class WeightCache:
                 self._is_full = region is None
                 if region is None:
                     return
-                self._held[part] = _RingEntry(self._mover.fetch(self._layouts[part], region))
+                entry = self._held[part] = _RingEntry(Transfer(region))
+                self._mover.fetch(self._layouts[part], entry.transfer)
             schedule.note_asked(part)
 
     def _expect_anew(self) -> None:
@@ -211,7 +212,8 @@ class WeightCache:
             beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
             traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + size)
             region = self._ring.beyond(size)
-        entry = self._held[part] = _RingEntry(self._mover.fetch(self._layouts[part], region), is_beyond)
+        entry = self._held[part] = _RingEntry(Transfer(region), is_beyond)
+        self._mover.fetch(self._layouts[part], entry.transfer)
         return entry
 
     def _make_room(self, part: int) -> torch.Tensor | None:

@@ -91,9 +91,12 @@ class Mover:
         traces = trace is not None and not link.in_place
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
 
-    def fetch(self, layout: PartLayout, region: torch.Tensor, *, urgency: Urgency = Urgency.CERTAIN) -> Transfer:
-        """Start what fills ``region`` as ``layout`` says; threads read it as its ``urgency`` is."""
-        after, transfer, waiting = self.link.computed(), Transfer(region), list[tuple[torch.Tensor, int]]()
+    def fetch(self, layout: PartLayout, transfer: Transfer, *, urgency: Urgency = Urgency.CERTAIN) -> None:
+        """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is.
+
+        Whoever asks holds the transfer already, so that it can be given up if an interrupt ends this half-way.
+        """
+        after, waiting = self.link.computed(), list[tuple[torch.Tensor, int]]()
         for job, shared in self._jobs(layout, transfer, after):
             transfer.work.append(reader_pool().submit(job, urgency=urgency))
             if shared is not None:
@@ -103,7 +106,6 @@ class Mover:
                 waiting.append((placed.data, placed.begin))
         if waiting:
             transfer.asked.append(self._copy(waiting, transfer, after))
-        return transfer
 
     def _jobs(self, layout: PartLayout, transfer: Transfer, after: Event) -> Iterator[_Job]:
         """Yield what threads do to bring what waits on disk of ``layout``, each with the buffer that it shares."""

@@ -14,7 +14,7 @@ from offstage.stages.dispatch.streaming.caches import make_cache
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.arena import Arena, HostMemory
 from offstage.stages.dispatch.transfer.links import HostLink
-from offstage.stages.dispatch.transfer.mover import Mover
+from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.part_layout import lay_out_reads
 from offstage.stages.dispatch.transfer.traffic import Traffic
 
@@ -258,7 +258,9 @@ def test_a_read_that_is_done_or_was_cancelled_holds_no_memory(extents: list[list
     for _ in range(50):
         for part in (1, 3):
             layout = lay_out_reads(extents[part])
-            mover.abandon(mover.fetch(layout, arena.take(layout.size)))
+            transfer = Transfer(arena.take(layout.size))
+            mover.fetch(layout, transfer)
+            mover.abandon(transfer)
             assert arena.used == 0, "whatever the threads are about"
     mover.close()
 

@@ -64,8 +64,8 @@ class VirtualMover:
     def count_use(self, at_rest: int, carried: int) -> None:
         pass
 
-    def fetch(self, layout: PartLayout, region: Span) -> Transfer:
-        return Transfer(region, asked=[self._machine.copy(self._device)])
+    def fetch(self, layout: PartLayout, transfer: Transfer) -> None:
+        transfer.asked.append(self._machine.copy(self._device))
 
     def wait(self, transfers: Iterable[Transfer], _what: str) -> None:
         self._machine.now = max([self._machine.now, *(arrival for each in transfers for arrival in each.arrive())])
