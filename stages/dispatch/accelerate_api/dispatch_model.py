@@ -13,6 +13,7 @@ split, or one without children.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from torch import nn
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.dispatch.accelerate_api.align import SkipKeys, resolve_device
-from offstage.stages.dispatch.accelerate_api.device_map import warn_of_strangers
 from offstage.stages.dispatch.accelerate_api.hooks import remove_hook_from_submodules
 from offstage.stages.dispatch.accelerate_api.offload_dir import locate_weights
 from offstage.stages.dispatch.accelerate_api.streamed_model import OffloadedData, Wanted, plan_for, stream
@@ -41,6 +41,7 @@ from offstage.stages.shard_load.sources import LoadPlan, find_sources
 from offstage.stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
+_log = logging.getLogger(__name__)
 
 
 def dispatch_model(  # the field's signature
@@ -179,7 +180,7 @@ def _wanted(
     first = next((device for device in device_map.values() if str(device) not in (CPU, DISK)), CPU)
     main = device_id(first if main is None else main)
     declared: SkipKeys = getattr(model, "_skip_keys_device_placement", None)
-    warn_of_strangers(skeleton, device_map)
+    _warn_of_strangers(skeleton, device_map)
     return Wanted(
         homes_of(skeleton, device_map, otherwise=main),
         main,
@@ -188,6 +189,18 @@ def _wanted(
         skip_keys=declared if skip_keys is None else skip_keys,
         budgets=budgets or {},
     )
+
+
+def _warn_of_strangers(skeleton: Skeleton, device_map: Mapping[str, AnyDevice]) -> None:
+    """Say in the log which names of the map are not in the model, and which of its devices are not here."""
+    known = {spec.name for spec in skeleton.tensors} | {module.name for module in skeleton.modules}
+    strangers = [name for name in device_map if name not in known]
+    if strangers:
+        _log.warning("device_map names nothing in the model: %s", ", ".join(strangers))
+    for device in dict.fromkeys(device_map.values()):
+        resolved = resolve_device(device) if str(device) != DISK else None
+        if str(device) != CPU and resolved is not None and resolved.type == "cpu":
+            _log.warning("device %s isn't here; it is simulated on the cpu", device)
 
 
 def cpu_offload(
