@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -302,13 +302,24 @@ INLINE void scale_and_shift(float *values, int count, float scale, float more) {
     for (int at = 0; at < count; at++) values[at] = values[at] * scale + more;
 }
 
-INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, float *values) {
+/* 32 codes of five bits, of which the fifth lie in four bytes of their own. */
+INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int8_t *codes) {
     uint32_t bits;
     memcpy(&bits, fifth, sizeof bits);
+#ifdef __AVX2__
+    const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i own = _mm256_set1_epi64x((int64_t)0x8040201008040201u);
+    __m128i bytes = _mm_loadu_si128((const __m128i *)packed), mask = _mm_set1_epi8(15);
+    __m256i four = _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
+    __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)bits), places), own);
+    __m256i set = _mm256_and_si256(_mm256_cmpeq_epi8(spread, own), _mm256_set1_epi8(16));
+    _mm256_storeu_si256((__m256i *)codes, _mm256_or_si256(four, set));
+#else
     for (int at = 0; at < 16; at++) {
-        values[at] = (float)((packed[at] & 15) | (bits >> at & 1) << 4);
-        values[16 + at] = (float)(packed[at] >> 4 | (bits >> (16 + at) & 1) << 4);
+        codes[at] = (int8_t)((packed[at] & 15) | (bits >> at & 1) << 4);
+        codes[16 + at] = (int8_t)(packed[at] >> 4 | (bits >> (16 + at) & 1) << 4);
     }
+#endif
 }
 
 static void q8_0(const uint8_t *block, float *values) {
@@ -333,12 +344,16 @@ static void q4_1(const uint8_t *block, float *restrict values) {
 }
 
 static void q5_0(const uint8_t *block, float *values) {
-    five_bits(block + 6, block + 2, values);
+    int8_t codes[32];
+    five_bits(block + 6, block + 2, codes);
+    for (int at = 0; at < 32; at++) values[at] = (float)codes[at];
     scale_all(values, 32, 16, half_at(block));
 }
 
 static void q5_1(const uint8_t *block, float *values) {
-    five_bits(block + 8, block + 4, values);
+    int8_t codes[32];
+    five_bits(block + 8, block + 4, codes);
+    for (int at = 0; at < 32; at++) values[at] = (float)codes[at];
     scale_and_shift(values, 32, half_at(block), half_at(block + 2));
 }
 
@@ -437,7 +452,7 @@ void unpack_ggml(const Work *all) {
    each of 32 columns adds up those that are 32 apart, first to last, and then lanes are added in halves. So its bits hang
    neither on how many rows there are nor on how many threads. */
 
-enum { LANES = 32, PANEL = 8, AT_ONCE = 4 };
+enum { LANES = 32, AT_ONCE = 4 };
 
 #ifdef __AVX512F__
 typedef struct {
@@ -468,6 +483,16 @@ INLINE void keep_values(Lanes values, float *room) {
 INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *more) {
     return (Lanes){shifted(_mm512_mul_ps(sixteen(codes), _mm512_set1_ps(low)), more),
                    shifted(_mm512_mul_ps(sixteen(codes + 16), _mm512_set1_ps(high)), more)};
+}
+
+/* The sum of all lanes, which are added in halves. */
+INLINE float sum_of(const Lanes *lanes) {
+    __m512 both = _mm512_add_ps(lanes->low, lanes->high);
+    __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(both), 1));
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(both), upper);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 INLINE __m512 sixteen_fp8(const uint8_t *codes) { /* a half has one bit of exponent more, and all that FP8 has */
@@ -507,6 +532,13 @@ INLINE Lanes values_at(const float *values) {
     Lanes lanes;
     memcpy(lanes.of, values, sizeof lanes.of);
     return lanes;
+}
+
+INLINE float sum_of(const Lanes *lanes) {
+    Lanes sums = *lanes;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int at = 0; at < half; at++) sums.of[at] += sums.of[at + half];
+    return sums.of[0];
 }
 
 INLINE void keep_values(Lanes values, float *room) { memcpy(room, values.of, sizeof values.of); }
@@ -567,17 +599,25 @@ INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_fir
 }
 #endif
 
-INLINE float sum_of(const Lanes *lanes) {
-    float sums[LANES];
-    memcpy(sums, lanes, sizeof sums);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int at = 0; at < half; at++) sums[at] += sums[at + half];
-    return sums[0];
-}
 
 INLINE void add_q8_0(Lanes *lanes, const uint8_t *block, const float *given) {
     float scale = half_at(block);
     add_values(lanes, of_codes((const int8_t *)block + 2, scale, scale, 0), given);
+}
+
+INLINE void add_q5_0(Lanes *lanes, const uint8_t *block, const float *given) {
+    float scale = half_at(block);
+    int8_t codes[32];
+    five_bits(block + 6, block + 2, codes);
+    for (int at = 0; at < 32; at++) codes[at] = (int8_t)(codes[at] - 16);
+    add_values(lanes, of_codes(codes, scale, scale, 0), given);
+}
+
+INLINE void add_q5_1(Lanes *lanes, const uint8_t *block, const float *given) {
+    float scale = half_at(block), more = half_at(block + 2);
+    int8_t codes[32];
+    five_bits(block + 8, block + 4, codes);
+    add_values(lanes, of_codes(codes, scale, scale, &more), given);
 }
 
 INLINE void add_q4_k(Lanes *lanes, const uint8_t *block, const float *given) {
@@ -588,6 +628,22 @@ INLINE void add_q4_k(Lanes *lanes, const uint8_t *block, const float *given) {
         const uint8_t *packed = block + 16 + 32 * pair;
         for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
         for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
+        for (int half = 0; half < 2; half++) {
+            int run = 2 * pair + half;
+            add_values(lanes, of_codes(codes + 32 * half, scales[run], scales[run], mores + run), given + 32 * run);
+        }
+    }
+}
+
+INLINE void add_q5_k(Lanes *lanes, const uint8_t *block, const float *given) {
+    const uint8_t *fifth = block + 16;
+    float scales[8], mores[8];
+    int8_t codes[64];
+    run_scales(block, scales, mores);
+    for (int pair = 0; pair < 4; pair++) {
+        const uint8_t *packed = block + 48 + 32 * pair;
+        for (int at = 0; at < 32; at++) codes[at] = (int8_t)((packed[at] & 15) | (fifth[at] >> 2 * pair & 1) << 4);
+        for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4 | (fifth[at] >> 2 * pair & 2) << 3);
         for (int half = 0; half < 2; half++) {
             int run = 2 * pair + half;
             add_values(lanes, of_codes(codes + 32 * half, scales[run], scales[run], mores + run), given + 32 * run);
@@ -633,9 +689,6 @@ typedef float (*RowProduct)(const uint8_t *packed, int64_t blocks, const float *
 
 ADD_UNPACKED(q4_0, 32)
 ADD_UNPACKED(q4_1, 32)
-ADD_UNPACKED(q5_0, 32)
-ADD_UNPACKED(q5_1, 32)
-ADD_UNPACKED(q5_k, 256)
 ROW_PRODUCT(q4_0, 32, 18)
 ROW_PRODUCT(q4_1, 32, 20)
 ROW_PRODUCT(q5_0, 32, 22)
@@ -739,18 +792,49 @@ static void unpack_row(const Product *all, int64_t row, float *room) {
     for (int64_t at = 0; at < all->work->columns; at++) form->unpack(packed + at * form->bytes, room + at * form->values);
 }
 
-/* A row of values times AT_ONCE rows given, each of columns. */
-static void multiply_some(const float *values, const float *given, int64_t columns, float *sums) {
-    Lanes a = {0}, b = {0}, c = {0}, d = {0};
-    const float *second = given + columns, *third = second + columns, *fourth = third + columns;
-    for (int64_t at = 0; at < columns; at += LANES) {
-        Lanes some = values_at(values + at);
-        add_values(&a, some, given + at);
-        add_values(&b, some, second + at);
-        add_values(&c, some, third + at);
-        add_values(&d, some, fourth + at);
+/* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
+   loaded of either serves each of the other, and all sums stay in registers. */
+#ifdef __AVX512F__
+enum { PART = 16, BESIDE = 6 };
+#else
+enum { PART = 8, BESIDE = 2 };
+#endif
+
+typedef float Part __attribute__((vector_size(4 * PART)));
+
+INLINE Part part_at(const float *values) {
+    Part part;
+    memcpy(&part, values, sizeof part);
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(part)); /* to stay in its register, rather than be loaded anew for each use */
+#elif defined(__AVX2__)
+    __asm__("" : "+x"(part));
+#endif
+    return part;
+}
+
+/* Some rows of values times AT_ONCE rows given, all of columns, each behind the other. */
+INLINE void products_of(int some, const float *values, const float *given, int64_t columns, float *sums) {
+    float lanes[BESIDE * AT_ONCE][LANES];
+    for (int64_t part = 0; part < LANES; part += PART) {
+        Part parts[BESIDE * AT_ONCE];
+        memset(parts, 0, sizeof parts);
+        for (int64_t at = part; at < columns; at += LANES) {
+            Part first = part_at(given + at), second = part_at(given + columns + at);
+            Part third = part_at(given + 2 * columns + at), fourth = part_at(given + 3 * columns + at);
+#pragma GCC unroll 6
+            for (int row = 0; row < some; row++) {
+                Part found = part_at(values + row * columns + at), *own = parts + row * AT_ONCE;
+                own[0] += found * first, own[1] += found * second, own[2] += found * third, own[3] += found * fourth;
+            }
+        }
+#pragma GCC unroll 24
+        for (int at = 0; at < some * AT_ONCE; at++) memcpy(lanes[at] + part, parts + at, sizeof *parts);
     }
-    sums[0] = sum_of(&a), sums[1] = sum_of(&b), sums[2] = sum_of(&c), sums[3] = sum_of(&d);
+    for (int at = 0; at < some * AT_ONCE; at++) {
+        Lanes all = values_at(lanes[at]);
+        sums[at] = sum_of(&all);
+    }
 }
 
 static float multiply_one(const float *values, const float *given, int64_t columns) {
@@ -761,16 +845,27 @@ static float multiply_one(const float *values, const float *given, int64_t colum
 
 INLINE int64_t place_of(const Product *all, int64_t row) { return all->places ? all->places[row] : row; }
 
-/* The rows begin to end, PANEL at most, which are unpacked to room, times all rows given. */
+/* The rows begin to end, which are unpacked to room, times AT_ONCE of those given, from first on. */
+static void multiply_some(const Product *all, int64_t begin, int64_t end, const float *room, int64_t first) {
+    int64_t columns = all->columns;
+    const float *given = all->given + first * columns;
+    for (int64_t row = begin, some; row < end; row += some, room += some * columns) {
+        float sums[BESIDE * AT_ONCE];
+        some = row + BESIDE <= end ? BESIDE : 1;
+        if (some == BESIDE)
+            products_of(BESIDE, room, given, columns, sums);
+        else
+            products_of(1, room, given, columns, sums);
+        for (int64_t at = 0; at < some * AT_ONCE; at++)
+            all->made[(first + at % AT_ONCE) * all->rows + place_of(all, row + at / AT_ONCE)] = sums[at];
+    }
+}
+
+/* The rows begin to end, for which there is room, times all rows given. */
 static void multiply_panel(const Product *all, int64_t begin, int64_t end, float *room) {
     int64_t columns = all->columns, first = 0;
     for (int64_t row = begin; row < end; row++) unpack_row(all, row, room + (row - begin) * columns);
-    for (; first + AT_ONCE <= all->count; first += AT_ONCE)
-        for (int64_t row = begin; row < end; row++) {
-            float sums[AT_ONCE];
-            multiply_some(room + (row - begin) * columns, all->given + first * columns, columns, sums);
-            for (int at = 0; at < AT_ONCE; at++) all->made[(first + at) * all->rows + place_of(all, row)] = sums[at];
-        }
+    for (; first + AT_ONCE <= all->count; first += AT_ONCE) multiply_some(all, begin, end, room, first);
     for (; first < all->count; first++)
         for (int64_t row = begin; row < end; row++)
             all->made[first * all->rows + place_of(all, row)] =
@@ -781,8 +876,8 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, flo
     if (all->count == 1)
         for (int64_t row = begin; row < end; row++) all->made[place_of(all, row)] = multiply_row(all, row);
     else
-        for (int64_t row = begin; row < end; row += PANEL)
-            multiply_panel(all, row, row + PANEL < end ? row + PANEL : end, room);
+        for (int64_t row = begin, panel = all->room / all->columns; row < end; row += panel)
+            multiply_panel(all, row, row + panel < end ? row + panel : end, room);
 }
 
 /* Weights that rest in columns: integers of two to eight bits, as GPTQ and AWQ have them. A line at rest is one input of
