@@ -357,18 +357,28 @@ static void q5_1(const uint8_t *block, float *values) {
     scale_and_shift(values, 32, half_at(block), half_at(block + 2));
 }
 
+/* Eight numbers of a byte each, times one. */
+INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
+#ifdef __AVX2__
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+    _mm256_storeu_ps(made, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
+#else
+    for (int at = 0; at < 8; at++) made[at] = (float)(bytes >> 8 * at & 255) * factor;
+#endif
+}
+
 /* What eight runs of 32 are scaled by, and what is added to them: minus their minima. Both are six bits, under a
-   float16 each. */
+   float16 each: of the first four runs together, of the last two above the first ones' and four beside. */
 INLINE void run_scales(const uint8_t *block, float *restrict scales, float *restrict mores) {
-    const uint8_t *first = block + 4, *second = block + 8, *mixed = block + 12;
-    float scale = half_at(block), minimum = half_at(block + 2);
-    for (int run = 0; run < 8; run++) {
-        int at = run & 3;
-        int factor = run < 4 ? first[at] & 63 : (mixed[at] & 15) | (first[at] >> 2 & 48);
-        int less = run < 4 ? second[at] & 63 : mixed[at] >> 4 | (second[at] >> 2 & 48);
-        scales[run] = scale * (float)factor;
-        mores[run] = -(minimum * (float)less);
-    }
+    uint32_t first, second, mixed;
+    memcpy(&first, block + 4, sizeof first);
+    memcpy(&second, block + 8, sizeof second);
+    memcpy(&mixed, block + 12, sizeof mixed);
+    uint64_t last = (mixed & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
+    uint64_t least = (mixed >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
+    times_bytes((first & 0x3f3f3f3f) | last << 32, half_at(block), scales);
+    times_bytes((second & 0x3f3f3f3f) | least << 32, half_at(block + 2), mores);
+    for (int run = 0; run < 8; run++) mores[run] = -mores[run];
 }
 
 INLINE void scale_runs(const uint8_t *block, float *values) {
@@ -495,6 +505,19 @@ INLINE float sum_of(const Lanes *lanes) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+/* Add 32 bytes of two codes each: the lower ones are a run, the upper ones the next. A run's sixteen values are computed
+   once, and looked up. */
+INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, const float *given) {
+    const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512 first = shifted(_mm512_mul_ps(codes, _mm512_set1_ps(scales[0])), mores);
+    __m512 second = shifted(_mm512_mul_ps(codes, _mm512_set1_ps(scales[1])), mores + 1);
+    __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));
+    __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(packed + 16)));
+    add_values(lanes, (Lanes){_mm512_permutexvar_ps(low, first), _mm512_permutexvar_ps(high, first)}, given);
+    low = _mm512_srli_epi32(low, 4), high = _mm512_srli_epi32(high, 4); /* places are told by four bits alone */
+    add_values(lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, given + 32);
+}
+
 INLINE __m512 sixteen_fp8(const uint8_t *codes) { /* a half has one bit of exponent more, and all that FP8 has */
     __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)codes));
     __m256i size = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
@@ -554,6 +577,14 @@ INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *m
     scale_halves(made.of, low, high);
     for (int at = 0; more && at < LANES; at++) made.of[at] += *more;
     return made;
+}
+
+INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, const float *given) {
+    int8_t codes[64];
+    for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
+    for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
+    for (int run = 0; run < 2; run++)
+        add_values(lanes, of_codes(codes + 32 * run, scales[run], scales[run], mores + run), given + 32 * run);
 }
 
 INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
@@ -622,17 +653,8 @@ INLINE void add_q5_1(Lanes *lanes, const uint8_t *block, const float *given) {
 
 INLINE void add_q4_k(Lanes *lanes, const uint8_t *block, const float *given) {
     float scales[8], mores[8];
-    int8_t codes[64];
     run_scales(block, scales, mores);
-    for (int pair = 0; pair < 4; pair++) {
-        const uint8_t *packed = block + 16 + 32 * pair;
-        for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
-        for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
-        for (int half = 0; half < 2; half++) {
-            int run = 2 * pair + half;
-            add_values(lanes, of_codes(codes + 32 * half, scales[run], scales[run], mores + run), given + 32 * run);
-        }
-    }
+    for (int run = 0; run < 8; run += 2) add_pairs(lanes, block + 16 + 16 * run, scales + run, mores + run, given + 32 * run);
 }
 
 INLINE void add_q5_k(Lanes *lanes, const uint8_t *block, const float *given) {
