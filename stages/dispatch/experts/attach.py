@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.transfer.part_layout import RowSource
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.empty_init.skeleton import ExpertsSpec
+from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
 from offstage.stages.machine.probes import bounce_buffers
 from offstage.stages.plan.expert_slots import bank_bounds, wanted
 from offstage.stages.shard_load.sources import DiskWeights
@@ -123,7 +125,8 @@ def _open_slots(
         largest=max(each.spec.count for each in members),
         together=together,
     )
-    banks = [Bank(rows) for rows in slot_rows(kind, bounds, link, room=slot_bytes)]
+    skipped = _skipped(kind, rows) if link.in_place else {}
+    banks = [Bank(found) for found in slot_rows(kind, bounds, link, room=slot_bytes, skipped=skipped)]
     sources = [row for layer in rows for stack_rows in layer.values() for row in stack_rows]
     places = [place for row in sources for place in ((row,) if isinstance(row, torch.Tensor) else row)]
     passing = [place for place in places if not link.in_place or isinstance(place, Extent)]
@@ -138,6 +141,30 @@ def _open_slots(
     )
     transport.stack.callback(pool.close)
     return pool
+
+
+def _skipped(kind: Kind, layers: Sequence[Mapping[str, Sequence[RowSource]]]) -> dict[str, int]:
+    """Return how far beyond a multiple of ``TENSOR_ALIGNMENT`` stacks begin where they wait, if those of all layers do.
+
+    Kernels are chosen by that, and their last bits differ: a slot is to lie as its row does in a stack that is there.
+    """
+    found = {}
+    for attribute, row in kind:
+        beyond = {_beyond(layer[attribute]) for layer in layers}
+        found[attribute] = beyond.pop() if len(beyond) == 1 and row.bytes % TENSOR_ALIGNMENT == 0 else 0
+    return found
+
+
+def _beyond(rows: Sequence[RowSource]) -> int:
+    """Return how far the stack of ``rows`` begins beyond a multiple of ``TENSOR_ALIGNMENT``.
+
+    One of which a file has the rows apart would begin at such a multiple, where they were brought together.
+    """
+    if isinstance(rows[0], torch.Tensor):
+        return rows[0].data_ptr() % TENSOR_ALIGNMENT
+    places = [row[0] for row in rows if len(row) == 1 and isinstance(row[0], Extent)]
+    follow = all(after.file == one.file and after.begin == one.end for one, after in pairwise(places))
+    return places[0].begin % TENSOR_ALIGNMENT if follow and len(places) == len(rows) else 0
 
 
 def _wanted(spec: ExpertsSpec, tokens: int) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.transfer.link import Link
-from offstage.stages.machine.aligned_memory import align_up
+from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, align_up
 from offstage.stages.units import DEVICE_ALIGNMENT
 
 
@@ -68,19 +68,24 @@ class SlotRows:
         return self._stacks[piece][begin:end]
 
 
-def slot_rows(kind: Kind, bounds: Sequence[tuple[int, int]], link: Link, *, room: int) -> list[SlotRows]:
+def slot_rows(
+    kind: Kind, bounds: Sequence[tuple[int, int]], link: Link, *, room: int, skipped: Mapping[str, int] | None = None
+) -> list[SlotRows]:
     """Return slots for experts of ``kind`` in the memory behind ``link``: those of all ``bounds``, side by side.
 
     Stacks begin where torch's own tensors would, if that takes no more than ``room`` bytes; else one after the other.
+    Before some so many bytes are ``skipped``, less than ``TENSOR_ALIGNMENT``.
     """
+    skipped = skipped or {}
     count = bounds[-1][1]
     sizes = [align_up(count * row.bytes, DEVICE_ALIGNMENT) for _, row in kind]
     if sum(sizes) > room:
         kind = tuple(sorted(kind, key=lambda each: -each[1].dtype.itemsize))  # so that each can begin where it does
         sizes = [count * row.bytes for _, row in kind]
+    sizes = [size + TENSOR_ALIGNMENT * (skipped.get(name, 0) > 0) for (name, _), size in zip(kind, sizes, strict=True)]
     memory = link.memory(max(1, sum(sizes)))
     begins = dict(zip((name for name, _ in kind), accumulate(sizes, initial=0), strict=False))
-    regions = {name: memory.lend(begins[name], count * row.bytes)[0] for name, row in kind}
+    regions = {name: memory.lend(begins[name] + skipped.get(name, 0), count * row.bytes)[0] for name, row in kind}
     rows = {name: regions[name].view(count, row.bytes) for name, row in kind}
     stacks = {name: regions[name].view(row.dtype).view(count, *row.shape) for name, row in kind}
     return [SlotRows(_between(stacks, begin, end), _between(rows, begin, end), end - begin) for begin, end in bounds]

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, LlamaConfig, PretrainedConfig
 
 import offstage
 from offstage.stages.checkpoints.safetensors_header import read_header
 from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
 from tests.long_form import in_ci
 
-SIZES = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1003,
+}  # fmt: skip
+CONFIGS: dict[str, PretrainedConfig] = {
+    "dense": LlamaConfig(**SIZES, intermediate_size=344),
+    "stacked experts": GraniteMoeConfig(**SIZES, intermediate_size=96, num_local_experts=8, num_experts_per_tok=2),
+}
 PLACES: dict[str, dict[str, Any]] = {
     "no budget": {},
     "a part on disk": {"max_memory": {"cpu": "1.5MB"}, "hardware": {"devices": []}},
@@ -33,28 +40,29 @@ def shifted(path: Path, offset: int) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
 
 
-def saved(folder: Path, dtype: torch.dtype, offset: int) -> Any:
+def saved(folder: Path, dtype: torch.dtype, offset: int, *, model: str = "dense") -> Any:
     """Write a checkpoint; return the model as transformers loads it."""
     torch.manual_seed(1)
-    config = LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=1003)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(CONFIGS[model], dtype=dtype).save_pretrained(folder)
     shifted(folder / "model.safetensors", offset)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "offset"),
+    ("model", "dtype", "offset"),
     in_ci(
-        (torch.float32, 8),
-        (torch.float32, 24),
-        (torch.bfloat16, 40),
-        of=[(dtype, offset) for dtype in (torch.float32, torch.bfloat16, torch.float16) for offset in range(0, 64, 8)],
+        ("dense", torch.float32, 8),
+        ("dense", torch.float32, 24),
+        ("dense", torch.bfloat16, 40),
+        ("stacked experts", torch.float32, 8),
+        ("stacked experts", torch.bfloat16, 24),
+        of=list(product(CONFIGS, (torch.float32, torch.bfloat16, torch.float16), range(0, 64, 8))),
     ),
 )
 def test_logits_are_the_plain_models_wherever_the_data_of_a_file_begin(
-    dtype: torch.dtype, offset: int, tmp_path: Path
+    model: str, dtype: torch.dtype, offset: int, tmp_path: Path
 ) -> None:
-    plain = saved(tmp_path / "checkpoint", dtype, offset)
+    plain = saved(tmp_path / "checkpoint", dtype, offset, model=model)
     given = [torch.tensor([[5]]), torch.tensor([[5, 6, 7, 8]]), torch.randint(0, 1000, (3, 7))]
     with torch.no_grad():
         wanted = [plain(ids).logits for ids in given]
@@ -76,6 +84,6 @@ def test_resident_weights_lie_as_far_from_a_multiple_of_64_as_in_their_file(spil
         found = {name: tensor.data_ptr() % TENSOR_ALIGNMENT for name, tensor in loaded.model.named_parameters()}
     assert found == {name: begins[name] % TENSOR_ALIGNMENT for name in found}
     with offstage.init_empty_weights():
-        empty = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=1003))
+        empty = AutoModelForCausalLM.from_config(CONFIGS["dense"])
     model = offstage.load_checkpoint_and_dispatch(empty, folder, device_map={"": "cpu"})
     assert found == {name: tensor.data_ptr() % TENSOR_ALIGNMENT for name, tensor in model.named_parameters()}
