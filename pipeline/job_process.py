@@ -47,7 +47,8 @@ def supervise(
     group = _group(record) if capped else None
     debug = ["--debug"] if logging.getLogger().isEnabledFor(logging.DEBUG) else []
     # -P keeps the current folder out of the import path: it may hold a folder named conf or stages.
-    command = [sys.executable, "-P", "-c", _ENTRY, str(record.path.parent), *options, *debug]
+    waits = ["--parent", str(os.getpid())]
+    command = [sys.executable, "-P", "-c", _ENTRY, str(record.path.parent), *options, *debug, *waits]
     if group is not None:
         command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
     try:

@@ -175,10 +175,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the job's folder")
     parser.add_argument("--show-all", action="store_true", help="show tracebacks")
     parser.add_argument("--debug", action="store_true", help="log everything")
-    parser.add_argument("--child", action="store_true", help="end with the process that started this one")
+    parser.add_argument("--parent", type=int, help="end with this process, which started this one")
     given = parser.parse_args()
-    if given.child:
-        die_with_parent()
+    if given.parent is not None:
+        die_with_parent(given.parent)
     options = {"show_all": given.show_all, "debug": given.debug}
     run_command("offstage", lambda: PreparedJob.of_queue(given.folder).run_queued(**options))
 
@@ -186,9 +186,9 @@ def main() -> None:
 def queued_command(job: PreparedJob, *, show_all: bool, child: bool = False) -> list[str]:
     """Write ``job`` to its folder, and return the command of a process that runs it; see ``main``."""
     job.queue()
-    flags = {"--show-all": show_all, "--debug": is_debugging(), "--child": child}
+    flags = ["--show-all"] * show_all + ["--debug"] * is_debugging() + ["--parent", str(os.getpid())] * child
     # -P keeps the current folder out of the import path: it may hold a folder named numpy.
-    return [sys.executable, "-P", "-c", _ENTRY, job.folder, *(flag for flag, given in flags.items() if given)]
+    return [sys.executable, "-P", "-c", _ENTRY, job.folder, *flags]
 
 
 def is_debugging() -> bool:
