@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import mendable
-from offstage.pipeline.cache.manifest import DamagedError, verify
-from offstage.pipeline.cache.outline import Change
-from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.cache.fingerprint import Change
+from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed, verify, write_sealed
 from offstage.pipeline.command_exit import INTERRUPTED, discard_output, run_command
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import KilledError, ReplayError

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.errors import ConfigError, Fault, closest, raise_faults
 from offstage.pipeline.kernel_caches import bound_kernel_caches
 from offstage.pipeline.malloc import return_freed_memory

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.errors import ConfigError, closest
 from offstage.pipeline.kernel_caches import bound_kernel_caches
 from offstage.pipeline.malloc import return_freed_memory
