@@ -24,7 +24,7 @@ from offstage.pipeline.command_exit import INTERRUPTED, last_resort, run_command
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.hydra_errors import guarded_composing
+from offstage.pipeline.hydra_errors import composing
 from offstage.pipeline.hydra_task import run_tracked
 from offstage.pipeline.job import configure_log
 from offstage.pipeline.job_folder import JobFolder, completed
@@ -133,9 +133,10 @@ def run_job(
     signals = PassedSignals()
 
     def run() -> int:
-        return _run(job, signals, show_all=show_all, debug=debug, output=output, meanwhile=meanwhile)
+        with composing():
+            return _run(job, signals, show_all=show_all, debug=debug, output=output, meanwhile=meanwhile)
 
-    code = last_resort(lambda: guarded_composing(run, show_all=show_all), show_all=show_all)
+    code = last_resort(run, show_all=show_all)
     return JobEnd(code, interrupted=bool(signals.came))
 
 
