@@ -70,6 +70,14 @@ def folder_fault() -> str | None:
     return None
 
 
+def own_command(entry: str, *arguments: str) -> list[str]:
+    """Return the command of a process that begins at the ``entry`` of ``offstage.pipeline.commands``.
+
+    -P keeps the current folder out of its import path: it may hold a folder named conf, numpy or stages.
+    """
+    return [sys.executable, "-P", "-c", f"from offstage.pipeline.commands import {entry}; {entry}()", *arguments]
+
+
 def die_with_parent(parent: int) -> None:
     """Have SIGTERM come when the process ``parent``, which waits for this one, is gone: nobody would see its end.
 

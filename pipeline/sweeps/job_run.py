@@ -10,7 +10,6 @@ import argparse
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ from offstage.pipeline.job_folder import JobFolder, completed
 from offstage.pipeline.job_process import PassedSignals, supervise
 from offstage.pipeline.objective import require_numbers
 from offstage.pipeline.peers import own_rank
-from offstage.pipeline.process_setup import die_with_parent
+from offstage.pipeline.process_setup import die_with_parent, own_command
 from offstage.pipeline.record import HOSTS, RunRecord
 from offstage.pipeline.stage import Config
 
@@ -39,7 +38,6 @@ SCREEN = "screen.log"
 """What a job that the sweep starts itself would have shown on a screen of its own."""
 ENDING_SECONDS = 15.0
 """How long jobs beside each other have to end after they were told to."""
-_ENTRY = "from offstage.pipeline.commands import queued_job; queued_job()"
 _QUEUED, _EXIT = ".job.json", ".job.exit"
 """What a queue's process starts from, and the exit code that it leaves at its end."""
 
@@ -188,8 +186,7 @@ def queued_command(job: PreparedJob, *, show_all: bool, child: bool = False) -> 
     """Write ``job`` to its folder, and return the command of a process that runs it; see ``main``."""
     job.queue()
     flags = ["--show-all"] * show_all + ["--debug"] * is_debugging() + ["--parent", str(os.getpid())] * child
-    # -P keeps the current folder out of the import path: it may hold a folder named numpy.
-    return [sys.executable, "-P", "-c", _ENTRY, job.folder, *flags]
+    return own_command("queued_job", job.folder, *flags)
 
 
 def is_debugging() -> bool:

@@ -63,7 +63,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     """A run whose process dies of a signal, after it has completed if it has an option."""
-    monkeypatch.setattr(job_process, "_ENTRY", DYING)
+    monkeypatch.setattr(job_process, "own_command", lambda _, *given: [sys.executable, "-c", DYING, *given])
     return RunRecord.start(tmp_path, overrides=[], config={}, environment={})
 
 
