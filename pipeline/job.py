@@ -23,8 +23,7 @@ from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.environment import imported_packages
 from offstage.pipeline.errors import BudgetError
 from offstage.pipeline.installed_stages import declared_metrics, work_of
-from offstage.pipeline.kernel_caches import bound_kernel_caches
-from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.kept_memory import keep_little
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from offstage.pipeline.memory_monitor import MemoryMonitor
 from offstage.pipeline.peers import in_step
@@ -51,8 +50,7 @@ def perform(
     ``time.perf_counter``; ``group`` caps the memory as soon as the plan is known; ``expected`` is the run that this one
     repeats: a checkpoint or adapter that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
     """
-    return_freed_memory()
-    bound_kernel_caches()
+    keep_little()
     with (
         RunScreen(record) as screen,
         MemoryMonitor() as monitor,
