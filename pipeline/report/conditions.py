@@ -6,6 +6,7 @@ doesn't say has no part in it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,14 +113,19 @@ def _machine(run: Run) -> str:
     return f"{told}; {_accelerators(known['accelerators'])}" if told else ""
 
 
+def _hosts(run: Run) -> str:
+    """Return of which processors the hosts are that a run was divided among, equal ones once with their count."""
+    counts = Counter(host.cpu or "an unknown processor" for host in run.hosts)
+    return ", ".join(f"{count}x {cpu}" for cpu, count in counts.items())
+
+
 def _accelerators(every: object) -> str:
     """Return the names of the accelerators, equal ones once with their count."""
     listed = every if isinstance(every, list) else []
     names = [
         f"{one.get('name')} ({_size(one.get('memory_bytes'))})" if isinstance(one, dict) else str(one) for one in listed
     ]
-    counts = {name: names.count(name) for name in names}
-    return ", ".join(f"{count}x {name}" for name, count in counts.items()) or "no accelerator"
+    return ", ".join(f"{count}x {name}" for name, count in Counter(names).items()) or "no accelerator"
 
 
 def _simulated(jobs: Sequence[Job]) -> list[Spread]:
@@ -160,6 +166,7 @@ _TOLD: Mapping[str, Callable[[Run], str]] = {
     "prompts": _prompts,
     "new tokens": _new_tokens,
     "machine": _machine,
+    "hosts": _hosts,
     "platform": _platform,
 }
 

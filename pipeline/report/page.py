@@ -111,6 +111,7 @@ def _rows(summary: Summary) -> dict[str, Any]:
             "title": _heading(column),
             "numeric": column.numeric,
             "choices": column.sets_apart and 1 < len(set(column.cells)) <= MOST_CHOICES,
+            "detail": column.detail,
         }
         for column in summary.table
     ]

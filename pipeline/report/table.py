@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Literal
 
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import Metric, MetricTable, Unit
@@ -33,7 +34,8 @@ class Column:
     """One column: its ``title``, the ``unit`` of its numbers (empty for text), and a cell for every job.
 
     ``values`` are the numbers that the cells tell, by which jobs are sorted. Jobs can be picked by the words of a
-    column that ``sets_apart``.
+    column that ``sets_apart``. A screen too narrow for all columns leaves out what is a ``detail``: what stands aside
+    first, then other metrics that don't lead.
     """
 
     title: str
@@ -42,6 +44,7 @@ class Column:
     numeric: bool = False
     values: tuple[Number | None, ...] = ()
     sets_apart: bool = False
+    detail: Literal["", "more", "aside"] = ""
 
 
 def job_table(
@@ -101,21 +104,24 @@ def _metric(jobs: Sequence[Job], metric: Metric, name: str, *, before: str = "")
     values = [_came(job.run, name) for job in jobs]
     numbers = [None if isinstance(value, str) else value for value in values]
     if metric.unit != "word":
-        return _numbers(before + metric.heading, metric.unit, numbers)
-    words = tuple(MISSING if value is None else str(value) for value in values)
-    return Column(before + metric.heading, "", words, sets_apart=True)
+        column = _numbers(before + metric.heading, metric.unit, numbers)
+    else:
+        words = tuple(MISSING if value is None else str(value) for value in values)
+        column = Column(before + metric.heading, "", words, sets_apart=True)
+    return replace(column, detail="aside" if metric.aside or before else "" if metric.leads else "more")
 
 
 def _samples(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Column]:
     """Return the columns of how far the samples of a token's time lie apart, how many there are, and of the noise."""
     times, of = [times if len(times := token_times(job)) > 1 else [] for job in jobs], table.find(SECONDS)
     title, unit = (of.title, of.unit) if of else ("", table.unit(SECONDS))
-    return [
+    found = [
         _numbers(f"{title}, least", unit, [min(each, default=None) for each in times]),
         _numbers(f"{title}, largest", unit, [max(each, default=None) for each in times]),
         Column("samples", "", tuple(told_samples(job) or MISSING for job in jobs)),
         *_noise(jobs, within),
     ]
+    return [replace(column, detail="aside") for column in found]
 
 
 def _noise(jobs: Sequence[Job], within: Noise) -> list[Column]:
@@ -168,8 +174,17 @@ def _given(run: Run, device: str) -> str:
 
 
 def _peaks(jobs: Sequence[Job]) -> list[Column]:
-    every, peaks = devices(jobs, lambda run: run.memory.measured), [job.run.memory.measured for job in jobs]
-    return [_numbers(f"peak {device}", "bytes", [held.get(device) for held in peaks]) for device in every]
+    """Return the columns of the most that was held on each device, of runs over several hosts on those of each."""
+    peaks = {"": [job.run.memory.measured for job in jobs]}
+    for host in range(1, max((len(job.run.hosts) for job in jobs), default=0)):  # the run itself is of host 0
+        found = [job.run.hosts[host : host + 1] for job in jobs]
+        peaks[f"host {host}, "] = [each[0].memory.measured if each else {} for each in found]
+    return [
+        _numbers(f"{before}peak {device}", "bytes", [held.get(device) for held in each])
+        for before, each in peaks.items()
+        for device in in_tier_order(name for held in each for name in held)
+        if device != DISK
+    ]
 
 
 def _links(jobs: Sequence[Job], table: MetricTable) -> list[Column]:

@@ -56,10 +56,11 @@
     // Where a cell says nothing the row comes last, whichever way it is sorted.
     const known = order => (a, b) => (a === null) - (b === null) || order * (a - b);
     Object.assign(DataTable.ext.type.order, {"known-asc": known(1), "known-desc": known(-1)});
-    new DataTable(part.querySelector("table"), {
+    const api = new DataTable(part.querySelector("table"), {
       data: rows, pageLength: page, lengthChange: false, paging: rows.length > page, order: [], autoWidth: false,
-      deferRender: true, orderClasses: false,
-      buttons: [{extend: "csvHtml5", text: "CSV", filename: "jobs", title: null, exportOptions: {orthogonal: "csv"}}],
+      deferRender: true, orderClasses: false, orderDescReverse: false,
+      buttons: [{extend: "colvis", text: "Columns", columns: columns.map((_, place) => place).slice(1)},
+        {extend: "csvHtml5", text: "CSV", filename: "jobs", title: null, exportOptions: {orthogonal: "csv"}}],
       layout: {topStart: many ? "search" : null, topEnd: "buttons", bottomStart: many ? "info" : null,
         bottomEnd: rows.length > page ? "paging" : null},
       columns: columns.map(({numeric, choices}, place) => ({
@@ -70,6 +71,11 @@
       language: {search: "Filter", info: "_START_ to _END_ of _TOTAL_ jobs", infoEmpty: "No jobs", zeroRecords: "",
         infoFiltered: "that match, of _MAX_"},
     });
+    // What a screen has no room for is left out, details first, the last ones first; the button shows it.
+    const box = part.querySelector(".dt-layout-table > div"), places = columns.map((_, place) => place).reverse();
+    const detailed = kind => places.filter(place => columns[place].detail === kind);
+    for (const place of [...detailed("aside"), ...detailed("more")])
+      if (box.scrollWidth > box.clientWidth) api.column(place).visible(false);
   }
 
   const table = document.getElementById("table");

@@ -67,10 +67,10 @@ def view(request: pytest.FixtureRequest, chromium: Browser, page: Path) -> tuple
 def test_the_table_holds_the_numbers_of_the_csv(view: tuple[Browser, int, str], page: Path) -> None:
     headings, *rows = view[0].evaluate(ROWS)
     titles = [" ".join(heading.split()) for heading in headings]
+    details = ["time a token, predicted ms", "time a token, bound s", "speed tokens/s", "streamed a token GB"]
+    details = [] if view[1] < 600 else details  # a phone has no room for them
     assert titles == [
-        "job", "status", "device_map", "budget cpu GB", "time a token s", "time a token, predicted ms",
-        "time a token, bound s", "speed tokens/s",
-        "streamed a token GB", "peak cpu GB",
+        "job", "status", "device_map", "budget cpu GB", "time a token s", *details, "peak cpu GB",
     ]  # fmt: skip
     with page.with_name("report.csv").open(newline="") as file:
         known = list(csv.DictReader(file))
@@ -80,8 +80,9 @@ def test_the_table_holds_the_numbers_of_the_csv(view: tuple[Browser, int, str], 
         assert (cells["job"], cells["device_map"]) == (job["job"], job["config.device_map"])
         if job["status"] == "completed":
             assert float(cells["time a token s"]) == round(float(job["metrics.decode_seconds_per_token"]), 3)
-            assert float(cells["streamed a token GB"]) == round(int(job["metrics.streamed_bytes_per_token"]) / 1e9, 2)
             assert float(cells["peak cpu GB"]) == round(int(job["measured_bytes.cpu"]) / 1e9, 2)
+        if job["status"] == "completed" and details:
+            assert float(cells["streamed a token GB"]) == round(int(job["metrics.streamed_bytes_per_token"]) / 1e9, 2)
     assert rows[6][1] == "failed"
 
 

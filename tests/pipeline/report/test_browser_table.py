@@ -13,7 +13,7 @@ import pytest
 
 from offstage.pipeline.report.command import run
 from tests.pipeline.report.browser import CONTRAST, Browser, browser, installed
-from tests.pipeline.report.sample_runs import write_failure, write_many, write_run
+from tests.pipeline.report.sample_runs import sample, write_failure, write_many, write_run
 from tests.pipeline.report.test_exports import FORMULAS
 
 FOUND = installed()
@@ -27,6 +27,7 @@ SORTED = "[...document.querySelectorAll('#table th')].map(heading => heading.ari
 SHOWN = "document.querySelector('#table .dt-info').textContent"
 SETTLED = "new Promise(done => setTimeout(() => setTimeout(done)))"
 """Waits until what was asked before is on the screen: the table sorts in a timer of its own."""
+BOX = "document.querySelector('#table .dt-layout-table > div')"
 TURN = "document.querySelector('#table .{way}').click()"
 PARTS = "#table .dt-search, #table .dt-info, #table .dt-paging, #conditions div, .failures li, .full > .note"
 LAID_OUT = f"""[...document.querySelectorAll('{PARTS}')].map(part => {{
@@ -89,6 +90,43 @@ def test_a_heading_sorts_by_number_and_what_says_nothing_comes_last(table: Brows
     assert set(table.evaluate(JOBS)[-REFUSED:]) == {f"#{number}" for number in range(MANY, MANY + REFUSED)}
 
 
+def test_rows_that_are_alike_keep_their_order_whichever_way_they_are_sorted(table: Browser) -> None:
+    refused, completed = list(range(MANY, MANY + REFUSED)), list(range(MANY))
+    for expected in (completed + refused, refused + completed):
+        click(table, "status")
+        assert table.evaluate(JOBS) == [f"#{number}" for number in expected[:100]]
+
+
+def test_a_screen_that_is_too_narrow_leaves_out_details_and_the_button_shows_them(
+    opened: tuple[Browser, Path], tmp_path: Path
+) -> None:
+    times = [sample(0.5), sample(0.6)]
+    told = {
+        "load_seconds": 1.0,
+        "stall_share": 0.5,
+        "streamed_bytes_per_second": 10**9,
+        "time_to_first_token_seconds": 2,
+    }
+    titles = "[...document.querySelectorAll('#table thead th')].map(heading => heading.innerText.split('\\n')[0])"
+    write_run(tmp_path / "0", metrics=told, samples=times)
+    run([str(tmp_path)])
+    chromium, shown = opened[0], {}
+    for width in (1440, 600):
+        chromium.draw(tmp_path / "report.html", width=width, scheme="light")
+        shown[width] = chromium.evaluate(titles)
+    assert set(shown[600]) < set(shown[1440])
+    assert {"job", "budget cpu", "time a token", "peak cpu"} <= set(shown[600])
+    assert "streaming" in shown[1440]
+    assert "streaming" not in shown[600]
+    assert chromium.evaluate(f"{BOX}.scrollWidth <= {BOX}.clientWidth")
+    chromium.evaluate("document.querySelector('#table .buttons-colvis').click()")
+    chromium.evaluate(
+        "[...document.querySelectorAll('.dt-button-collection button')]"
+        ".find(one => one.innerText.startsWith('streaming')).click()"
+    )
+    assert "streaming" in chromium.evaluate(titles)
+
+
 def test_names_are_sorted_by_the_numbers_in_them(table: Browser) -> None:
     for expected in (["#0", "#1", "#2"], ["#129", "#128", "#127"]):
         click(table, "job")
@@ -142,7 +180,7 @@ def exported(chromium: Browser) -> list[list[str]]:
     """Return the rows that the table's button gives, the headings first."""
     text = chromium.evaluate(
         "new Promise(done => { URL.createObjectURL = blob => { blob.text().then(done); return '#'; };"
-        " document.querySelector('#table .dt-buttons button').click(); })"
+        " document.querySelector('#table .buttons-csv').click(); })"
     )
     return list(csv.reader(io.StringIO(text.strip("\ufeff\r\n"))))
 
@@ -168,7 +206,7 @@ def test_one_refusal_of_many_jobs_is_one_line_and_stretches_no_row(table: Browse
     heights = table.evaluate("[...document.querySelectorAll('#table tbody tr')].map(row => row.offsetHeight)")
     click(table, "status")
     click(table, "status")
-    assert table.evaluate(JOBS)[0] == f"#{MANY + REFUSED - 1}"
+    assert table.evaluate(JOBS)[0] == f"#{MANY}"
     failed = table.evaluate("[...document.querySelectorAll('#table tbody tr')].map(row => row.offsetHeight)")
     assert max(*heights, *failed) - min(*heights, *failed) <= 1
     assert table.evaluate("document.querySelector('#table tbody td a').getAttribute('href')") == "#failure-1"

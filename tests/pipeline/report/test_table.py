@@ -14,6 +14,7 @@ from offstage.pipeline.report.comparison import ChangedValue, compare_runs
 from offstage.pipeline.report.noise import noise
 from offstage.pipeline.report.quantities import MISSING
 from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.report.summary import summarise
 from offstage.pipeline.report.table import job_table
 from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import write_failure, write_run
@@ -129,6 +130,32 @@ def test_why_jobs_failed_is_told_once_for_each_reason(tmp_path: Path, capsys: py
     assert page.count('<li id="failure-') == 2
     assert page.count("plan: max_memory: too small") == page.count("plan: another reason") == 1
     assert "#0, #1, #2 failed: plan: max_memory: too small" in capsys.readouterr().out
+
+
+def test_a_run_over_hosts_has_the_peaks_of_each(tmp_path: Path) -> None:
+    for number, count in enumerate((1, 3)):
+        path = write_run(tmp_path / str(number)) / "run.json"
+        record = json.loads(path.read_text())
+        hosts = [
+            {
+                "record": "run.json",
+                "cpu": "Xeon" if host else "EPYC",
+                "memory": {"measured": {"cpu": host * 10**9, "0": host}},
+            }
+            for host in range(count)
+        ]
+        path.write_text(json.dumps(record | ({"hosts": hosts} if count > 1 else {})))
+    summary = summarise(find([tmp_path]))
+    peaks = {column.title: column.values for column in summary.table if "peak" in column.title}
+    assert peaks == {
+        "peak cpu": (1_400_000_000, 1_400_000_000),
+        "host 1, peak 0": (None, 1),
+        "host 1, peak cpu": (None, 10**9),
+        "host 2, peak 0": (None, 2),
+        "host 2, peak cpu": (None, 2 * 10**9),
+    }
+    told = {entry.key: entry.values for entry in summary.conditions}
+    assert told["hosts"] == (("1x EPYC, 2x Xeon", ("#1",)),)
 
 
 def test_the_table_tells_each_of_several_links(tmp_path: Path) -> None:
