@@ -175,7 +175,7 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-REMOVED = {"expert_eviction": "experts give up their slots by one rule, lfru"}
+REMOVED = {"expert_eviction": "the expert cache evicts by one rule, lfru"}
 """Keys of the config that there were, and what became of each."""
 
 

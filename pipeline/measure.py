@@ -35,7 +35,7 @@ def refuse_unmeasured(config: Mapping[str, Any], stages: Iterable[str]) -> Itera
         if value != getattr(plain, entry.name):
             yield Fault(
                 f"measure.{entry.name}",
-                f"{value!r} asks for samples, and none of the stages {', '.join(stages)} takes any; leave it out",
+                f"{value!r} asks for repeats, and none of {', '.join(stages)} can be repeated; leave it out",
             )
 
 
@@ -43,6 +43,6 @@ def check_measure(config: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield what is wrong with the values of the keys ``measure``, which are of their types."""
     given = read_measure(config)
     if given.repeats < 1:
-        yield Fault("measure.repeats", f"{given.repeats} is fewer than 1 sample; give 1 or more")
+        yield Fault("measure.repeats", f"{given.repeats} is fewer than 1 repeat; give 1 or more")
     if given.warmup < 0:
         yield Fault("measure.warmup", f"{given.warmup} is no number of passes; give 0 or more")

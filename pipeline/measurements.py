@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offstage.pipeline.installed_stages import metric_table
-from offstage.pipeline.metrics import Metric, MetricTable
+from offstage.pipeline.metrics import KIND_TITLES, Metric, MetricTable
 from offstage.pipeline.report.placements import linked_devices
 from offstage.pipeline.report.quantities import scale_for, tell
 from offstage.pipeline.run_schema import Metrics, Run, RunMemory
@@ -38,7 +38,7 @@ def measurements(run: Run) -> Iterator[Table]:
         if cells.get("measured") or (planned and any(cells.values()))
     ]
     how = run.provenance.told() + " (accelerators simulated)" * bool(metrics.get("simulated_accelerators"))
-    yield from _table(["", how, "least to largest", "predicted", "bound"], rows)
+    yield from _table(["", how, "least to largest", *(KIND_TITLES[kind] for kind in ("predicted", "bound"))], rows)
     yield from _table(["device", "peak", "predicted"], list(_devices(run.memory)))
     yield from _table(["streamed to", *(metric.heading for metric in table.links())], list(_links(metrics, table)))
 
@@ -48,7 +48,7 @@ def remarks(run: Run) -> Iterator[str]:
     found = run.provenance
     if found.busy and found.samples > 1:  # of one alone nobody asked how far it is to be trusted: its record says it
         yield (
-            f"Others used the processor in {found.busy} of {found.samples} samples: the times say less of this run; "
+            f"Others used the processor in {found.busy} of {found.samples} repeats: the times say less of this run; "
             "measure.fresh=true measures again."
         )
     yield from run.compared

@@ -18,6 +18,8 @@ Unit = str
 (nothing); one of these, or of anything else, a second: ``bytes/s``, ``tokens/s``. ``word`` is that of a text."""
 PLAIN_UNITS: tuple[Unit, ...] = ("seconds", "bytes", "share", "count", "number", "word")
 A_SECOND = "/s"
+KIND_TITLES = {"measured": "measured", "predicted": "predicted", "bound": "lower bound"}
+"""What tables call what a metric's ``kind`` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Metric:
     @property
     def heading(self) -> str:
         """What its column is called in a table that has measurements, predictions and bounds side by side."""
-        return f"{self.title}, {self.kind}" if self.of else self.title
+        return f"{self.title}, {KIND_TITLES[self.kind]}" if self.of else self.title
 
     def on(self, device: int | str) -> str:
         """Return the name under which a record has that of ``device``."""

@@ -79,7 +79,7 @@ def check_objective(config: Mapping[str, Any]) -> Iterable[Fault]:
         yield from _misnamed("objective.figure", given.figure)
     for key, limits in (("objective.at_most", given.at_most), ("objective.at_least", given.at_least)):
         if limits and given.figure is None:
-            yield Fault(key, "limits, and no number to keep them: name one, objective.figure=decode_seconds_per_token")
+            yield Fault(key, "limits, and no metric to search by: name one, objective.figure=decode_seconds_per_token")
         for name, limit in limits.items():
             yield from _misnamed(key, str(name))
             if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit) or limit == 0:

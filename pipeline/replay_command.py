@@ -45,6 +45,13 @@ _SHOWN = 8
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
+    given = _parser().parse_args(arguments)
+    if own_rank():
+        discard_output()  # hosts that replay together come to the same: the first shows it
+    run_command(NAME, lambda: replay(given))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=NAME,
         description="Runs a recorded run again, in a fresh process, from its own config, and compares the two.",
@@ -79,10 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="KEY=PATH",
         help="where another file or folder of the config is here, as model.adapter=PATH; once for each",
     )
-    given = parser.parse_args(arguments)
-    if own_rank():
-        discard_output()  # hosts that replay together come to the same: the first shows it
-    run_command(NAME, lambda: replay(given))
+    return parser
 
 
 def replay(given: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """Device ids and byte sizes: how they are written, and how they are printed.
 
 A device id is an accelerator's index (an int), ``"cpu"`` or ``"disk"``. That order (accelerators, cpu, disk) is the
-order of the tiers. GB is 10**9 bytes and GiB is 2**30, as in the SI and IEC standards.
+order of the tiers. GB is 10**9 bytes and GiB is 2**30, as in the SI and IEC standards. A position is when something
+comes in a pass of a model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Iterable, Mapping
 DeviceId = int | str
 CPU: DeviceId = "cpu"
 DISK: DeviceId = "disk"
+
+Position = tuple[int, ...]
+"""The number of a module in the order of a pass; then, of what comes inside its call, numbers in the order of that."""
 
 DEVICE_ALIGNMENT = 512
 """Where a tensor begins on an accelerator, as in torch's own memory there: kernels are chosen by the alignment too."""

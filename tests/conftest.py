@@ -1,6 +1,6 @@
 """What all tests have in common: the long form, draws that are the same on each run of the short one, and garbage.
 
-What their imports make is never looked through for garbage. A run ends with what it skipped, by the reasons.
+What their imports make is never looked through for garbage. A run ends with what it didn't run, by the reasons.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ import gc
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.unsynced import leave_unsynced
 
 LONG_FORM = "OFFSTAGE_LONG"
 """The environment variable with which tests in the long form run too, and searches draw freely."""
@@ -21,9 +25,13 @@ LONG_FORM = "OFFSTAGE_LONG"
 settings.register_profile("offstage", derandomize=not os.environ.get(LONG_FORM), deadline=None)
 settings.load_profile("offstage")
 
+_LEFT = pytest.StashKey[dict[str, int]]()
+"""How many tests of each folder were left to the long form."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have records be signed by a key of these tests, and not by the user's, whose home may not even be writable."""
+    """Have no file be synced, and records be signed by a key of these tests: a user's home may not even be writable."""
+    leave_unsynced()
     if "XDG_DATA_HOME" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="offstage-tests-")
         os.environ["XDG_DATA_HOME"] = folder.name
@@ -43,6 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not item.get_closest_marker("long_form")]
+    config.stash[_LEFT] = by_folder(item.path.relative_to(config.rootpath) for item in long)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[LONG_FORM] = config.stash[_LEFT]
 
 
 def pytest_collection_finish() -> None:
@@ -52,13 +63,32 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many tests were skipped for which reason: a line for each reason, wherever the tests stand."""
-    lines = skipped_by_reason(report.longrepr for report in terminalreporter.stats.get("skipped", ()))
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker left to the long form: all of them collect the same."""
+    node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get(LONG_FORM, {})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many tests weren't run: a line for each reason to skip some, and for each folder with some left out."""
+    skips = (report.longrepr for report in terminalreporter.stats.get("skipped", ()))
+    lines = [*skipped_by_reason(skips), *left_to_the_long_form(config.stash.get(_LEFT, {}))]
     if lines:
-        terminalreporter.section("skipped")
+        terminalreporter.section("not run")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+def by_folder(paths: Iterable[Path]) -> dict[str, int]:
+    """Return how many of ``paths``, files of tests, each folder has, two levels deep at most below that of all."""
+    return dict(Counter("/".join(path.parent.parts[:3]) for path in paths))
+
+
+def left_to_the_long_form(left: Mapping[str, int]) -> list[str]:
+    """Return a line for each folder of which there is something ``left`` to run by hand, with how many tests."""
+    return [
+        f"{count:5}  {folder}: cases beside one that ran; {LONG_FORM}=1 runs them" for folder, count in left.items()
+    ]
 
 
 def skipped_by_reason(skips: Iterable[object]) -> list[str]:

@@ -163,7 +163,7 @@ def test_a_repeated_sweep_that_has_been_run_is_told_and_drawn(
     monkeypatch.setattr("sys.argv", asked)
     repeated.main()
     assert capsys.readouterr().out.splitlines() == [
-        "3 jobs, 15 samples, others used the processor in 2 of them.",
+        "3 jobs, 15 repeats, others used the processor in 2 of them.",
         "Of 3 pairs of jobs 2 differ in the time of a token by a rank test (p < 0.05 for each pair); 1 are within the "
         "noise.",
         "Within the noise of #0: #1.",

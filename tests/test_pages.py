@@ -4,24 +4,37 @@ there.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
 
+from offstage.pipeline import init_command, replay_command
 from offstage.pipeline.app import prepare_arguments
+from offstage.pipeline.cache import command as cache_command
 from offstage.pipeline.config import check, register, resolve
 from offstage.pipeline.installed_stages import installed_stages
+from offstage.pipeline.report import command as report_command
+from offstage.pipeline.sweeps import command as sweep_command
 from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / ".github").glob("*.md"))]
 _HISTORY = "CHANGELOG.md"
 """It speaks of what was there then."""
+PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
+    "offstage-cache": cache_command._parser,
+    "offstage-init": init_command._parser,
+    "offstage-replay": replay_command._parser,
+    "offstage-report": report_command._parser,
+    "offstage-sweep": sweep_command._parser,
+}
 _LEFT_OUT = re.compile("…|\\.\\.\\.|\\bDATE\\b|\\bFOLDER\\b|\\bFILE\\b|\\bRUN\\b|\\bN\\b")
 """What a reader is to put something in place of."""
 
@@ -32,8 +45,9 @@ def names(pages: list[Path]) -> list[str]:
 
 def fenced(page: Path) -> list[str]:
     """Return the lines of the blocks of commands on ``page``."""
-    blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    texts = [text for language, text in blocks if language in ("", "sh", "bash")]
+    return [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
 
 
 def commands(page: Path) -> list[str]:
@@ -43,6 +57,16 @@ def commands(page: Path) -> list[str]:
     lines = [line.partition("| ")[2] if line.startswith("cat ") else line.removeprefix("$ ") for line in fenced(page)]
     found = [line for line in (*lines, *spans) if line.startswith("offstage ") and not _LEFT_OUT.search(line)]
     return [line for line in found if " --" not in line.partition(" #")[0]]
+
+
+def other_commands(page: Path) -> list[list[str]]:
+    """Return the words of the commands beside ``offstage`` in the blocks of ``page``, one for each ``| COMMAND``."""
+    lines = [line.removeprefix("$ ") for line in fenced(page)]
+    found = []
+    for name, *words in (shlex.split(line, comments=True) for line in lines if line.partition(" ")[0] in PARSERS):
+        starts = [0, *(place + 1 for place, word in enumerate(words) if word == "|"), len(words) + 1]
+        found += [[name, *words[start : end - 1]] for start, end in pairwise(starts)]
+    return found
 
 
 def anchors(page: Path) -> set[str]:
@@ -101,5 +125,15 @@ def test_each_command_composes_a_config_that_is_sound(page: str, command: str, h
     assert [fault for fault in faults if "isn't installed" not in fault] == []
 
 
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [(page.name, line) for page in PAGES if page.name != _HISTORY for line in other_commands(page)],
+)
+def test_each_other_command_is_one_that_its_parser_takes(page: str, command: list[str]) -> None:
+    name, *arguments = command
+    PARSERS[name]().parse_args(arguments)
+
+
 def test_the_pages_have_commands() -> None:
+    assert len([line for page in PAGES for line in other_commands(page)]) > 15
     assert len([line for page in PAGES for line in commands(page)]) > 30

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -104,9 +105,7 @@ class Leases:
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}
-
-    def __del__(self) -> None:
-        self.release()
+        weakref.finalize(self, _end, self._held)  # and at the process's end while there still are functions to call
 
     def hold(self, path: Path) -> None:
         """Hold the lease ``path`` from now on; without one where none can be had.
@@ -119,8 +118,12 @@ class Leases:
 
     def release(self) -> None:
         """End every lease."""
-        while self._held:
-            _close(self._held.popitem()[1])
+        _end(self._held)
+
+
+def _end(held: dict[Path, int]) -> None:
+    while held:
+        _close(held.popitem()[1])
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from offstage.pipeline.terminal import Screen
 if TYPE_CHECKING:
     from offstage.pipeline.report.summary import Summary
 
-_DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv,
-report.json and report.tex into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above
-several, such as outputs/."""
+_DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html,
+report.csv, report.json and report.tex into the first PATH, or into --output.
+PATH is the folder of a run, of a sweep, or one above several, such as outputs/."""
 _EXAMPLES = """examples:
-  offstage-report outputs/multirun/2026-01-31/12-00-00-000000-1    one sweep
-  offstage-report outputs                                          every run there is
-  offstage-report --compare RUN_A RUN_B                            what changed; writes compare.html and compare.json
-  offstage-report --bundle RUN --output mine.tar.gz                a run to give away, for others to replay
+  offstage-report outputs/multirun/DATE/TIME         one sweep
+  offstage-report outputs                            every run there is
+  offstage-report --compare RUN_A RUN_B              what changed between two
+  offstage-report --bundle RUN --output mine.tar.gz  a run for others to replay
 
 exit codes: 0; 2 the arguments; 5 reading or writing; 130 interrupted"""
 

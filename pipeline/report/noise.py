@@ -50,7 +50,7 @@ class Noise:
         if not self.pairs:
             return ""
         apart = self.pairs - self.within
-        few = f" {self.undecided:,} of them have too few samples to tell: four each can." if self.undecided else ""
+        few = f" {self.undecided:,} of them have too few repeats to tell: four each can." if self.undecided else ""
         return (
             f"Of {self.pairs:,} pairs of jobs {apart:,} differ in the time of a token by a rank test"
             f" (p < {LEVEL} for each pair); {self.within:,} are within the noise.{few}"

@@ -77,13 +77,13 @@ def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collec
     states = {job.number: settled(folder, job) if job.number in ended else begun(folder, job) for job in sweep.jobs}
     leading = _leading([state.run for state in states.values() if state.run is not None])
     numbers = ["job", *(metric.title or metric.name for metric in leading), "host peak"]
-    headings = ["job", "overrides", "status", *numbers[1:], "figures", "reason", "folder"]
-    folded = ("overrides", "figures", "reason", "folder")
+    headings = ["job", "overrides", "status", *numbers[1:], "measured", "reason", "folder"]
+    folded = ("overrides", "measured", "reason", "folder")
     table = plain_table([(title, title in numbers) for title in headings], folded=folded)
     own = own_overrides(sweep.jobs)
     for job in sorted(sweep.jobs, key=lambda job: job.number):
         cells = _cells(states[job.number], leading)
-        lies = escape(shorten(folder / job.folder)) if job.folder is not None else ""
+        lies = escape(job.folder) if job.folder is not None else ""  # in the sweep's, which the line below names
         table.add_row(str(job.number), escape(own[job.number]), *cells, lies)
     console.print(table)
     count = Counter(state.status for state in states.values())

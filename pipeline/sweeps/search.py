@@ -101,7 +101,7 @@ def _check_job(job: ComposedJob) -> None:
         raise ConfigError(job.prepared.fault)
     if job.prepared.config["objective"].get("figure") is None:
         raise ConfigError(
-            "objective.figure: a search needs the number to go by; name one of a run's record:"
+            "objective.figure: a search needs a metric to go by; name one of a run's record:"
             " objective.figure=decode_seconds_per_token"
         )
     check_config(job.prepared.config)

@@ -100,29 +100,23 @@ class DirectFile:
 
         Offset, address and length of ``target`` are aligned. A failure names the file and the offset.
         """
-        done = self._read_direct(target, offset=offset, wanted=wanted) if self._direct is not None else 0
-        if done < wanted:
-            read_into(self._cached, target[done:wanted], offset=offset + done, path=self._file.path)
-            os.posix_fadvise(self._cached, offset + done, wanted - done, os.POSIX_FADV_DONTNEED)
-        return wanted
-
-    def _read_direct(self, target: memoryview, *, offset: int, wanted: int) -> int:
-        """Read what can be read directly; return how many bytes that was."""
-        assert self._direct is not None
         done = 0
-        while done < wanted and done % ALIGNMENT == 0:
+        while self._direct is not None and done < wanted and done % ALIGNMENT == 0:
             try:
                 count = os.preadv(self._direct, [target[done:]], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL:
-                    return done
+                    break
                 raise StorageError(
                     f"{self._file.path}: reading at byte {offset + done} failed: {error.strerror}"
                 ) from error
             if not count:
-                return done
+                break
             done += count
-        return min(done, wanted)
+        if done < wanted:
+            read_into(self._cached, target[done:wanted], offset=offset + done, path=self._file.path)
+            os.posix_fadvise(self._cached, offset + done, wanted - done, os.POSIX_FADV_DONTNEED)
+        return wanted
 
     def close(self) -> None:
         """Close the file; closing it again does nothing."""

@@ -59,7 +59,7 @@ class DispatchPlan:
     host for streamed weights that it computes: its reserve, and what the plan left of its budget. ``reserves`` are kept
     free on each device that computes what is streamed: what an accelerator holds for weights on their way. ``slots``
     are the bytes for experts on each device that computes some which lie elsewhere; they are divided for passes of
-    ``pass_tokens``. ``unpacking`` are those by which an accelerator unpacks what comes to it packed; on one that isn't
+    ``pass_tokens``. ``unpacking`` are those in which an accelerator dequantises what streams to it; on one that isn't
     listed nothing is. ``host_peak_bytes`` is the predicted peak of a host that stands in for accelerators, null where
     none is simulated.
     """
@@ -83,7 +83,13 @@ class DispatchPlan:
 
 
 def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
-    """Return the dispatch plan of a model with this ``skeleton`` placed by this ``plan``."""
+    """Return the dispatch plan of a model with this ``skeleton`` placed by this ``plan``.
+
+    >>> with offstage.load(checkpoint, max_memory={"cpu": "3MB"}) as loaded:
+    ...     plan = make_dispatch_plan(describe(loaded.model, rehearsed=False), loaded.plan)
+    >>> type(plan).__name__, plan.main_device
+    ('DispatchPlan', 'cpu')
+    """
     parts, experts, devices = {}, _experts(skeleton, plan), plan.devices.items()
     simulated = any(one.simulated is not None and one.ledger for _, one in devices)
     for module, tensors in skeleton.by_module.items():

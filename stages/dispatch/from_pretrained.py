@@ -79,7 +79,10 @@ def from_pretrained(
 
     Raises ``ConfigError`` for arguments that can't be followed, by name, and else as ``load`` does.
 
-    >>> model = offstage.from_pretrained("/ckpt/llama", device_map="auto", max_memory="2GB")  # doctest: +SKIP
+    >>> model = offstage.from_pretrained(checkpoint, max_memory={"cpu": "3MB"})
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 3072])
+    >>> model.close()
     """
     raise_faults(list(_faults(dtype, torch_dtype, options)))
     given = {name: value for name, value in options.items() if name not in (*_IDLE, *_REFUSED, _GGUF)}

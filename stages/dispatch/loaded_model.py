@@ -110,10 +110,10 @@ class LoadedModel:
         ``concurrent.futures``: ``result()`` waits, ``asyncio.wrap_future`` awaits. ``cancel()``, by which a client that
         goes away frees its place, ends one under way too, before its next token.
 
-        Raises ``BusyError`` where ``max_waiting`` calls wait. A call that waits for something else than the model holds
-        up all others.
+        Raises ``BusyError`` where ``max_waiting`` calls wait. A call that waits for anything else holds up the others.
 
-        >>> future = loaded.submit(loaded.model.generate, ids, max_new_tokens=64)  # doctest: +SKIP
+        >>> loaded.submit(loaded.model.generate, torch.tensor([[1, 2]]), max_new_tokens=2).result().shape
+        torch.Size([1, 4])
         """
         return self._calls.submit(partial(call, *arguments, **options))
 
@@ -140,11 +140,11 @@ class LoadedModel:
         tokens are sampled the first prompt has ``seed``, the next ``seed + 1``, and so on.
 
         ``progress`` is a file in which answers are kept as they come: the same call goes on there where a script was
-        killed. With ``num_return_sequences`` a prompt has so many answers, one after another. Calls of several threads
-        take turns. Raises ``ConfigError`` for options and prompts that can't be followed, for a file of something else,
-        and after ``close()``.
+        killed. With ``num_return_sequences`` a prompt has so many answers, one after another. Raises ``ConfigError``
+        for options and prompts that can't be followed, for a file of something else, and after ``close()``.
 
-        >>> [answer.text for answer in loaded.generate(["Once", "Twice"], max_new_tokens=8)]  # doctest: +SKIP
+        >>> [len(answer.token_ids) for answer in loaded.generate(["Once", "Twice"], max_new_tokens=8)]
+        [8, 8]
         """
         options |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "output_logprobs": logprobs}
         options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
@@ -263,15 +263,14 @@ def load(
     ``max_memory`` are the bytes of weights that each device may hold (``{0: "12GB", "cpu": "20GB"}``), or one size:
     that of the first accelerator, or of the host where there is none, and no other memory is used. Without it they are
     worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens take,
-    half of these as a prompt, or all as windows that are scored where ``asks`` is ``"score"``; the process's C library
-    then gives freed blocks of a MiB or more back at once, and few compiled kernels are kept, as what is worked out
-    relies on. ``device_map`` is a policy, a map of module names to devices, the path of a ``device_map.json``, or one
-    device. With ``execution="fastest"`` layers that lie on the host compute there where that is predicted to be faster
-    than bringing them to an accelerator. ``concurrency`` is how calls go that threads ``submit``: one after another, or
-    ``batch_size`` of them in lockstep, and ``max_waiting`` how many may wait. With ``hosts="auto"``, in a script that
-    torchrun started on several machines, the model is divided among them: all must make the same calls in the same
-    order, and each has the answer. ``cache`` is where skeletons, plans, measured rates and weights that must be
-    converted are kept: by default ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
+    half of these as a prompt, or all as windows that are scored where ``asks`` is ``"score"``; as that needs it, the
+    C library gives freed blocks of a MiB or more back at once from then on, and few compiled kernels are kept.
+    ``device_map`` is a policy, a map of module names to devices, the path of a ``device_map.json``, or one device.
+    With ``execution="fastest"`` layers that lie on the host compute there where that is predicted to be faster than
+    copying them to an accelerator. ``concurrency`` is how calls go that threads ``submit``: one after another, or
+    ``batch_size`` of them in lockstep, and ``max_waiting`` how many may wait. With ``hosts="auto"``, by torchrun, the
+    model is divided among the hosts: all must make the same calls in one order, and each has the answer. ``cache`` is
+    where plans, measured rates and converted weights are kept: ``$XDG_CACHE_HOME/offstage``, or an ``outputs/cache``.
 
     ``options`` are keys of the config by their own names, nested ones as dicts: ``offload_folder``, ``strict``,
     ``storage={"io": "direct"}``, ``hardware``, …; and those of its ``model``: ``revision``, ``tokenizer``,
@@ -280,8 +279,9 @@ def load(
     Raises ``ConfigError`` for options that can't be followed, ``CheckpointError`` for a checkpoint that is missing,
     damaged or not the model's, ``BudgetError`` for budgets that can't hold the plan, ``StorageError`` for a disk.
 
-    >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
-    ...     loaded.model.generate(**loaded.tokenizer("Hello", return_tensors="pt"))
+    >>> with offstage.load(checkpoint, max_memory={"cpu": "3MB"}) as loaded:
+    ...     loaded.generate("If the memory", max_new_tokens=4)[0].text
+    ' layout is not available'
     """
     counts = {"batch_size": batch_size, "max_length": max_length, "max_waiting": max_waiting}
     raise_faults(list(_faults(max_memory, asks, concurrency, counts)))

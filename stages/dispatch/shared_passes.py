@@ -24,9 +24,12 @@ def lockstep(model: nn.Module, calls: Iterable[Callable[[], Answer]], *, size: i
     The first error of a call is raised, after the others were ended. A call may have calls in lockstep itself: these
     go with all others. Raises ``ValueError`` for a model that isn't dispatched or a size below 1.
 
-    >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
-    ...     calls = [partial(loaded.model.generate, ids, max_new_tokens=20) for ids in prompts]
+    >>> with offstage.load(checkpoint, max_memory={"cpu": "3MB"}) as loaded:
+    ...     prompts = [loaded.tokenizer(text, return_tensors="pt") for text in ("If the memory", "The")]
+    ...     calls = [partial(loaded.model.generate, **prompt, max_new_tokens=2) for prompt in prompts]
     ...     answers = offstage.lockstep(loaded.model, calls, size=8)
+    >>> [tuple(answer.shape) for answer in answers]
+    [(1, 6), (1, 4)]
     """
     if type(size) is not int or size < 1:
         raise ValueError(f"size: {size!r} is no number of calls; give a whole number from 1")

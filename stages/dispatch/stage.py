@@ -115,7 +115,7 @@ class DispatchStage(Stage[DispatchInputs]):
             amount = format_bytes(plan.streamed_bytes)
             told.append(f"{streamed} of {len(plan.parts)} modules streamed: {amount} a pass")
         if experts:
-            told.append(f"{experts} experts brought when they are routed to")
+            told.append(f"{experts} experts read when tokens are routed to them")
         summary = ", ".join(told if len(told) > 1 else [*told, "everything resident"])
         host = {"predicted": {str(CPU): plan.host_peak_bytes}} if plan.host_peak_bytes else {}
         return Report(summary, memory=host)

@@ -24,17 +24,21 @@ def describe(
     call: Callable[[nn.Module], object] | None = None,
     rehearsed: bool = True,
 ) -> Skeleton:
-    """Return the skeleton of ``model``, whose tensors may lie on any device, meta included.
+    """Return the skeleton of ``model``, all that a meta model is; its tensors may lie on any device.
 
     ``no_split`` names the classes whose modules compute on one device; by default what a transformers model
     declares. ``call`` runs the rehearsal's forward (see ``rehearse``). Code that fake tensors don't have the values
     for is rehearsed as ``deciding`` decides. A model that can't be rehearsed is described
     in the order of registration, and ``unrehearsed`` says why.
+
+    >>> skeleton = describe(nn.Sequential(nn.Linear(4, 2)), rehearsed=False)
+    >>> [(tensor.name, tensor.shape, tensor.dtype) for tensor in skeleton.tensors]
+    [('0.weight', (2, 4), 'float32'), ('0.bias', (2,), 'float32')]
     """
     declared = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     tied = find_tied_parameters(model)
     with unchanged_buffers(model):
-        seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
+        seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no trace was asked for")
         weighed = weigh(model, declared or ()) if seen and call is None else Weighed()
         once = _called_once(model, seen) if rehearsed and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]

@@ -43,7 +43,13 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build modules inside this context with every parameter on ``device``; see ``init_empty_weights``."""
+    """Build modules inside this context with every parameter on ``device``; see ``init_empty_weights``.
+
+    >>> with init_on_device("meta", include_buffers=True):
+    ...     norm = nn.BatchNorm1d(4)
+    >>> norm.running_mean.device
+    device(type='meta')
+    """
     device = torch.device(device)
     owner = threading.get_ident()
     # A parameter that is assigned twice stays one parameter.

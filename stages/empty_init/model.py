@@ -182,12 +182,18 @@ def _default_class(config: Any) -> Any:
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
     """Keep in float32 the parameters that the model class declares so (T5's ``wo``), as transformers does."""
-    patterns = set(model._keep_in_fp32_modules_strict or ())
-    if dtype == torch.float16:
-        patterns |= set(model._keep_in_fp32_modules or ())
-    if dtype not in (torch.float16, torch.bfloat16) or not patterns:
-        return
-    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
-    for name, parameter in model.named_parameters():
-        if kept.search(name):
-            parameter.data = parameter.data.float()
+    kept = kept_in_float32(model, strictly=dtype != torch.float16)
+    if dtype in (torch.float16, torch.bfloat16) and kept is not None:
+        for name, parameter in model.named_parameters():
+            if kept.search(name):
+                parameter.data = parameter.data.float()
+
+
+def kept_in_float32(model: nn.Module, *, strictly: bool = False) -> re.Pattern[str] | None:
+    """Return what the names of weights have in them that the class of ``model`` keeps in float32; null for none.
+
+    With ``strictly`` those that it keeps so in bfloat16 too.
+    """
+    declared = ("_keep_in_fp32_modules_strict", *(() if strictly else ("_keep_in_fp32_modules",)))
+    patterns = {pattern for name in declared for pattern in getattr(model, name, None) or ()}
+    return re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns))) if patterns else None

@@ -7,7 +7,6 @@ counted so. What else knows linear layers, peft and optimizers among it, finds n
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +36,7 @@ from offstage.stages.checkpoints.packed import AtRest, Codec, PackedTensor
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.experts import is_interface
 from offstage.stages.empty_init.merges import sources_in_order
+from offstage.stages.empty_init.model import kept_in_float32
 from offstage.stages.empty_init.names import NamingStep, name_tensors
 from offstage.stages.empty_init.skeleton import Skeleton, parent
 from offstage.stages.units import DTYPE_BYTES
@@ -196,7 +196,7 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
     users: dict[int, list[str]] = {}
     for name, parameter in named.items():
         users.setdefault(id(parameter), []).append(name)
-    own_dtype = of_own_dtype(model)
+    own_dtype = kept_in_float32(model)
     for step in name_tensors(model, entries).steps:
         stack = _stack_of(step, entries, named)
         if stack is None:
@@ -274,14 +274,6 @@ def _on_meta(part: Extent) -> nn.Parameter:
     return nn.Parameter(torch.empty(part.shape, dtype=kind, device="meta"), requires_grad=False)
 
 
-def of_own_dtype(model: nn.Module) -> re.Pattern[str] | None:
-    """Return what the names of weights have in them that the class of ``model`` keeps in float32; null for none."""
-    known: Any = model
-    patterns = {*(getattr(known, "_keep_in_fp32_modules", None) or ())}
-    patterns |= {*(getattr(known, "_keep_in_fp32_modules_strict", None) or ())}
-    return re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns))) if patterns else None
-
-
 def as_they_rest(model: nn.Module, entries: Mapping[str, AtRest]) -> Mapping[str, AtRest]:
     """Return the checkpoint's ``entries``, those that ``model`` keeps packed as the bytes that they are on disk."""
     kept = {name: beside for module in packed_modules(model).values() for name, beside in module.kept.items()}
@@ -309,7 +301,7 @@ def require_rehearsed(model: nn.Module, skeleton: Skeleton) -> None:
         raise ConfigError(f"{KEY}: the model's code reads the weight of {borrowed!r} itself; take {KEY}=exact")
     if packed and skeleton.unrehearsed is not None:
         raise ConfigError(
-            f"{KEY}: the model's code can't be rehearsed with weights that stay packed ({skeleton.unrehearsed}); take "
+            f"{KEY}: the model's code can't be traced with weights that stay quantised ({skeleton.unrehearsed}); take "
             f"{KEY}=exact"
         )
 
@@ -318,7 +310,7 @@ def refuse_saving(model: nn.Module) -> None:
     """Have ``model`` refuse to be saved where it has packed weights: nothing else could read these."""
 
     def refuse(*_: object) -> NoReturn:
-        raise RuntimeError(f"{KEY}=fused keeps weights packed, which can't be saved; load the model with {KEY}=exact")
+        raise RuntimeError(f"{KEY}=fused keeps weights quantised, which can't be saved; load it with {KEY}=exact")
 
     for module in packed_modules(model).values():
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

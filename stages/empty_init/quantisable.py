@@ -22,8 +22,8 @@ from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.adapted_model import without_adapter
 from offstage.stages.empty_init.experts import is_experts
 from offstage.stages.empty_init.merges import sources_in_order
+from offstage.stages.empty_init.model import kept_in_float32
 from offstage.stages.empty_init.names import Naming, NamingStep, name_tensors
-from offstage.stages.empty_init.packed_modules import of_own_dtype
 from offstage.stages.empty_init.skeleton import parent, upward
 
 KEY = "model.quantize"
@@ -54,7 +54,7 @@ def quantisable(model: nn.Module, naming: Naming, entries: Mapping[str, Extent],
     repeated = {
         name for name in modules if any(isinstance(modules[above], nn.ModuleList) for above in upward(parent(name)))
     }
-    routers, kept = set(_routers(modules, repeated)), of_own_dtype(model)
+    routers, kept = set(_routers(modules, repeated)), kept_in_float32(model)
     found = set[str]()
     for step, owner in multiplied(naming, modules):
         stays = owner not in repeated or owner in routers or any(kept and kept.search(name) for name in step.targets)

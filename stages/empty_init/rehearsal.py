@@ -46,12 +46,17 @@ class Rehearsal:
 def rehearse(
     model: nn.Module, call: Callable[[nn.Module], object] | None = None, *, decides: bool = False
 ) -> Rehearsal:
-    """Run one forward of ``model``, whose parameters may be on meta, with fake tensors, and return what was seen.
+    """Trace one forward of ``model``, whose parameters may be on meta, with fake tensors; return what was seen.
 
     ``call`` runs the forward on the module that it is given; by default eight token ids in a batch of one. One that
     ``decides`` answers code that asks for values (see ``deciding``). Of repeated blocks that are alike a few are run,
-    where nothing is decided, and all where these turn out not to do the same.
+    where nothing is decided, and all where these turn out not to do the same. Such a trace is called a rehearsal.
     Raises whatever the model's code raises when it meets fake tensors (one of ``fake_weights.REFUSALS``).
+
+    >>> with init_empty_weights():
+    ...     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+    >>> [str(name) for name in rehearse(model, lambda model: model(torch.ones(1, 4))).order]
+    ['', '0', '1']
     """
     alike = [] if decides else find_alike(model)
     if alike:

@@ -183,7 +183,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model without its data.
+    """A model without its data: what a meta model is, and what a fake-tensor trace (a rehearsal) showed of it.
 
     ``tensors`` lists every name, tied ones each under its own name, in the order of registration. ``tied`` groups the
     names that share one tensor, each group sorted; the first name of a group stands for it. ``no_split`` names the

@@ -205,7 +205,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     def report(self, artifact: Artifact) -> Report:
         """Say what the model is and how large, and whether its order is that of a rehearsal."""
         skeleton = artifact.read(Skeleton, FILE_NAME)
-        order = "rehearsed" if skeleton.unrehearsed is None else "order of registration"
+        order = "traced" if skeleton.unrehearsed is None else "order of registration"
         size, at_rest = format_bytes(skeleton.bytes), skeleton.rest_bytes
         packed = f" ({format_bytes(at_rest)} at rest)" if at_rest != skeleton.bytes else ""
         return Report(
@@ -353,7 +353,7 @@ def _check_products(model: Mapping[str, Any]) -> Iterable[Fault]:
         )
     if adapter_folder(model) is not None:
         yield Fault(
-            "quantized.products", f"{FUSED!r} takes no adapter: its layers stand on unpacked ones; take 'exact'"
+            "quantized.products", f"{FUSED!r} takes no adapter: its layers stand on dequantised ones; take 'exact'"
         )
 
 

@@ -20,6 +20,11 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
     A parameter assigned to two modules and a submodule bound under two names are found alike, on any device, meta
     included: what counts is that the names lead to one ``Parameter`` object. Other arguments change nothing.
+
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    >>> model.head.weight = model.embed.weight
+    >>> find_tied_parameters(model)
+    [['embed.weight', 'head.weight']]
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -32,6 +37,11 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
 
     The one that holds data (is not on the meta device) is bound under all names of its group; a group that has none
     is tied on meta.
+
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    >>> retie_parameters(model, [["embed.weight", "head.weight"]])
+    >>> model.head.weight is model.embed.weight
+    True
     """
     for group in tied_params:
         bound = [model.get_parameter(name) for name in group]
@@ -51,6 +61,9 @@ def named_module_tensors(
 
     With ``recurse`` those of its submodules too; with ``remove_non_persistent`` without the buffers that a state dict
     leaves out.
+
+    >>> [name for name, _ in named_module_tensors(nn.BatchNorm1d(4, affine=False))]
+    ['running_mean', 'running_var', 'num_batches_tracked']
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
@@ -71,6 +84,11 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     """Return the names of the buffers that a state dict of ``module`` leaves out, those of submodules with ``recurse``.
 
     They are the names in the modules that own them, or with ``fqns`` dotted names from ``module`` on.
+
+    >>> module = nn.Module()
+    >>> module.register_buffer("mask", torch.ones(2), persistent=False)
+    >>> get_non_persistent_buffers(module)
+    {'mask'}
     """
     names = non_persistent_buffers(module, recurse=recurse)
     return names if fqns else {name.rpartition(".")[2] for name in names}
@@ -80,6 +98,10 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """Return what tells the storage of ``tensor`` from every other that is alive: its device, address and bytes.
 
     Tensors that share memory have one; on the meta device there is no memory, and the address is 0.
+
+    >>> rows = torch.zeros(4, 2)
+    >>> id_tensor_storage(rows) == id_tensor_storage(rows.view(8))
+    True
     """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
@@ -89,6 +111,9 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Return whether the config of a transformers ``model``, or one of its modules, says that parameters are tied.
 
     It says nothing of whether they are: that is ``find_tied_parameters``. For any other module it is False.
+
+    >>> check_tied_parameters_in_config(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint)))
+    True
     """
     from transformers import PreTrainedModel
 
@@ -107,6 +132,8 @@ def check_tied_parameters_on_same_device(
 
     A name goes by its longest prefix in the map. One that has none follows its twins; a group without any is a
     ``ValueError``.
+
+    >>> check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"": "cpu"})
     """
     for group in tied_params:
         devices = {

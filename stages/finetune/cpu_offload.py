@@ -28,11 +28,13 @@ TARGETS = ("host", "disk")
 class CPUOffload:
     """A context in which ``offload_ratio`` of the bytes that are saved for the backward pass are offloaded.
 
-    ::
-
-        with CPUOffload(offload_ratio=0.1, tag="resnet"):
-            loss = model(images).mean()
-        loss.backward()
+    >>> model, rows = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), torch.ones(512, 64)
+    >>> for _ in range(2):
+    ...     with CPUOffload(offload_ratio=0.5, tag="example", target="disk", folder=folder) as offload:
+    ...         loss = model(rows).mean()
+    ...     loss.backward()
+    >>> sorted(offload.traffic)
+    ['example']
 
     The gradients are the same bits as without it. From the second iteration of a ``tag`` on the ratio is held to within
     2% of the bytes; the first measures them. A forward pass is an iteration, whether the object is new or used again.

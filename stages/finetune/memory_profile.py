@@ -32,6 +32,11 @@ def profile_memory(
     On the host bytes are counted as storages: what kernels take inside themselves isn't seen. Where accelerators
     compute, the peaks are those of their allocators, which are set back. Without ``data`` nothing is computed or
     allocated: weights and inputs may be on meta; a ``ConfigError`` where the model's code needs values.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    >>> profile = profile_memory(model, torch.ones(256, 64), data=False)
+    >>> profile.activation_bytes, profile.gradient_bytes
+    (65536, 33280)
     """
     rehearsed, refusal = _rehearse(model, inputs, kwargs, loss)
     if data:
@@ -54,11 +59,16 @@ def least_ratio(profile: MemoryProfile, budget: int | str) -> float:
     ``budget`` is in bytes, or text such as ``"2GB"``. Gradients count in it; what an optimizer keeps doesn't. Raises a
     ``BudgetError`` with the least budget that would do where none fits, and a ``ConfigError`` where the profile has no
     prediction.
+
+    >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    >>> profile = profile_memory(model, torch.ones(1024, 64), data=False)
+    >>> 0 < least_ratio(profile, "2MB") < 1
+    True
     """
     if profile.peaks is None:
         raise ConfigError(
-            f"offload_ratio: no ratio can be worked out, since the model can't be rehearsed: {profile.unrehearsed};"
-            " give a number from 0 to 1"
+            f"offload_ratio: no ratio can be worked out, since the model can't be traced with fake "
+            f"tensors: {profile.unrehearsed}; give a number from 0 to 1"
         )
     return profile.peaks.least_ratio(parse_size(budget))
 

@@ -50,7 +50,7 @@ class MemoryProfile:
 
     ``forward_peak_bytes`` and ``peak_bytes`` are the most that the forward, and the whole step with its backward, held
     over what was there before; gradients count, weights and inputs don't. ``peaks`` predict the step's peak at every
-    ratio of activation offload; null where the model can't be rehearsed, and ``unrehearsed`` says why.
+    ratio of activation offload; null where fake tensors can't trace the model, and ``unrehearsed`` says why.
     """
 
     modules: tuple[ModuleProfile, ...]

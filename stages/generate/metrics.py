@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from offstage.stages.dispatch.transfer.traffic import LinkTraffic, Traffic
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.generate.judged import Judged
 from offstage.stages.inference.cost import Bound, Metrics, bound_of, link_metrics
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.traffic import bound_seconds
-from offstage.stages.units import DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +43,11 @@ class TimedBatch:
 class Cost:
     """Sums over batches. ``steps`` are forwards after the first token, however many sequences share one.
 
-    The bytes and ``stall_seconds`` are those of decoding alone; ``storage_bytes`` of the streamed ones were read from
-    storage for it. So are the ``links``, by the device that they lead to, and the calls for experts that
-    wait, ``expert_hits`` of which found theirs in a slot.
-    ``cpu_seconds`` are those of all threads while it was decoded. ``first_token_seconds`` has an entry a batch,
-    ``token_seconds`` one a token after that: how long it let itself be waited for. Of batches in lockstep, decoding
-    begins with the first token of all, and what ends with another's first is prefill too; they shared ``passes`` of the
-    model. ``judged`` sums up what came of guesses. ``begun_again`` are batches that couldn't go on in lockstep.
+    ``traffic`` is that of decoding alone, and ``cpu_seconds`` are those of all threads meanwhile.
+    ``first_token_seconds`` has an entry a batch, ``token_seconds`` one a token after that: how long it let itself be
+    waited for. Of batches in lockstep, decoding begins with the first token of all, and what ends with another's first
+    is prefill too; they shared ``passes`` of the model. ``judged`` sums up what came of guesses. ``begun_again`` are
+    batches that couldn't go on in lockstep.
     """
 
     batches: int = 0
@@ -58,15 +55,10 @@ class Cost:
     decode_seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
-    streamed_bytes: int = 0
-    storage_bytes: int = 0
-    stall_seconds: float = 0.0
-    expert_hits: int = 0
-    expert_misses: int = 0
     cpu_seconds: float = 0.0
     passes: int = 0
     begun_again: int = 0
-    links: dict[DeviceId, LinkTraffic] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
     judged: Judged = field(default_factory=Judged)
     first_token_seconds: list[float] = field(default_factory=list)
     token_seconds: list[float] = field(default_factory=list)
@@ -76,7 +68,6 @@ class Cost:
         if not spans:
             return
         earliest, latest = min(spans, key=lambda span: span.times[0]), max(spans, key=lambda span: span.times[-1])
-        first, last = earliest.first, latest.last
         self.batches += len(spans)
         judged = [span.judged for span in spans if span.judged is not None]
         for one in judged:
@@ -95,55 +86,38 @@ class Cost:
         self.decode_seconds += ended - began - beside
         self.steps += sum(span.steps for span in spans)
         self.tokens += sum(span.steps * span.sequences for span in spans)
-        self.streamed_bytes += last.streamed_bytes - first.streamed_bytes
-        self.storage_bytes += last.storage_bytes - first.storage_bytes
-        self.stall_seconds += last.stall_seconds - first.stall_seconds
-        self.expert_hits += last.expert_hits - first.expert_hits
-        self.expert_misses += last.expert_misses - first.expert_misses
-        for device, link in last.since(first).items():
-            self.links.setdefault(device, LinkTraffic()).add(link)
-
-    @property
-    def expert_calls(self) -> int:
-        """How often decoding called for an expert that waits."""
-        return self.expert_hits + self.expert_misses
-
-    @property
-    def hit_rate(self) -> float | None:
-        """How often decoding found its experts in slots; null where it called none that wait."""
-        return self.expert_hits / self.expert_calls if self.expert_calls else None
+        self.traffic.add(latest.last.since(earliest.first))
 
     def bound(self) -> Bound:
         """Return what decoding waited for."""
-        return bound_of(self.decode_seconds, stall_seconds=self.stall_seconds, storage_bytes=self.storage_bytes)
+        return bound_of(self.decode_seconds, self.traffic)
 
     def bound_seconds(self, plan: Plan) -> float | None:
         """Return the least seconds in which a token's weights could be moved, as they lie under ``plan``."""
         if not self.steps:
             return None
         members = max(1.0, self.steps / self.passes) if self.passes else 1.0
-        streamed, read = (
-            count * members / self.steps for count in (max(self.streamed_bytes, self.storage_bytes), self.storage_bytes)
-        )
+        read = self.traffic.storage_bytes * members / self.steps
+        streamed = max(self.traffic.streamed_bytes * members / self.steps, read)
         return bound_seconds(plan, streamed_bytes=streamed, storage_bytes=read, members=members)
 
     def metrics(self, plan: Plan) -> Metrics:
         """Return the run record's metrics of decoding under ``plan``, null where no token came after the first."""
-        steps, seconds = self.steps, self.decode_seconds
+        steps, seconds, traffic = self.steps, self.decode_seconds, self.traffic
         return {
             "time_to_first_token_seconds": sum(self.first_token_seconds) / self.batches if self.batches else None,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds_per_token": seconds / steps if steps else None,
             "decode_cpu_seconds_per_token": self.cpu_seconds / steps if steps else None,
             "decode_tokens_per_second": self.tokens / seconds if steps else None,
-            "streamed_bytes_per_token": round(self.streamed_bytes / steps) if steps else None,
-            "streamed_bytes_per_second": self.streamed_bytes / seconds if steps else None,
-            "stall_seconds_per_token": self.stall_seconds / steps if steps else None,
-            "stall_share": self.stall_seconds / seconds if steps and seconds else None,
+            "streamed_bytes_per_token": round(traffic.streamed_bytes / steps) if steps else None,
+            "streamed_bytes_per_second": traffic.streamed_bytes / seconds if steps else None,
+            "stall_seconds_per_token": traffic.stall_seconds / steps if steps else None,
+            "stall_share": traffic.stall_seconds / seconds if steps and seconds else None,
             "bound": self.bound() if steps else None,
             "bound_seconds_per_token": self.bound_seconds(plan),
-            **link_metrics(self.links, unit="token", count=steps),
-            **({} if self.hit_rate is None else {"expert_hit_rate": self.hit_rate}),
+            **link_metrics(traffic, unit="token", count=steps),
+            **({} if traffic.expert_hit_rate is None else {"expert_hit_rate": traffic.expert_hit_rate}),
             **({} if not self.passes else {"passes": self.passes}),
             **({} if not self.begun_again else {"lockstep": 1, "batches_begun_again": self.begun_again}),
             **self.judged.metrics(),

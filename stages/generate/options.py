@@ -179,7 +179,7 @@ def _unguessable(
         LOOKUP: len(guessing) > 1,
     }
     for name in (name for name, refuses in refused.items() if refuses):
-        yield name, f"can't go with generate.{guessing[0]}, which guesses for one sequence at a time; leave one out"
+        yield name, f"can't go with generate.{guessing[0]}, which drafts for one sequence at a time; leave one out"
     name = _architecture(model)
     if getattr(getattr(transformers, name, None), "_is_stateful", False):
         yield guessing[-1], f"asks to take tokens back, which {name} can't; leave it out"

@@ -26,7 +26,8 @@ from transformers.cache_utils import (
 )
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from offstage.stages.dispatch.streaming.lockstep import Position, Shared
+from offstage.stages.dispatch.streaming.lockstep import Shared
+from offstage.stages.units import Position
 
 WaitFor = Callable[[Shared], None]
 """Returns when it is the caller's turn to use what it waits for."""

@@ -132,7 +132,7 @@ class _Forwards:
         if strange is not None:
             raise ValueError(
                 f"{type(self._model).__name__} keeps what it has read as {strange}, of which tokens can't be taken "
-                "back; set generate.speculation=batched, or guess none"
+                "back; set generate.speculation=batched, or leave speculative decoding out"
             )
         self._cache.activate_past_recording()
         return _last(outputs, input_ids)

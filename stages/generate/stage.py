@@ -138,7 +138,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
         if metrics.get("speculation") != BATCHED:
             return ()
         return (
-            "Several drafts were judged in one forward (generate.speculation=batched): the last bits of what is "
+            "Several drafts were verified in one forward (generate.speculation=batched): the last bits of what is "
             "computed, and so tokens, may differ from those of plain decoding.",
         )
 

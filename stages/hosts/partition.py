@@ -92,8 +92,8 @@ def chain_of(skeleton: Skeleton) -> Chain:
     """
     if skeleton.unrehearsed is not None:
         raise ConfigError(
-            f"{KEY}: {skeleton.model_class} couldn't be rehearsed ({skeleton.unrehearsed}), so the order of its parts "
-            "isn't known, and it can't be divided; leave hosts null"
+            f"{KEY}: {skeleton.model_class} couldn't be traced with fake tensors ({skeleton.unrehearsed}), "
+            "so the order of its parts isn't known, and it can't be divided; leave hosts null"
         )
     stacks = _stacks(skeleton)
     if not stacks:

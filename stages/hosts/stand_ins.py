@@ -21,9 +21,7 @@ from offstage.stages.empty_init.skeleton import parent, upward
 from offstage.stages.hosts.partition import Partition
 from offstage.stages.hosts.wire import Wire
 from offstage.stages.machine.hosts import KEY
-
-Position = tuple[int, ...]
-"""When something comes in a pass of the model."""
+from offstage.stages.units import Position
 
 _AT_THE_END: Position = (sys.maxsize, 0)
 

@@ -22,6 +22,7 @@ from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.peers import Peers
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.machine.hosts import KEY
+from offstage.stages.units import Position
 
 _TAG = 1
 """Apart from what hosts agree on between calls."""
@@ -107,7 +108,7 @@ class Arrival:
 
     inbox: _Inbox
     key: _Key
-    position: tuple[int, ...]
+    position: Position
 
     @property
     def has_come(self) -> bool:
@@ -153,7 +154,7 @@ class Wire:
             self._outbox(host).put(([self.call(), shape], copies))
             self._peers.sent_bytes += sum(tensor.nbytes for tensor in copies)
 
-    def receive(self, host: int, device: torch.device, position: tuple[int, ...]) -> Any:
+    def receive(self, host: int, device: torch.device, position: Position) -> Any:
         """Return what ``host`` sends next of this call, on ``device``."""
         arrival = Arrival(self._inbox, (host, self.call()), position)
         self._inbox.ask(arrival.key)

@@ -5,13 +5,11 @@ Of a mixture whose experts wait, it is also how often these were found in slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Literal
 
 from offstage.stages.dispatch.stage import Dispatched
-from offstage.stages.dispatch.transfer.traffic import LinkTraffic, Traffic
-from offstage.stages.units import DeviceId
+from offstage.stages.dispatch.transfer.traffic import Traffic
 
 Metrics = dict[str, float | int | str | None]
 Bound = Literal["storage", "link", "compute"]
@@ -43,17 +41,13 @@ class ForwardCost:
 
     def metrics(self) -> Metrics:
         """Return the run record's metrics of all forwards; null where there was none."""
-        now = self._traffic.copy()
-        streamed = now.streamed_bytes - self._before.streamed_bytes
-        stalled = now.stall_seconds - self._before.stall_seconds
-        stored = now.storage_bytes - self._before.storage_bytes
-        bound = bound_of(self.seconds, stall_seconds=stalled, storage_bytes=stored) if self.forwards else None
+        cost = self._traffic.copy().since(self._before)
         return {
-            "streamed_bytes_per_forward": round(streamed / self.forwards) if self.forwards else None,
-            "streamed_bytes_per_second": self._per_second(streamed),
-            "stall_share": self._per_second(stalled),
-            "bound": bound,
-            **link_metrics(now.since(self._before), unit="forward", count=self.forwards),
+            "streamed_bytes_per_forward": round(cost.streamed_bytes / self.forwards) if self.forwards else None,
+            "streamed_bytes_per_second": self._per_second(cost.streamed_bytes),
+            "stall_share": self._per_second(cost.stall_seconds),
+            "bound": bound_of(self.seconds, cost) if self.forwards else None,
+            **link_metrics(cost, unit="forward", count=self.forwards),
         }
 
     def _per_second(self, total: float) -> float | None:
@@ -61,25 +55,26 @@ class ForwardCost:
         return total / self.seconds if self.seconds > 0 else None
 
 
-def bound_of(seconds: float, *, stall_seconds: float, storage_bytes: int) -> Bound:
-    """Return what forwards of so many ``seconds`` waited for: reads from storage, the link, or neither: they computed.
+def bound_of(seconds: float, cost: Traffic) -> Bound:
+    """Return what forwards of so many ``seconds`` and this ``cost`` waited for: reads from storage, the link, or
+    neither: they computed.
 
     A forward that waits where nothing is read waits for copies. Where weights come from storage and from the host, the
     wait is put down to storage, the slower of the two. Pages of a mapped file that had to be read are not seen: a map
     is chosen where they stay in memory.
     """
-    if stall_seconds < STALL_SHARE * seconds:
+    if cost.stall_seconds < STALL_SHARE * seconds:
         return "compute"
-    return "storage" if storage_bytes else "link"
+    return "storage" if cost.storage_bytes else "link"
 
 
-def link_metrics(links: Mapping[DeviceId, LinkTraffic], *, unit: str, count: int) -> Metrics:
+def link_metrics(cost: Traffic, *, unit: str, count: int) -> Metrics:
     """Return the run record's metrics of each device that something was brought to, by the ``unit``.
 
     There were ``count`` of these; where there was none, there are no metrics.
     """
     found: Metrics = {}
-    for device, link in links.items() if count else ():
+    for device, link in cost.links.items() if count else ():
         found[f"link_bytes_per_{unit}.{device}"] = round(link.bytes / count)
         found[f"link_stall_seconds_per_{unit}.{device}"] = link.stall_seconds / count
     return found
@@ -113,9 +108,8 @@ def _expert_metrics(dispatched: Dispatched) -> Metrics:
     uses, traffic = dispatched.streamer.routed.uses.values(), dispatched.streamer.traffic
     if not uses:
         return {}
-    calls = traffic.expert_hits + traffic.expert_misses
     return {
-        "expert_hit_rate": traffic.expert_hits / calls if calls else None,
+        "expert_hit_rate": traffic.expert_hit_rate,
         "expert_hits": traffic.expert_hits,
         "expert_misses": traffic.expert_misses,
         "expert_evictions": sum(use.evictions for use in uses),

@@ -17,7 +17,7 @@ LOADING = (
 )
 STREAMING = (
     # What set the speed, as measured: ``storage``, ``link`` or ``compute``.
-    Metric("bound", "word", "bound by"),
+    Metric("bound", "word", "bottleneck"),
     Metric("streamed_bytes_per_second", "bytes/s", "streaming", aside=True),
     # The part of the time of forwards, or of decoding, in which these waited for weights.
     Metric("stall_share", "share", "stall share"),
@@ -31,7 +31,7 @@ WHOLE_RUN = (
     Metric("sent_bytes", "bytes", "sent to other hosts", optional=True),
     # How often an expert that tokens were routed to was in a slot: in decoding alone where there was any. By layer
     # the section ``experts`` has these, with the bytes that were streamed.
-    Metric("expert_hit_rate", "share", "experts in slots", optional=True),
+    Metric("expert_hit_rate", "share", "expert cache hit rate", optional=True),
     Metric("expert_hits", "count", optional=True),
     Metric("expert_misses", "count", optional=True),
     Metric("expert_evictions", "count", optional=True),

@@ -102,7 +102,7 @@ class _Passes:
         difference = first_difference(self._expected, outputs)
         if difference is not None:
             raise DisagreementError(
-                f"measure.repeats: {title} gave other {self._results} than there were before ({difference}); figures "
+                f"measure.repeats: {title} gave other {self._results} than there were before ({difference}); metrics "
                 "of different answers can't be compared: look in the model's code for what outlives a call, or in the "
                 "machine for what changes its arithmetic, and set outputs to a new folder to begin anew"
             )

@@ -64,7 +64,9 @@ def build(source: Path, functions: Collection[str]) -> None:
         _keep(source, folder, functions)
         del _in_use[folder]
     except (OSError, OffstageError, subprocess.SubprocessError) as error:
-        _log.info("%s: isn't compiled (%s); weights are unpacked by operators, which takes longer", source.name, error)
+        _log.info(
+            "%s: isn't compiled (%s); torch's operators dequantise weights, which takes longer", source.name, error
+        )
 
 
 def load(source: Path) -> ctypes.CDLL | None:
@@ -102,7 +104,7 @@ def _compile(source: Path, functions: Collection[str], folder: Path) -> None:
     compiler = _compiler()
     if compiler is None:
         raise FileNotFoundError(errno.ENOENT, "there is no C compiler", "cc")
-    _log.info("compiles what unpacks weights, once for this processor: a second or two")
+    _log.info("compiles what dequantises weights, once for this processor: a second or two")
     folder.chmod(0o700)
     made = folder / LIBRARY
     subprocess.run(

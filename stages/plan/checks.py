@@ -20,6 +20,9 @@ from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_ord
 LISTED = 8
 """How many names an error lists before it counts the rest."""
 
+_CALLED = {"cache": "KV cache", "slots": "expert cache"}
+"""What a refusal calls parts of a ledger."""
+
 
 class ShortageError(BudgetError):
     """A device's budget is less than the least that works; what that means is ``told`` otherwise where it is known."""
@@ -130,7 +133,9 @@ def _excess(one: DevicePlan, device: DeviceId, *, room: int, host: Host) -> str:
     limit, key = f"max_memory.{device}", ""
     if one.budget_terms and device == CPU:
         limit, key = _limit(host), " as max_memory.cpu"
-    terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in one.own_parts.items() if count)
+    terms = ", ".join(
+        f"{format_bytes(count)} {_CALLED.get(part, part)}" for part, count in one.own_parts.items() if count
+    )
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
     reserve = max(one.ledger["reserve"], one.reserve)
     most = one.ledger["weights"] + reserve + one.ledger.get("slots", 0) - (one.own_bytes - room)

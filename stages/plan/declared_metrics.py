@@ -17,7 +17,7 @@ def _predicted(name: str, unit: Unit, title: str = "", of: str = "") -> Metric:
 LINK_BYTES = replace(_predicted("link_bytes_per_token", "bytes", "a token", of="link_bytes_per_token"), per_device=True)
 PLAN_METRICS = (
     _predicted("seconds_per_token", "seconds", "time a token", of="decode_seconds_per_token"),
-    _predicted("bound", "word", "bound by", of="bound"),
+    _predicted("bound", "word", "bottleneck", of="bound"),
     _predicted("streamed_bytes_per_token", "bytes", "streamed a token", of="streamed_bytes_per_token"),
     _predicted("packed_bytes_per_token", "bytes"),
     _predicted("unpacked_bytes_per_token", "bytes"),
@@ -25,7 +25,7 @@ PLAN_METRICS = (
     _predicted("device_moved_bytes_per_token", "bytes"),
     _predicted("expert_bytes_per_token", "bytes"),
     # It assumes uniform routing: that all experts are wanted alike.
-    _predicted("expert_hit_rate", "share", "experts in slots", of="expert_hit_rate"),
+    _predicted("expert_hit_rate", "share", "expert cache hit rate", of="expert_hit_rate"),
     _predicted("host_read_bytes_per_token", "bytes"),
     _predicted("crossing_bytes_per_token", "bytes"),
     _predicted("crossings_per_token", "count"),

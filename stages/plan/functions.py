@@ -59,6 +59,9 @@ def get_max_memory(max_memory: Sizes | None = None) -> dict[DeviceId, int]:
     Sizes are read as ``offstage.stages.units.parse_size`` does. With None it is what this machine can give: the host by
     the smaller of available memory and the cgroup limit, less the process's own share and a margin. Accelerators that
     aren't here are accepted: a plan can be made for any machine.
+
+    >>> get_max_memory({"cpu": "2GB", 0: "1GiB"})
+    {0: 1073741824, 'cpu': 2000000000}
     """
     machine = Hardware(local_accelerators(), host_memory())
     if max_memory is None:
@@ -86,6 +89,10 @@ def get_balanced_memory(
 
     ``infer_auto_device_map`` with the result gives that placement. With ``low_zero`` the first accelerator holds as
     little as it can.
+
+    >>> model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
+    >>> get_balanced_memory(model, {0: "1MB", 1: "1MB", "cpu": "1MB"})
+    {0: 80800, 1: 1000000, 'cpu': 1000000}
     """
     budgets = get_max_memory(max_memory)
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
@@ -116,6 +123,10 @@ def infer_auto_device_map(
     ``fallback_allocation`` change nothing: buffers are always planned, and the reserve is never more than what is
     streamed needs. Raises ``BudgetError``, with the least budget that would work, where a device can't hold its
     reserve.
+
+    >>> model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(3)))
+    >>> infer_auto_device_map(model, {0: "90kB", "cpu": "1MB"})
+    {'0': 0, '1': 'cpu', '2': 'cpu'}
     """
     budgets = _UNLISTED | get_max_memory(max_memory)
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
@@ -133,6 +144,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
     It is refused where it contradicts itself, leaves a tensor out (one that is tied to a tensor on the map isn't), or
     puts the names of one tied tensor on different devices. Names of nothing in the model are a ``UserWarning``.
+
+    >>> check_device_map(nn.Linear(2, 2), {"weight": 0})
+    Traceback (most recent call last):
+        ...
+    offstage.pipeline.errors.ConfigError: device_map: no entry covers 'bias'; add 'bias', ...
     """
     outline = outline_of(model)
     devices = {name: device_id(device) for name, device in device_map.items()}
@@ -162,7 +178,11 @@ def map_by_policy(
 
 
 def clean_device_map(device_map: Mapping[str, DeviceId], module_name: str = "") -> dict[str, DeviceId]:
-    """Return ``device_map`` with the entries below ``module_name`` folded: one for modules whose entries all agree."""
+    """Return ``device_map`` with the entries below ``module_name`` folded: one for modules whose entries all agree.
+
+    >>> clean_device_map({"a.0": 0, "a.1": 0, "b": "cpu"})
+    {'b': 'cpu', 'a': 0}
+    """
     prefix = f"{module_name}." if module_name else ""
     inside = {name: device for name, device in device_map.items() if name.startswith(prefix) or name == module_name}
     if len(inside) > 1 and len(set(inside.values())) == 1:
@@ -226,6 +246,10 @@ def compute_module_sizes(
 
     With ``dtype`` each tensor counts at the smaller of its own and that dtype, integers at their own; a dtype in
     ``special_dtypes``, by tensor name, wins. Within each module a tied tensor counts once. What has no tensors is 0.
+
+    >>> sizes = compute_module_sizes(nn.Sequential(nn.Linear(100, 100)), dtype="float16")
+    >>> sizes[""], sizes["0.bias"]
+    (20200, 200)
     """
     outline = outline_of(model, dtype=dtype, special_dtypes=special_dtypes)
     leader = outline.skeleton.leader
@@ -247,6 +271,10 @@ def get_max_layer_size(
     """Return the bytes of the largest layer among ``modules`` (pairs of name and module), and the names that have it.
 
     A layer is what is never split: a module of one of ``no_split_module_classes``, or one without children.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    >>> get_max_layer_size(list(model.named_children()), compute_module_sizes(model), [])
+    (288, ['0'])
     """
     layers = dict(_layers(modules, set(no_split_module_classes)))
     largest = max((module_sizes[name] for name in layers), default=0)
@@ -256,7 +284,11 @@ def get_max_layer_size(
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None
 ) -> int:
-    """Return the bytes of all buffers of ``model``; the dtypes are taken as ``compute_module_sizes`` takes them."""
+    """Return the bytes of all buffers of ``model``; the dtypes are taken as ``compute_module_sizes`` takes them.
+
+    >>> compute_module_total_buffer_size(nn.BatchNorm1d(100))
+    808
+    """
     return compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -264,6 +296,9 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """Return the bytes of ``model``, and those of its largest layer with the names of the layers that have them.
 
     A layer is never split: see ``get_max_layer_size``; the classes are those that a transformers model declares.
+
+    >>> calculate_maximum_sizes(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    (360, (288, ['0']))
     """
     sizes = compute_module_sizes(model)
     pieces = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
@@ -285,6 +320,9 @@ def dtype_byte_size(dtype: object) -> float:
 
     A bool counts an eighth, as the field's function has it, though torch keeps each in a byte of its own. What is no
     dtype is a ``ValueError``.
+
+    >>> dtype_byte_size(torch.bfloat16), dtype_byte_size("int4")
+    (2, 0.5)
     """
     name = _dtype(dtype)
     return 1 / 8 if name == "bool" else DTYPE_BYTES[name]

@@ -301,6 +301,6 @@ def served_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     kept = (config.get("forward") or {}).get("outputs") or ()
     for name in ("hidden_states", "attentions") if "forward" in stages else ():
         if name in kept:
-            yield Fault("forward.outputs", f"{name!r} lies on several hosts, and isn't brought together; leave it out")
+            yield Fault("forward.outputs", f"{name!r} lies on several hosts, and isn't gathered; leave it out")
     if ((config.get("measure") or {}).get("repeats") or 1) != 1:
         yield Fault("measure.repeats", "hosts that run together measure once; leave it at 1")

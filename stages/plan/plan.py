@@ -103,11 +103,11 @@ class Plan:
 
     The tensors are written by the layers that are alike, in the order of execution. ``reasons`` says why each layer
     lies where it does, in that order; ``notes`` are remarks in words. ``forecast`` has the bytes streamed and the
-    seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
+    seconds of a token, and its bottleneck (``bound``); ``rates`` the bytes a second that all of it was reckoned with.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
     ``lockstep``, how many batches share each pass. ``offload_ratio`` is the share of a training's activations that
     waits elsewhere, null where nothing is trained. ``pass_tokens`` are those of a pass of decoding, by which slots are
-    divided among layers. ``codec`` is what streamed weights are packed by that the checkpoint has plain, null where
+    divided among layers. ``codec`` is what streamed weights are compressed by that the checkpoint has plain, null where
     they stay so. ``block_rows`` has the weights of linear layers that are brought by blocks of so many rows, since not
     even the reserve can hold one of them whole.
 
@@ -255,10 +255,10 @@ def _reason(layout: Layout, layer: Layer, policy: str) -> str:
     device = lines[0].computes
     if homes == [device]:
         chosen = device == CPU != layout.placement.main
-        return f"{size} resident on {where}{', which computes it: faster than over the link' * chosen}"
+        return f"{size} resident on {where}{', which computes it: faster than to copy it to an accelerator' * chosen}"
     cause = _ASKED_FOR.get(policy, "the faster devices are full" if DISK in homes else "the accelerators are full")
     away = {line.leader for line in lines if line.home != device}
-    how = "its experts brought to" if away <= layout.outline.expert_tensors else "streamed to"
+    how = "its experts streamed to" if away <= layout.outline.expert_tensors else "streamed to"
     return f"{size} on {where}, {how} {device}: {cause}"
 
 

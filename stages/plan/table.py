@@ -123,7 +123,7 @@ def summary(plan: Plan) -> str:
     """Return in a few lines what each device has at its peak, by what it is for, and what is expected of a token."""
     held, streamed = ledger_rows(plan), float(plan.forecast.get("streamed_bytes_per_token", 0))
     seconds, bound = plan.forecast.get("seconds_per_token"), plan.forecast.get("bound")
-    expected = f", {float(seconds):.3g} s expected, bound by {bound}" if seconds else ""
+    expected = f", {float(seconds):.3g} s expected, bottleneck: {bound}" if seconds else ""
     return f"{_align(_bounded(held), numbers=len(held[0]) - 1)}\n{format_bytes(streamed)} streamed a token{expected}"
 
 
@@ -156,8 +156,8 @@ def named(plan: Plan, device: DeviceId) -> str:
 def rates_told(plan: Plan) -> list[str]:
     """Return in words how fast the link and the memory of each accelerator are, where they are unlike."""
     told = [
-        f"{named(plan, device)} {format_bytes(one.rates['link'])} over its link and "
-        f"{format_bytes(one.rates['device'])} in its memory"
+        f"{named(plan, device)} {format_bytes(one.rates['link'])} from the host and "
+        f"{format_bytes(one.rates['device'])} from its memory"
         for device, one in plan.devices.items()
         if one.rates
     ]
@@ -167,22 +167,22 @@ def rates_told(plan: Plan) -> list[str]:
 def experts_told(plan: Plan) -> list[str]:
     """Return in words what the slots for experts are, and what a token brings of those that aren't in one."""
     where = [
-        f"{one.pool.count(one.slots)} slots for {one.pool.experts} experts on {device}"
+        f"expert cache of {one.pool.count(one.slots)} slots for {one.pool.experts} experts on {device}"
         for device, one in plan.devices.items()
         if one.pool is not None
     ]
     if not where:
         return []
     found, brought = plan.forecast["expert_hit_rate"], int(plan.forecast["expert_bytes_per_token"])
-    told = f"{found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
-    return [f"{', '.join(where)}; {told}, which assumes uniform routing"]
+    told = f"hit rate {found:.0%} with uniform routing, so {format_bytes(brought)} of experts a token are read"
+    return [f"{', '.join(where)}; {told}"]
 
 
 def links_told(plan: Plan) -> list[str]:
     """Return in words what goes over the link of each accelerator for a token, where several stream."""
     devices = plan.devices.items()
-    links = [f"{format_bytes(one.link_bytes)} over that of {device}" for device, one in devices if one.link_bytes]
-    return [f"a token brings {', '.join(links)}, side by side"] if len(links) > 1 else []
+    links = [f"{format_bytes(one.link_bytes)} to {device}" for device, one in devices if one.link_bytes]
+    return [f"a token streams {', '.join(links)}, side by side"] if len(links) > 1 else []
 
 
 def packed_bytes(plan: Plan) -> dict[str, Counter[DeviceId]]:
@@ -200,10 +200,10 @@ def packed_told(plan: Plan) -> list[str]:
     for codec, lying in packed_bytes(plan).items():
         homes = in_tier_order(lying.keys() - {"used"})
         where = " and ".join(f"{format_bytes(lying[home])} on {home}" for home in homes)
-        told.append(f"{codec}: {where} rest packed, {format_bytes(lying['used'])} as they are used")
+        told.append(f"{codec}: {where} at rest, {format_bytes(lying['used'])} in use")
     devices = plan.devices.items()
     rooms = " and ".join(f"{format_bytes(one.unpacking)} on {device}" for device, one in devices if one.unpacking)
-    return [*told, f"what comes to an accelerator packed is unpacked there, by {rooms}"] if rooms else told
+    return [*told, f"accelerators dequantise what streams to them, in {rooms}"] if rooms else told
 
 
 def host_layers_told(plan: Plan) -> list[str]:

@@ -45,6 +45,10 @@ def load_state_dict(
     """Return the tensors of one weights file by name, each on the device that ``device_map`` gives it.
 
     A name goes by its longest prefix in the map; one that the map leaves out, or puts on ``disk``, is on the cpu.
+
+    >>> tensors = load_state_dict(checkpoint / "model-00001-of-00004.safetensors")
+    >>> tensors["model.embed_tokens.weight"].shape
+    torch.Size([3072, 192])
     """
     reader = open_stored_reader(open_checkpoint(Path(checkpoint_file)))
     devices, found = device_map or {}, {}
@@ -82,6 +86,12 @@ def load_checkpoint_in_model(  # the field's signature
     warnings in the log that list them; the latter keep their values, or stay on meta if they are there. A ``dtype`` or
     a kind of number that doesn't fit is a ``CheckpointError`` always. ``full_state_dict`` changes nothing: every
     process loads for itself. So ``broadcast_from_rank0`` is refused, and so is ``offload_8bit_bnb``.
+
+    >>> with init_empty_weights():
+    ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    >>> load_checkpoint_in_model(model, checkpoint, {"": "cpu"}, dtype="float32")
+    >>> model.model.norm.weight.device, model.model.norm.weight.dtype
+    (device(type='cpu'), torch.float32)
     """
     reasons = {
         "offload_8bit_bnb": offload_8bit_bnb and "weights are not quantized here",
@@ -199,6 +209,12 @@ def set_module_tensor_to_device(  # the field's signature
 
     A tensor on meta that gets no value, and a value of another shape, are a ``ValueError``; ``fp16_statistics``, which
     belong to weights of 8 bits, a ``ConfigError``.
+
+    >>> with init_empty_weights():
+    ...     layer = nn.Linear(2, 1)
+    >>> set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(1, 2))
+    >>> layer.weight.device, layer.bias.device
+    (device(type='cpu'), device(type='meta'))
     """
     if fp16_statistics is not None:
         raise ConfigError("fp16_statistics: weights of 8 bits are not supported; leave it out")
@@ -235,6 +251,12 @@ def load_offloaded_weights(
 
     They take the dtypes that the model has, and tied ones stay tied. Statistics of weights of 8 bits (``SCB``) are a
     ``ConfigError``.
+
+    >>> model, saved = nn.Linear(2, 1), {"weight": torch.ones(1, 2)}
+    >>> offload_state_dict(folder, saved)
+    >>> load_offloaded_weights(model, {"weight": {"dtype": "float32", "shape": [1, 2]}}, folder)
+    >>> model.weight.tolist()
+    [[1.0, 1.0]]
     """
     entries = index or {}
     statistics = [name for name in entries if name.rpartition(".")[2] == "SCB"]

@@ -36,6 +36,9 @@ def offload_weight(
     """Write ``weight`` to ``offload_folder/weight_name.dat`` and add its dtype and shape to ``index``, if given.
 
     Returns ``index``. A folder that can't be written is a ``StorageError`` that names it and the bytes needed.
+
+    >>> offload_weight(torch.ones(2, 3), "weight", folder, {})
+    {'weight': {'dtype': 'float32', 'shape': [2, 3]}}
     """
     folder, data = Path(offload_folder), weight.detach().cpu().contiguous()
     try:
@@ -50,7 +53,12 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor in ``weight_file``, whose index entry ``weight_info`` gives ``dtype`` and ``shape``."""
+    """Return the tensor in ``weight_file``, whose index entry ``weight_info`` gives ``dtype`` and ``shape``.
+
+    >>> entry = offload_weight(torch.ones(2), "weight", folder, {})["weight"]
+    >>> load_offloaded_weight(folder / "weight.dat", entry)
+    tensor([1., 1.])
+    """
     return read_extent(weight_extent(Path(weight_file), weight_info))
 
 
@@ -76,7 +84,12 @@ def _dtype_name(path: Path, told: object) -> str:
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write every tensor of ``state_dict`` into the folder ``save_dir``, with its index."""
+    """Write every tensor of ``state_dict`` into the folder ``save_dir``, with its index.
+
+    >>> offload_state_dict(folder, {"weight": torch.ones(2)})
+    >>> sorted(file.name for file in folder.iterdir())
+    ['index.json', 'weight.dat']
+    """
     index: dict[str, dict[str, Any]] = {}
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index)
@@ -84,7 +97,12 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
-    """Add the entries of ``index`` to the folder's ``index.json``; what other processes add meanwhile stays."""
+    """Add the entries of ``index`` to the folder's ``index.json``; what other processes add meanwhile stays.
+
+    >>> save_offload_index(offload_weight(torch.ones(2), "weight", folder, {}), folder)
+    >>> OffloadedWeightsLoader(save_folder=folder)["weight"]
+    tensor([1., 1.])
+    """
     folder = Path(offload_folder)
     try:
         if index:
@@ -100,6 +118,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     ``safetensors_file`` (and ``weight_name`` where it differs) is read from there, and one with ``safetensors_files``
     is the tensors ``weight_names`` in them, one after the other: the experts of a mixture. Those on disk are read at
     each access, to ``device`` if one is given; the header of a safetensors file is read once, and again if it changes.
+
+    >>> offload_state_dict(folder, {"a": torch.zeros(2)})
+    >>> weights = OffloadedWeightsLoader({"b": torch.ones(2)}, folder)
+    >>> sorted(weights), weights["a"]
+    (['a', 'b'], tensor([0., 0.]))
     """
 
     def __init__(
@@ -166,7 +189,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A view of ``dataset`` whose keys are looked up with ``prefix`` before them; its keys are those that have it."""
+    """A view of ``dataset`` whose keys are looked up with ``prefix`` before them; its keys are those that have it.
+
+    >>> PrefixedDataset({"layer.weight": 1, "head": 2}, "layer.")["weight"]
+    1
+    """
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -185,6 +212,10 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Return those entries of ``state_dict`` that lie in one of the modules ``submodule_names``, or are one of them."""
+    """Return those entries of ``state_dict`` that lie in one of the modules ``submodule_names``, or are one of them.
+
+    >>> extract_submodules_state_dict({"a.weight": 1, "b.weight": 2}, ["a"])
+    {'a.weight': 1}
+    """
     wanted = dict.fromkeys(submodule_names)
     return {key: value for name in wanted for key, value in state_dict.items() if f"{key}.".startswith(f"{name}.")}

@@ -222,7 +222,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         packed = found["packed"]
         sizes = " to ".join(format_bytes(packed[size]) for size in ("bytes", "rest_bytes"))
         return Report(
-            f"{files}, {served} read in place, {stored} stored{f', {sizes} packed' * bool(packed['tensors'])}"
+            f"{files}, {served} stream from there, {stored} copied{f', {sizes} compressed' * bool(packed['tensors'])}"
         )
 
 

@@ -91,7 +91,7 @@ def told(group: CheckpointGroup) -> list[str]:
     """Return in words how many samples there are and were disturbed, and which jobs can't be told apart."""
     samples = [sample for job in group.jobs for sample in job.run.counting]
     busy = sum(sample.is_busy for sample in samples)
-    lines = [f"{len(group.jobs)} jobs, {len(samples)} samples, others used the processor in {busy} of them."]
+    lines = [f"{len(group.jobs)} jobs, {len(samples)} repeats, others used the processor in {busy} of them."]
     lines += [group.noise.told()] * bool(group.noise.pairs)
     alike = [(name, others) for name, others in group.noise.like.items() if others]
     return lines + [f"Within the noise of {name}: {', '.join(others)}." for name, others in alike]

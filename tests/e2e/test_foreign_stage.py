@@ -1,7 +1,12 @@
-"""A stage of another package: installed beside offstage, it runs in place of generate, with keys of its own."""
+"""A stage of another package: installed beside offstage, it runs in place of generate, with keys of its own.
+
+So does the one that the page about such stages shows.
+"""
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +22,7 @@ from offstage.pipeline.report.command import run as report
 from offstage.pipeline.tracking.tracked_run import TrackedRun
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / ".github" / "EXTENDING.md"
 
 PYPROJECT = """
 [build-system]
@@ -140,6 +146,17 @@ def run(command: list[object], folder: Path, given: str | None = None) -> subpro
     )  # fmt: skip
 
 
+def package_on_the_page(folder: Path) -> Path:
+    """Return the package whose files ``EXTENDING.md`` shows, written below ``folder``."""
+    package = folder / "offstage-census"
+    package.mkdir()
+    files = re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in files] == ["pyproject.toml", "census_stage.py"]
+    for name, text in files:
+        package.joinpath(name).write_text(text)
+    return package
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a fresh environment with both packages; what they depend on is this environment's."""
@@ -154,9 +171,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = [path for path in sys.path if path.endswith("site-packages") and path != sysconfig.get_path("purelib")]
     here = [sysconfig.get_path("purelib"), *others]
     packages.joinpath("others.pth").write_text("".join(f"{path}\n" for path in here))
-    fresh = folder / "venv" / "bin" / "python"
+    fresh, shown = folder / "venv" / "bin" / "python", package_on_the_page(folder)
     offline = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--ignore-installed"]
-    done = run([fresh, "-m", "pip", "install", *offline, package, ROOT], folder)
+    done = run([fresh, "-m", "pip", "install", *offline, package, shown, ROOT], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return fresh
 
@@ -226,6 +243,19 @@ def test_its_keys_are_there_before_it_runs_and_do_not_disturb_a_run_without_it(
     without = records(ran[0])[len(RUNS) - 1]
     assert [stage["name"] for stage in without["stages"]] == ["empty_init", "plan"]
     assert without["status"] == "completed"
+
+
+def test_the_stage_on_the_page_does_what_the_page_says(python: Path, tmp_path: Path) -> None:
+    (command,) = re.findall(r"^\$ (offstage .*)$", PAGE.read_text(), re.MULTILINE)
+    offstage, *arguments = shlex.split(command)
+    done = run([python.with_name(offstage), *arguments], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (record,) = records(tmp_path)
+    assert record["stages"][-1]["name"] == "census"
+    assert 0 < record["metrics"]["counted_bytes"] < 7_477_760, "norms are smaller than that"
+    assert f"torch.bfloat16 {record['metrics']['counted_bytes']}" in done.stdout
+    refused = run([python.with_name(offstage), *arguments[:1], "census.at_least=-1"], tmp_path)
+    assert (refused.returncode, refused.stderr) == (2, "offstage: census.at_least: give a number of bytes from 0\n")
 
 
 def test_wrong_keys_and_types_are_refused_in_one_line(ran: Ran) -> None:

@@ -124,11 +124,11 @@ def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(tmp_path: Path) 
 
 def test_prompts_of_a_run_go_together_as_many_as_the_plan_says(tmp_path: Path) -> None:
     asked = [*ARGUMENTS, "generate.prompts=[Once,The,A long time ago,And,So,He]"]
-    code, out, err = run(tmp_path / "two", 2, *asked)
-    assert code == 0, err
+    hosts = run_forks(tmp_path / "two", asked, asked)
+    assert [code for code, _, _ in hosts] == [0, 0], hosts
     first, second = by_rank(tmp_path / "two")
     assert first["metrics"]["lockstep"] == second["metrics"]["lockstep"] >= 4, "two for each host"
-    assert "in lockstep" in out
+    assert "in lockstep" in hosts[0][1]
     one = alone(tmp_path / "one", *asked)
     assert first["outputs"] == second["outputs"] == one["outputs"]
 

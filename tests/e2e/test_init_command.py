@@ -75,7 +75,7 @@ def test_each_command_that_the_readme_lists_runs_in_the_folder_as_it_was_written
     assert "6 of 6 completed" in sweep.out
     lab = next(each for asked, each in done.items() if "hardware=lab stages=plan_only max_memory.0" in asked)
     assert "0 (RTX 4090)" in lab.out
-    assert "1 (RTX 3060) 6.00 GB over its link" in lab.out
+    assert "1 (RTX 3060) 6.00 GB from the host" in lab.out
 
 
 def test_every_file_says_how_it_is_used_and_an_experiment_begins_with_its_package(init: Init, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_token_reads_the_experts_of_remote_code_that_it_is_routed_to(
     )  # fmt: skip
     assert done.code == 0, done.err
     assert done.tokens == [answer]
-    assert f"{LAYERS * EXPERTS} experts brought when they are routed to" in done.out
+    assert f"{LAYERS * EXPERTS} experts read when tokens are routed to them" in done.out
     metrics, memory = done.record["metrics"], done.record["memory"]
     assert metrics["streamed_bytes_per_token"] == metrics["predicted_streamed_bytes_per_token"]
     assert metrics["streamed_bytes_per_token"] <= (ROUTED + DENSE) * 4

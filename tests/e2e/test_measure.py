@@ -159,14 +159,14 @@ def test_a_model_whose_scores_or_outputs_change_is_refused(
 def test_where_nothing_takes_samples_asking_for_some_is_refused(stages: str, key: str, measured: Run) -> None:
     run = measured(f"stages={stages}", f"measure.{key}")
     assert run.code == 2
-    assert f"measure.{key.replace('=', ': ')} asks for samples, and none of the stages empty_init, plan" in run.err
+    assert f"measure.{key.replace('=', ': ')} asks for repeats, and none of empty_init, plan" in run.err
     assert not run.record["stages"]
 
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("repeats", "0", "fewer than 1 sample"),
+        ("repeats", "0", "fewer than 1 repeat"),
         ("warmup", "-1", "no number of passes"),
         ("repeats", "many", "'many' is no whole number"),
         ("fresh", "yes_please", "is neither true nor false"),

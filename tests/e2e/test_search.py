@@ -54,7 +54,7 @@ def test_the_least_budget_within_a_limit_is_found_and_can_be_resumed(offstage_he
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["seed=1,2"], "objective.figure: a search needs the number to go by"),
+        (["seed=1,2"], "objective.figure: a search needs a metric to go by"),
         (["seed=1,2", "objective.figure=generate.speed"], "objective.figure: 'generate.speed' names no number"),
         (["seed=1,2", *LEAST, "dtype=float99"], "dtype: 'float99'"),
         (["seed=1,2", *LEAST, "hydra/launcher=joblib"], "hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),

@@ -42,7 +42,7 @@ def test_tokens_are_those_of_plain_decoding_in_fewer_passes(offstage_here: Run) 
     assert not batched.cached["generate"]
     assert batched.record["metrics"]["speculation"] == "batched"
     assert batched.record["metrics"]["tokens_per_pass"] > 1
-    assert ["judged in one forward" in run.out for run in (guessed, batched)] == [False, True]
+    assert ["verified in one forward" in run.out for run in (guessed, batched)] == [False, True]
 
 
 @pytest.mark.parametrize("name", in_ci("mistral", of=MODELS))

@@ -2,8 +2,8 @@
 
 A fork is the command from its first line on: it has the folder, environment, arguments, streams and signals that it
 would be started with, and ends as an interpreter ends. What a process is before that line, it shares with the server:
-the hash seed, what the environment says to an interpreter and to imports, memory. Where a test is about these, it
-starts a process.
+the hash seed, what the environment says to an interpreter and to imports, memory; and it syncs no file. Where a test is
+about these, it starts a process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Literal, TextIO
 
 from offstage.pipeline.environment import imported_packages
 from offstage.pipeline.garbage import uncollected
+from tests.unsynced import leave_unsynced
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
@@ -189,6 +190,7 @@ def serve(control: int) -> None:
     given = dict(os.environ)
     for name in IMPORTED:
         importlib.import_module(name)
+    leave_unsynced()
     imported_packages()  # what is installed is looked through once, and not by each fork
     made = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.collect()

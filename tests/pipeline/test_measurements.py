@@ -45,12 +45,12 @@ def shown(
 
 def test_what_was_measured_stands_beside_the_prediction_and_the_bound(tmp_path: Path) -> None:
     assert shown(tmp_path, **PREDICTED, **MEASURED) == [
-        ["measured", "predicted", "bound"],
+        ["measured", "predicted", "lower", "bound"],
         ["loading", "1.500", "s"],
         ["time", "to", "first", "token", "2.000", "s"],
         ["time", "a", "token", "750.0", "ms", "500.0", "ms", "250.0", "ms"],
         ["streamed", "a", "token", "500.0", "MB", "1.00", "GB"],
-        ["bound", "by", "storage", "storage"],
+        ["bottleneck", "storage", "storage"],
         ["stall", "share", "62.0", "%"],
     ]
 
@@ -88,9 +88,9 @@ def test_what_is_predicted_of_a_token_says_nothing_of_a_run_that_makes_none(tmp_
 
 
 def test_figures_of_an_earlier_run_or_of_simulated_accelerators_are_called_so(tmp_path: Path) -> None:
-    assert shown(tmp_path / "a", cached=True, **MEASURED)[0] == ["measured", "earlier", "bound"]
+    assert shown(tmp_path / "a", cached=True, **MEASURED)[0] == ["measured", "earlier", "lower", "bound"]
     simulated = shown(tmp_path / "b", simulated_accelerators=2, **MEASURED)[0]
-    assert " ".join(simulated) == "measured (accelerators simulated) bound"
+    assert " ".join(simulated) == "measured (accelerators simulated) lower bound"
 
 
 def test_a_record_without_figures_shows_no_table(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_several_samples_show_how_many_there_are_and_how_far_they_spread(tmp_pat
 
 def test_what_others_took_is_said_below(tmp_path: Path) -> None:
     record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True), sample(1.0))), cached=True)
-    assert [line.split(":")[0] for line in remarks(record.run)] == ["Others used the processor in 1 of 2 samples"]
+    assert [line.split(":")[0] for line in remarks(record.run)] == ["Others used the processor in 1 of 2 repeats"]
 
 
 def test_of_one_sample_nobody_asked_how_far_it_is_to_be_trusted(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_rows_that_are_looked_up_have_the_bits_that_unpacking_the_table_gives(tm
 
 def test_what_needs_unpacked_weights_is_refused_by_name(tmp_path: Path) -> None:
     with load(made(tmp_path, "llama"), device_map={"": "cpu"}) as loaded:
-        with pytest.raises(RuntimeError, match="can't be saved; load the model"):
+        with pytest.raises(RuntimeError, match="can't be saved; load it"):
             loaded.model.save_pretrained(tmp_path / "saved")
         with pytest.raises(RuntimeError, match="has no gradients"):
             loaded.model(inputs_embeds=torch.zeros(1, 3, 256, requires_grad=True))

@@ -93,7 +93,7 @@ def expert_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int)
     longest = max(len(job.run.experts) for job in rows)
     shares = [[hit_share(use) for use in job.run.experts.values()] for job in rows]
     texts = [
-        [told(job.name, layer, "no calls" if share is None else f"{share:.1%} found in a slot",
+        [told(job.name, layer, "no calls" if share is None else f"hit rate {share:.1%}",
               EARLIER * job.run.provenance.is_cached) for layer, share in zip(job.run.experts, row, strict=True)]
         for job, row in zip(rows, shares, strict=True)
     ]  # fmt: skip
@@ -102,11 +102,11 @@ def expert_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int)
         hovertext=[row + [""] * (longest - len(row)) for row in texts],
         colorscale=[[0, colour("grid")], [1, SERIES[0]]], colorbar={"tickformat": ".0%", "thickness": 10},
     )  # fmt: skip
-    caption = "One cell a layer with experts that wait, by how often one was found in a slot in the whole run:"
+    caption = "One cell a layer whose experts stream, by the hit rate of its expert cache in the whole run:"
     caption += f" from {layers[0]} to {layers[-1]}."
     axis = {"title": {"text": "layer with experts"}, "showgrid": False}
     drawn = figure([trace], rows=len(rows), xaxis=axis, yaxis=named_rows(rows, labels))
-    return Picture("experts", "Experts found in slots", caption + told_first(len(rows), len(mixtures)), drawn)
+    return Picture("experts", "Expert cache hit rate", caption + told_first(len(rows), len(mixtures)), drawn)
 
 
 def hit_share(use: Mapping[str, Number | None]) -> float | None:

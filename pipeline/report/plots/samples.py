@@ -29,7 +29,7 @@ from offstage.pipeline.run_schema import Number, Sample
 _Sampled = tuple[int, Job, Sample, Number]
 _PANELS = (("prompt: time to first token", FIRST_TOKEN), ("decoding: time a token", SECONDS))
 _KINDS = {
-    (False, False): ("a sample", "circle", SERIES[0]),
+    (False, False): ("a repeat", "circle", SERIES[0]),
     (True, False): ("taken by an earlier run", "circle-open", SERIES[0]),
     (False, True): ("taken while others used the processor", "x", SERIES[1]),
     (True, True): ("taken by an earlier run while others used the processor", "x-open", SERIES[1]),
@@ -52,10 +52,10 @@ def sample_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise
         (scale(title, "seconds", [time for *_, time in samples]), named_rows(rows, labels))
         for (title, _), samples in zip(_PANELS, found, strict=True)
     ]
-    caption = "The box has the middle half of a job's samples, its line the median; the whiskers reach to the least and"
-    caption += f" the largest, and every sample has a mark. {within.told()}" + told_first(len(rows), len(several))
+    caption = "The box has the middle half of a job's repeats, its line the median; the whiskers reach to the least and"
+    caption += f" the largest, and every repeat has a mark. {within.told()}" + told_first(len(rows), len(several))
     drawn = figure(chain(*panels), rows=len(rows), panels=len(_PANELS), showlegend=True, **stacked(axes))
-    return Picture("samples", "Samples of each job", caption.strip(), drawn)
+    return Picture("samples", "Repeats of each job", caption.strip(), drawn)
 
 
 def _traces(samples: Sequence[_Sampled], *, first: bool, **panel: Any) -> Iterator[Any]:

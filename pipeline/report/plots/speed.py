@@ -8,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from offstage.pipeline.metrics import KIND_TITLES
 from offstage.pipeline.report.differences import config_differences
 from offstage.pipeline.report.figures import (
     EARLIER,
@@ -39,9 +40,9 @@ STORAGE = "storage"
 _MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "hexagon")
 _MEANINGS = {
     "predicted": ("dash", "predicted by the plan"),
-    "bound": ("dot", "bound: bytes moved ÷ their bandwidth"),
+    "bound": ("dot", "lower bound: bytes moved ÷ bandwidth"),
 }
-_LACKING = {"predicted": "the prediction", "bound": "the storage's bandwidth, for the bound"}
+_LACKING = {"predicted": "the prediction", "bound": "the storage's bandwidth, for the lower bound"}
 _CROWD = 90
 """Past this many points marks are small."""
 _CLEARLY = 0.95
@@ -157,7 +158,7 @@ def _measured(entry: Series, index: int, ink: str, beat: Set[str], across: _Acro
     also: dict[str, list[str]] = {point.job: [] for point in points}
     for name in _MEANINGS:
         for point in getattr(entry, name):
-            also[point.job].append(f"{name} {tell(point.y, 'seconds')}")
+            also[point.job].append(f"{KIND_TITLES[name]} {tell(point.y, 'seconds')}")
     for job in beat & also.keys():
         also[job].append("less than its storage needs")
     texts = [_told(point, entry.name, across, also[point.job]) for point in points]
@@ -197,7 +198,7 @@ def _caption(series: Sequence[Series], jobs: Sequence[Job]) -> str:
     measured = [point for entry in series for point in entry.measured]
     text = ""
     if any(point.least is not None for point in measured):
-        text += " A mark is the median of a job's samples, its bar reaches from the least to the largest of them."
+        text += " A mark is the median of a job's repeats, its bar reaches from the least to the largest of them."
     text += _hollow(measured) + f" A cross: {BUSY}." * any(point.busy for point in measured)
     if beat := faster_than_storage(jobs):
         text += (
@@ -207,7 +208,7 @@ def _caption(series: Sequence[Series], jobs: Sequence[Job]) -> str:
         )
     absent = [name for name in _MEANINGS if not any(getattr(entry, name) for entry in series)]
     if "bound" not in absent:
-        text += " Below the bound nothing can be but what was in a cache."
+        text += " Below the lower bound nothing can be but what was in a cache."
     lacking = " and ".join(_LACKING[name] for name in absent)
     return text + f" Not drawn, since the records don't hold it: {lacking}." * bool(absent)
 

@@ -81,7 +81,7 @@ def _check_alone(name: str, entry: Extent) -> None:
     if name.endswith((_MAP, _SCALES, _NESTED_MAP, _NESTED_SCALES)) or (
         entry.dtype == "uint8" and name.endswith(".weight")
     ):
-        raise misfit(entry, f"tensor {name!r} is part of a packed weight that has no {_STATES[0][1:]!r} or the like")
+        raise misfit(entry, f"tensor {name!r} is part of a quantised weight that has no {_STATES[0][1:]!r} or the like")
 
 
 @dataclass(frozen=True, slots=True)

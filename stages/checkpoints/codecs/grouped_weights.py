@@ -48,7 +48,7 @@ def _check_alone(name: str, entry: Extent, entries: Mapping[str, Extent]) -> Non
     if kind in (_ZEROS, _GROUPS):
         raise misfit(entry, f"tensor {name!r} needs {module + '.' + _CODES!r}, which isn't there")
     if kind == "weight" and f"{module}.{_CODES}" in entries:
-        raise misfit(entry, f"{name!r} is there both packed, as {module + '.' + _CODES!r}, and as it is")
+        raise misfit(entry, f"{name!r} is there both quantised, as {module + '.' + _CODES!r}, and as it is")
 
 
 def declare_grouped(name: str, weight: TensorHeader, quantization: Mapping[str, object]) -> dict[str, TensorHeader]:

@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -302,13 +302,24 @@ INLINE void scale_and_shift(float *values, int count, float scale, float more) {
     for (int at = 0; at < count; at++) values[at] = values[at] * scale + more;
 }
 
-INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, float *values) {
+/* 32 codes of five bits, of which the fifth lie in four bytes of their own. */
+INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int8_t *codes) {
     uint32_t bits;
     memcpy(&bits, fifth, sizeof bits);
+#ifdef __AVX2__
+    const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i own = _mm256_set1_epi64x((int64_t)0x8040201008040201u);
+    __m128i bytes = _mm_loadu_si128((const __m128i *)packed), mask = _mm_set1_epi8(15);
+    __m256i four = _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
+    __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)bits), places), own);
+    __m256i set = _mm256_and_si256(_mm256_cmpeq_epi8(spread, own), _mm256_set1_epi8(16));
+    _mm256_storeu_si256((__m256i *)codes, _mm256_or_si256(four, set));
+#else
     for (int at = 0; at < 16; at++) {
-        values[at] = (float)((packed[at] & 15) | (bits >> at & 1) << 4);
-        values[16 + at] = (float)(packed[at] >> 4 | (bits >> (16 + at) & 1) << 4);
+        codes[at] = (int8_t)((packed[at] & 15) | (bits >> at & 1) << 4);
+        codes[16 + at] = (int8_t)(packed[at] >> 4 | (bits >> (16 + at) & 1) << 4);
     }
+#endif
 }
 
 static void q8_0(const uint8_t *block, float *values) {
@@ -333,27 +344,41 @@ static void q4_1(const uint8_t *block, float *restrict values) {
 }
 
 static void q5_0(const uint8_t *block, float *values) {
-    five_bits(block + 6, block + 2, values);
+    int8_t codes[32];
+    five_bits(block + 6, block + 2, codes);
+    for (int at = 0; at < 32; at++) values[at] = (float)codes[at];
     scale_all(values, 32, 16, half_at(block));
 }
 
 static void q5_1(const uint8_t *block, float *values) {
-    five_bits(block + 8, block + 4, values);
+    int8_t codes[32];
+    five_bits(block + 8, block + 4, codes);
+    for (int at = 0; at < 32; at++) values[at] = (float)codes[at];
     scale_and_shift(values, 32, half_at(block), half_at(block + 2));
 }
 
+/* Eight numbers of a byte each, times one. */
+INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
+#ifdef __AVX2__
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+    _mm256_storeu_ps(made, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
+#else
+    for (int at = 0; at < 8; at++) made[at] = (float)(bytes >> 8 * at & 255) * factor;
+#endif
+}
+
 /* What eight runs of 32 are scaled by, and what is added to them: minus their minima. Both are six bits, under a
-   float16 each. */
+   float16 each: of the first four runs together, of the last two above the first ones' and four beside. */
 INLINE void run_scales(const uint8_t *block, float *restrict scales, float *restrict mores) {
-    const uint8_t *first = block + 4, *second = block + 8, *mixed = block + 12;
-    float scale = half_at(block), minimum = half_at(block + 2);
-    for (int run = 0; run < 8; run++) {
-        int at = run & 3;
-        int factor = run < 4 ? first[at] & 63 : (mixed[at] & 15) | (first[at] >> 2 & 48);
-        int less = run < 4 ? second[at] & 63 : mixed[at] >> 4 | (second[at] >> 2 & 48);
-        scales[run] = scale * (float)factor;
-        mores[run] = -(minimum * (float)less);
-    }
+    uint32_t first, second, mixed;
+    memcpy(&first, block + 4, sizeof first);
+    memcpy(&second, block + 8, sizeof second);
+    memcpy(&mixed, block + 12, sizeof mixed);
+    uint64_t last = (mixed & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
+    uint64_t least = (mixed >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
+    times_bytes((first & 0x3f3f3f3f) | last << 32, half_at(block), scales);
+    times_bytes((second & 0x3f3f3f3f) | least << 32, half_at(block + 2), mores);
+    for (int run = 0; run < 8; run++) mores[run] = -mores[run];
 }
 
 INLINE void scale_runs(const uint8_t *block, float *values) {
@@ -437,7 +462,7 @@ void unpack_ggml(const Work *all) {
    each of 32 columns adds up those that are 32 apart, first to last, and then lanes are added in halves. So its bits hang
    neither on how many rows there are nor on how many threads. */
 
-enum { LANES = 32, PANEL = 8, AT_ONCE = 4 };
+enum { LANES = 32, AT_ONCE = 4 };
 
 #ifdef __AVX512F__
 typedef struct {
@@ -468,6 +493,29 @@ INLINE void keep_values(Lanes values, float *room) {
 INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *more) {
     return (Lanes){shifted(_mm512_mul_ps(sixteen(codes), _mm512_set1_ps(low)), more),
                    shifted(_mm512_mul_ps(sixteen(codes + 16), _mm512_set1_ps(high)), more)};
+}
+
+/* The sum of all lanes, which are added in halves. */
+INLINE float sum_of(const Lanes *lanes) {
+    __m512 both = _mm512_add_ps(lanes->low, lanes->high);
+    __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(both), 1));
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(both), upper);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+/* Add 32 bytes of two codes each: the lower ones are a run, the upper ones the next. A run's sixteen values are computed
+   once, and looked up. */
+INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, const float *given) {
+    const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512 first = shifted(_mm512_mul_ps(codes, _mm512_set1_ps(scales[0])), mores);
+    __m512 second = shifted(_mm512_mul_ps(codes, _mm512_set1_ps(scales[1])), mores + 1);
+    __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));
+    __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(packed + 16)));
+    add_values(lanes, (Lanes){_mm512_permutexvar_ps(low, first), _mm512_permutexvar_ps(high, first)}, given);
+    low = _mm512_srli_epi32(low, 4), high = _mm512_srli_epi32(high, 4); /* places are told by four bits alone */
+    add_values(lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, given + 32);
 }
 
 INLINE __m512 sixteen_fp8(const uint8_t *codes) { /* a half has one bit of exponent more, and all that FP8 has */
@@ -509,6 +557,13 @@ INLINE Lanes values_at(const float *values) {
     return lanes;
 }
 
+INLINE float sum_of(const Lanes *lanes) {
+    Lanes sums = *lanes;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int at = 0; at < half; at++) sums.of[at] += sums.of[at + half];
+    return sums.of[0];
+}
+
 INLINE void keep_values(Lanes values, float *room) { memcpy(room, values.of, sizeof values.of); }
 
 INLINE void scale_halves(float *values, float low, float high) {
@@ -522,6 +577,14 @@ INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *m
     scale_halves(made.of, low, high);
     for (int at = 0; more && at < LANES; at++) made.of[at] += *more;
     return made;
+}
+
+INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, const float *given) {
+    int8_t codes[64];
+    for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
+    for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
+    for (int run = 0; run < 2; run++)
+        add_values(lanes, of_codes(codes + 32 * run, scales[run], scales[run], mores + run), given + 32 * run);
 }
 
 INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
@@ -567,27 +630,42 @@ INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_fir
 }
 #endif
 
-INLINE float sum_of(const Lanes *lanes) {
-    float sums[LANES];
-    memcpy(sums, lanes, sizeof sums);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int at = 0; at < half; at++) sums[at] += sums[at + half];
-    return sums[0];
-}
 
 INLINE void add_q8_0(Lanes *lanes, const uint8_t *block, const float *given) {
     float scale = half_at(block);
     add_values(lanes, of_codes((const int8_t *)block + 2, scale, scale, 0), given);
 }
 
+INLINE void add_q5_0(Lanes *lanes, const uint8_t *block, const float *given) {
+    float scale = half_at(block);
+    int8_t codes[32];
+    five_bits(block + 6, block + 2, codes);
+    for (int at = 0; at < 32; at++) codes[at] = (int8_t)(codes[at] - 16);
+    add_values(lanes, of_codes(codes, scale, scale, 0), given);
+}
+
+INLINE void add_q5_1(Lanes *lanes, const uint8_t *block, const float *given) {
+    float scale = half_at(block), more = half_at(block + 2);
+    int8_t codes[32];
+    five_bits(block + 8, block + 4, codes);
+    add_values(lanes, of_codes(codes, scale, scale, &more), given);
+}
+
 INLINE void add_q4_k(Lanes *lanes, const uint8_t *block, const float *given) {
+    float scales[8], mores[8];
+    run_scales(block, scales, mores);
+    for (int run = 0; run < 8; run += 2) add_pairs(lanes, block + 16 + 16 * run, scales + run, mores + run, given + 32 * run);
+}
+
+INLINE void add_q5_k(Lanes *lanes, const uint8_t *block, const float *given) {
+    const uint8_t *fifth = block + 16;
     float scales[8], mores[8];
     int8_t codes[64];
     run_scales(block, scales, mores);
     for (int pair = 0; pair < 4; pair++) {
-        const uint8_t *packed = block + 16 + 32 * pair;
-        for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
-        for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
+        const uint8_t *packed = block + 48 + 32 * pair;
+        for (int at = 0; at < 32; at++) codes[at] = (int8_t)((packed[at] & 15) | (fifth[at] >> 2 * pair & 1) << 4);
+        for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4 | (fifth[at] >> 2 * pair & 2) << 3);
         for (int half = 0; half < 2; half++) {
             int run = 2 * pair + half;
             add_values(lanes, of_codes(codes + 32 * half, scales[run], scales[run], mores + run), given + 32 * run);
@@ -633,9 +711,6 @@ typedef float (*RowProduct)(const uint8_t *packed, int64_t blocks, const float *
 
 ADD_UNPACKED(q4_0, 32)
 ADD_UNPACKED(q4_1, 32)
-ADD_UNPACKED(q5_0, 32)
-ADD_UNPACKED(q5_1, 32)
-ADD_UNPACKED(q5_k, 256)
 ROW_PRODUCT(q4_0, 32, 18)
 ROW_PRODUCT(q4_1, 32, 20)
 ROW_PRODUCT(q5_0, 32, 22)
@@ -739,18 +814,49 @@ static void unpack_row(const Product *all, int64_t row, float *room) {
     for (int64_t at = 0; at < all->work->columns; at++) form->unpack(packed + at * form->bytes, room + at * form->values);
 }
 
-/* A row of values times AT_ONCE rows given, each of columns. */
-static void multiply_some(const float *values, const float *given, int64_t columns, float *sums) {
-    Lanes a = {0}, b = {0}, c = {0}, d = {0};
-    const float *second = given + columns, *third = second + columns, *fourth = third + columns;
-    for (int64_t at = 0; at < columns; at += LANES) {
-        Lanes some = values_at(values + at);
-        add_values(&a, some, given + at);
-        add_values(&b, some, second + at);
-        add_values(&c, some, third + at);
-        add_values(&d, some, fourth + at);
+/* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
+   loaded of either serves each of the other, and all sums stay in registers. */
+#ifdef __AVX512F__
+enum { PART = 16, BESIDE = 6 };
+#else
+enum { PART = 8, BESIDE = 2 };
+#endif
+
+typedef float Part __attribute__((vector_size(4 * PART)));
+
+INLINE Part part_at(const float *values) {
+    Part part;
+    memcpy(&part, values, sizeof part);
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(part)); /* to stay in its register, rather than be loaded anew for each use */
+#elif defined(__AVX2__)
+    __asm__("" : "+x"(part));
+#endif
+    return part;
+}
+
+/* Some rows of values times AT_ONCE rows given, all of columns, each behind the other. */
+INLINE void products_of(int some, const float *values, const float *given, int64_t columns, float *sums) {
+    float lanes[BESIDE * AT_ONCE][LANES];
+    for (int64_t part = 0; part < LANES; part += PART) {
+        Part parts[BESIDE * AT_ONCE];
+        memset(parts, 0, sizeof parts);
+        for (int64_t at = part; at < columns; at += LANES) {
+            Part first = part_at(given + at), second = part_at(given + columns + at);
+            Part third = part_at(given + 2 * columns + at), fourth = part_at(given + 3 * columns + at);
+#pragma GCC unroll 6
+            for (int row = 0; row < some; row++) {
+                Part found = part_at(values + row * columns + at), *own = parts + row * AT_ONCE;
+                own[0] += found * first, own[1] += found * second, own[2] += found * third, own[3] += found * fourth;
+            }
+        }
+#pragma GCC unroll 24
+        for (int at = 0; at < some * AT_ONCE; at++) memcpy(lanes[at] + part, parts + at, sizeof *parts);
     }
-    sums[0] = sum_of(&a), sums[1] = sum_of(&b), sums[2] = sum_of(&c), sums[3] = sum_of(&d);
+    for (int at = 0; at < some * AT_ONCE; at++) {
+        Lanes all = values_at(lanes[at]);
+        sums[at] = sum_of(&all);
+    }
 }
 
 static float multiply_one(const float *values, const float *given, int64_t columns) {
@@ -761,16 +867,27 @@ static float multiply_one(const float *values, const float *given, int64_t colum
 
 INLINE int64_t place_of(const Product *all, int64_t row) { return all->places ? all->places[row] : row; }
 
-/* The rows begin to end, PANEL at most, which are unpacked to room, times all rows given. */
+/* The rows begin to end, which are unpacked to room, times AT_ONCE of those given, from first on. */
+static void multiply_some(const Product *all, int64_t begin, int64_t end, const float *room, int64_t first) {
+    int64_t columns = all->columns;
+    const float *given = all->given + first * columns;
+    for (int64_t row = begin, some; row < end; row += some, room += some * columns) {
+        float sums[BESIDE * AT_ONCE];
+        some = row + BESIDE <= end ? BESIDE : 1;
+        if (some == BESIDE)
+            products_of(BESIDE, room, given, columns, sums);
+        else
+            products_of(1, room, given, columns, sums);
+        for (int64_t at = 0; at < some * AT_ONCE; at++)
+            all->made[(first + at % AT_ONCE) * all->rows + place_of(all, row + at / AT_ONCE)] = sums[at];
+    }
+}
+
+/* The rows begin to end, for which there is room, times all rows given. */
 static void multiply_panel(const Product *all, int64_t begin, int64_t end, float *room) {
     int64_t columns = all->columns, first = 0;
     for (int64_t row = begin; row < end; row++) unpack_row(all, row, room + (row - begin) * columns);
-    for (; first + AT_ONCE <= all->count; first += AT_ONCE)
-        for (int64_t row = begin; row < end; row++) {
-            float sums[AT_ONCE];
-            multiply_some(room + (row - begin) * columns, all->given + first * columns, columns, sums);
-            for (int at = 0; at < AT_ONCE; at++) all->made[(first + at) * all->rows + place_of(all, row)] = sums[at];
-        }
+    for (; first + AT_ONCE <= all->count; first += AT_ONCE) multiply_some(all, begin, end, room, first);
     for (; first < all->count; first++)
         for (int64_t row = begin; row < end; row++)
             all->made[first * all->rows + place_of(all, row)] =
@@ -781,8 +898,8 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, flo
     if (all->count == 1)
         for (int64_t row = begin; row < end; row++) all->made[place_of(all, row)] = multiply_row(all, row);
     else
-        for (int64_t row = begin; row < end; row += PANEL)
-            multiply_panel(all, row, row + PANEL < end ? row + PANEL : end, room);
+        for (int64_t row = begin, panel = all->room / all->columns; row < end; row += panel)
+            multiply_panel(all, row, row + panel < end ? row + panel : end, room);
 }
 
 /* Weights that rest in columns: integers of two to eight bits, as GPTQ and AWQ have them. A line at rest is one input of

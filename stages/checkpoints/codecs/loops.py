@@ -35,8 +35,10 @@ FORMATS_OF_LOOPS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_
 _FORMATS = {name: at for at, name in enumerate(FORMATS_OF_LOOPS)}
 LANES = 32
 """In how many sums, side by side, each number of a product is added up."""
-_PANEL = 8
-"""How many rows of a weight a thread unpacks at a time where several rows are multiplied."""
+_TOGETHER = 12
+"""By how many rows of a weight threads share them, or several times as many: whole runs of what registers sum up."""
+_PANEL_VALUES = 9 * 2**14
+"""How many values a thread unpacks at a time where several rows are multiplied, at most: half of a core's own cache."""
 _WIDE = 64
 """How many rows of a weight that rests in columns are multiplied side by side."""
 _GGML, _SCALED, _GROUPED = range(3)
@@ -309,9 +311,10 @@ class Loops:
         """Do ``product`` in so many ``threads``, which share the rows of the weight that ``work`` tells of."""
         (count, columns), rows = given.shape, made.shape[1]
         assert len(made) == count
-        together = _WIDE if product.family == _GROUPED else _PANEL
+        together = _WIDE if product.family == _GROUPED else _TOGETHER
         if product.family != _GROUPED and count > 1:
-            product.room = _PANEL * columns
+            together *= max(1, min(_PANEL_VALUES // columns, rows // (4 * threads)) // together)
+            product.room = together * columns
         rooms = np.empty(threads * product.room, np.float32)
         product.work, product.rooms = addressof(work), rooms.ctypes.data
         product.given, product.made = _pointers(given, made)

@@ -52,6 +52,10 @@ class AlignDevicesHook(ModelHook):
     → device → tensor) lets modules that share a weight share it on the device.
 
     A weight that someone binds in the place of an offloaded one, on the execution device, is left there.
+
+    >>> layer = add_hook_to_module(nn.Linear(2, 1), AlignDevicesHook("cpu", offload=True))
+    >>> layer.weight.device, layer(torch.ones(1, 2)).device
+    (device(type='meta'), device(type='cpu'))
     """
 
     def __init__(  # the field's signature

@@ -49,6 +49,11 @@ def attach_align_device_hook(  # the field's signature
     With ``offload`` its weights are there during its calls only, and come from ``weights_map``, whose names start
     with ``module_name``. Modules of the classes ``preload_module_classes`` are brought in as a whole, and so is torch's
     own attention, which never calls its child.
+
+    >>> model = nn.Sequential(nn.Linear(2, 1))
+    >>> attach_align_device_hook(model, "cpu", offload=True, weights_map=model.state_dict())
+    >>> model[0].weight.device, model(torch.ones(1, 2)).shape
+    (device(type='meta'), torch.Size([1, 1]))
     """
     preload = preload_module_classes or ()
     wish = _Wish(execution_device, weights_map, offload_buffers, skip_keys, preload, tied_params_map)
@@ -65,6 +70,11 @@ def attach_execution_device_hook(
     """Give ``module`` and its submodules that hold tensors, and have no hook, one that brings inputs to the device.
 
     Submodules of the classes ``preload_module_classes`` get one for themselves as a whole.
+
+    >>> model = nn.Sequential(nn.Linear(2, 1))
+    >>> attach_execution_device_hook(model, "cpu")
+    >>> model(torch.ones(1, 2)).shape
+    torch.Size([1, 1])
     """
     preload = preload_module_classes or ()
     _move_inputs(module, _Wish(execution_device, None, False, skip_keys, preload, tied_params_map))
@@ -85,6 +95,12 @@ def attach_align_device_hook_on_blocks(  # the field's signature
 
     ``offload`` says which blocks are there during their calls only. One value in place of a mapping is for ``module``
     as a whole. The output of the whole goes back to where its input was.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> where, waits = {"0": "cpu", "1": "cpu"}, {"0": False, "1": True}
+    >>> attach_align_device_hook_on_blocks(model, where, offload=waits, weights_map=model.state_dict())
+    >>> model[0].weight.device, model[1].weight.device
+    (device(type='cpu'), device(type='meta'))
     """
     preload = preload_module_classes or ()
     wish = _Wish(None, weights_map, offload_buffers, skip_keys, preload, tied_params_map)

@@ -13,6 +13,7 @@ split, or one without children.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from torch import nn
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.dispatch.accelerate_api.align import SkipKeys, resolve_device
-from offstage.stages.dispatch.accelerate_api.device_map import warn_of_strangers
 from offstage.stages.dispatch.accelerate_api.hooks import remove_hook_from_submodules
 from offstage.stages.dispatch.accelerate_api.offload_dir import locate_weights
 from offstage.stages.dispatch.accelerate_api.streamed_model import OffloadedData, Wanted, plan_for, stream
@@ -41,6 +41,7 @@ from offstage.stages.shard_load.sources import LoadPlan, find_sources
 from offstage.stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
+_log = logging.getLogger(__name__)
 
 
 def dispatch_model(  # the field's signature
@@ -66,6 +67,11 @@ def dispatch_model(  # the field's signature
     with offloaded weights refuses to be moved.
 
     Raises ``ConfigError`` where the map leaves out a tensor, or there is nowhere to offload to.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=folder)
+    >>> model[1].weight.device, model(torch.ones(1, 2)).shape
+    (device(type='meta'), torch.Size([1, 1]))
     """
     devices = {str(device) for device in device_map.values()}
     if len(devices) == 1 and DISK not in devices and not force_hooks:
@@ -118,6 +124,12 @@ def load_checkpoint_and_dispatch(  # the field's signature
     dispatched. What lies on disk is streamed from the checkpoint's own files where they are safetensors of the dtype
     that is wanted; ``offload_folder`` is needed only for what isn't. ``full_state_dict`` changes nothing: every process
     loads for itself, and can't have it broadcast.
+
+    >>> with init_empty_weights():
+    ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16)
+    >>> model = load_checkpoint_and_dispatch(model, checkpoint, "optimal", max_memory={"cpu": "3MB"})
+    >>> sorted(set(model.hf_device_map.values()))
+    ['cpu', 'disk']
     """
     if broadcast_from_rank0:
         raise ConfigError("broadcast_from_rank0: True is not supported; every process loads what it needs itself")
@@ -168,7 +180,7 @@ def _wanted(
     first = next((device for device in device_map.values() if str(device) not in (CPU, DISK)), CPU)
     main = device_id(first if main is None else main)
     declared: SkipKeys = getattr(model, "_skip_keys_device_placement", None)
-    warn_of_strangers(skeleton, device_map)
+    _warn_of_strangers(skeleton, device_map)
     return Wanted(
         homes_of(skeleton, device_map, otherwise=main),
         main,
@@ -177,6 +189,18 @@ def _wanted(
         skip_keys=declared if skip_keys is None else skip_keys,
         budgets=budgets or {},
     )
+
+
+def _warn_of_strangers(skeleton: Skeleton, device_map: Mapping[str, AnyDevice]) -> None:
+    """Say in the log which names of the map are not in the model, and which of its devices are not here."""
+    known = {spec.name for spec in skeleton.tensors} | {module.name for module in skeleton.modules}
+    strangers = [name for name in device_map if name not in known]
+    if strangers:
+        _log.warning("device_map names nothing in the model: %s", ", ".join(strangers))
+    for device in dict.fromkeys(device_map.values()):
+        resolved = resolve_device(device) if str(device) != DISK else None
+        if str(device) != CPU and resolved is not None and resolved.type == "cpu":
+            _log.warning("device %s isn't here; it is simulated on the cpu", device)
 
 
 def cpu_offload(
@@ -189,6 +213,10 @@ def cpu_offload(
     """Keep the weights of ``model`` on the host, bring each to ``execution_device`` for its calls, return the model.
 
     The device is by default where the first parameter is. ``state_dict`` has the weights if not the model itself.
+
+    >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 1)), "cpu")
+    >>> model[0].weight.device, model(torch.ones(1, 2)).shape
+    (device(type='meta'), torch.Size([1, 1]))
     """
     return _offload_all(
         model,
@@ -210,6 +238,10 @@ def disk_offload(
     """Keep the weights of ``model`` in ``offload_dir``, bring each to ``execution_device`` for its calls.
 
     Weights that the folder already has are not written again; those of the model are, where they differ.
+
+    >>> model = disk_offload(nn.Sequential(nn.Linear(2, 1)), folder, "cpu")
+    >>> model[0].weight.device, model(torch.ones(1, 2)).shape
+    (device(type='meta'), torch.Size([1, 1]))
     """
     return _offload_all(
         model,

@@ -53,7 +53,15 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one: each gets what the one before it returned."""
+    """Several hooks as one: each gets what the one before it returned.
+
+    >>> class AddsOne(ModelHook):
+    ...     def post_forward(self, module, output):
+    ...         return output + 1
+    >>> layer = add_hook_to_module(nn.Identity(), SequentialHook(AddsOne(), AddsOne()))
+    >>> layer(torch.ones(1))
+    tensor([3.])
+    """
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -112,6 +120,13 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """Add ``hook`` to ``module`` and return the module; ``module._hf_hook`` is the hook that it has.
 
     A module has one hook: the one before is removed, or with ``append`` runs first, both in a ``SequentialHook``.
+
+    >>> class Doubles(ModelHook):
+    ...     def post_forward(self, module, output):
+    ...         return 2 * output
+    >>> layer = add_hook_to_module(nn.Identity(), Doubles())
+    >>> layer(torch.ones(1))
+    tensor([2.])
     """
     before = getattr(module, "_hf_hook", None)
     append = append or getattr(before, "permanent", False)
@@ -131,6 +146,10 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     """Remove the hook of ``module``, if it has one, and with ``recurse`` those of its submodules; return the module.
 
     A hook that accelerate attached, whose functions share these names, is removed as well.
+
+    >>> layer = add_hook_to_module(nn.Identity(), ModelHook())
+    >>> remove_hook_from_module(layer) is layer
+    True
     """
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
@@ -144,7 +163,11 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove the hooks of ``module`` and of all its submodules."""
+    """Remove the hooks of ``module`` and of all its submodules.
+
+    >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 2)), "cpu")
+    >>> remove_hook_from_submodules(model)
+    """
     remove_hook_from_module(module, recurse=True)
 
 

@@ -42,6 +42,10 @@ def maybe_offload_to_cpu(
     For each call they are on ``device`` (by default where the first parameter was), the way ``functional_call`` puts
     them there: bound under all their names for that call alone, for submodules and for code that reads them directly.
     A module that lies on the host is returned as it is, unless ``device`` is given. An int is a budget of its own.
+
+    >>> model, budget = nn.Linear(2, 1), OffloadBudget(max_bytes=1000)
+    >>> maybe_offload_to_cpu(model, budget, device=torch.device("cpu"))(torch.ones(1, 2)).shape, budget.used_bytes
+    (torch.Size([1, 1]), 12)
     """
     budget = OffloadBudget(budget) if isinstance(budget, int) else budget
     first = next(module.parameters(), None)

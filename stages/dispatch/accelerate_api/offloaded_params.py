@@ -38,7 +38,12 @@ def offloaded_tensors(module: nn.Module) -> dict[str, WaitingTensor]:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether tensors of ``module`` itself, not of its submodules, are there for its calls only."""
+    """Return whether tensors of ``module`` itself, not of its submodules, are there for its calls only.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> has_offloaded_params(layer), has_offloaded_params(cpu_offload(layer, "cpu"))
+    (False, True)
+    """
     return bool(offloaded_tensors(module))
 
 
@@ -49,6 +54,13 @@ def align_module_device(module: nn.Module, execution_device: AnyDevice | None = 
     Offloaded ones are brought in, by default to where the module computes, and wait again afterwards: what is written
     to them inside is kept only where they are not a copy. The module's other parameters move there and back, with what
     was written to them; without a device they stay where they are.
+
+    >>> layer = cpu_offload(nn.Linear(2, 1, bias=False), "cpu")
+    >>> with align_module_device(layer):
+    ...     layer.weight.device
+    device(type='cpu')
+    >>> layer.weight.device
+    device(type='meta')
     """
     device = resolve_device(execution_device)
     offloaded = offloaded_tensors(module)
@@ -74,6 +86,10 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
     The host must have room for it. Tensors that are on meta and wait nowhere are left out, with a warning that lists
     them.
+
+    >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 1)), "cpu")
+    >>> sorted(get_state_dict_offloaded_model(model))
+    ['0.bias', '0.weight']
     """
     state = state_on_host(model)
     absent = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
@@ -92,6 +108,10 @@ def get_state_dict_from_offload(
 
     ``module_name`` is the full name of one of its tensors. Offloaded tensors are read to ``device_to_put_offload``;
     others are taken where they are.
+
+    >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 1, bias=False)), "cpu")
+    >>> get_state_dict_from_offload(model[0], "0.weight", {"0.weight": ""})["0.weight"].shape
+    torch.Size([1, 2])
     """
     prefix = parent(module_name)
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse, SlotRows
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
-from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMemory, kind_bytes
+from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes, slot_rows
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
 from offstage.stages.dispatch.streaming.places import TensorPlace, place_of, source_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
@@ -23,7 +22,6 @@ from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.transfer.part_layout import RowSource
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
-from offstage.stages.empty_init.experts import routing
 from offstage.stages.empty_init.skeleton import ExpertsSpec
 from offstage.stages.machine.probes import bounce_buffers
 from offstage.stages.plan.expert_slots import bank_bounds, wanted
@@ -125,8 +123,7 @@ def _open_slots(
         largest=max(each.spec.count for each in members),
         together=together,
     )
-    memory = SlotMemory(kind, bounds[-1][1], link, room=slot_bytes)
-    banks = [Bank(SlotRows(memory, begin, end)) for begin, end in bounds]
+    banks = [Bank(rows) for rows in slot_rows(kind, bounds, link, room=slot_bytes)]
     sources = [row for layer in rows for stack_rows in layer.values() for row in stack_rows]
     places = [place for row in sources for place in ((row,) if isinstance(row, torch.Tensor) else row)]
     passing = [place for place in places if not link.in_place or isinstance(place, Extent)]
@@ -200,11 +197,5 @@ def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Calla
     """Have ``experts`` know when the module ``name`` is called, and with what."""
     module = model.get_submodule(name)
 
-    def begin(called: nn.Module, args: Any, kwargs: Any) -> None:
-        experts.begin(routing(called, args, kwargs))
-
-    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
-        experts.end()
-
-    yield module.register_forward_pre_hook(uncompiled(begin), with_kwargs=True).remove
-    yield module.register_forward_hook(uncompiled(end), always_call=True).remove
+    yield module.register_forward_pre_hook(uncompiled(experts.begin), with_kwargs=True).remove
+    yield module.register_forward_hook(uncompiled(experts.end), always_call=True).remove

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from offstage.stages.dispatch.experts.eviction import Eviction, Expert
-from offstage.stages.dispatch.experts.slot_memory import SlotMemory
+from offstage.stages.dispatch.experts.slot_memory import SlotRows
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
 from offstage.stages.dispatch.transfer.reading_threads import Urgency
@@ -183,20 +183,27 @@ class ExpertSlots:
         for expert in hits:
             bank.use(expert)
 
-    def ask(self, expert: Expert, pieces: Iterable[str], busy: Container[Expert]) -> bool:
+    def ask(self, expert: Expert, pieces: Iterable[str], busy: Container[Expert], *, is_likely: bool = False) -> bool:
         """Have ``pieces`` of ``expert`` be brought into its slot, as far as they aren't there.
 
-        Return false where it lies in none, and all are ``busy``.
+        Return false where it lies in none, and all are ``busy``. One that isn't called yet, but ``is_likely`` to
+        be, is the first to make room.
         """
         bank, entry = self._banks[expert[0]], self._entries.get(expert)
         if entry is None:
             entry = self._take(expert, busy)
             if entry is None:
                 return False
-            bank.use(expert)
+            if is_likely:
+                bank.unused[expert] = None
+            else:
+                bank.use(expert)
         for piece in pieces:
             if piece not in entry.pieces:
-                layout = self._fetch(expert, entry, piece)
+                layout = self._layers[expert[0]].layout(expert[1], piece)
+                transfer = entry.pieces[piece] = Transfer(bank.room.region(entry.slot, expert, piece))
+                self._coming[expert] = None
+                self._mover.fetch(layout, transfer, urgency=self._urgency)
                 self.uses[expert[0]].streamed_bytes += layout.rest_bytes
         return True
 
@@ -211,14 +218,6 @@ class ExpertSlots:
             self.uses[expert[0]].evictions += 1
         entry = self._entries[expert] = Entry(slot)
         return entry
-
-    def _fetch(self, expert: Expert, entry: Entry, piece: str) -> PartLayout:
-        """Start what brings a ``piece`` of ``expert`` into its slot; return what that is."""
-        layout = self._layers[expert[0]].layout(expert[1], piece)
-        transfer = entry.pieces[piece] = Transfer(self._banks[expert[0]].room.region(entry.slot, expert, piece))
-        self._coming[expert] = None
-        self._mover.fetch(layout, transfer, urgency=self._urgency)
-        return layout
 
     def wait(self, experts: Iterable[Expert], piece: str) -> None:
         """Wait for the ``piece`` of those of ``experts`` where it is on its way. Raises what bringing one raised."""
@@ -263,13 +262,13 @@ class ExpertSlots:
             bank.policy.forget(expert)
             bank.room.give(entry.slot)
 
-    def stack(self, experts: Sequence[Expert]) -> tuple[Mapping[str, torch.Tensor], list[int]]:
-        """Return a stretch of slots, stacked, by attribute, and where in it each of ``experts`` lies (of one layer)."""
+    def stack(self, experts: Sequence[Expert], piece: str) -> tuple[torch.Tensor, list[int]]:
+        """Return the tensors ``piece`` of a stretch of slots, stacked, and where ``experts`` of a layer lie in it."""
         rows = self._banks[experts[0][0]].room
         assert isinstance(rows, SlotRows)
         slots: list[int] = [self._entries[expert].slot for expert in experts]
         begin, end = min(slots), max(slots)
-        return rows.memory.stack(begin, end + 1), [slot - begin for slot in slots]
+        return rows.stack(piece, begin, end + 1), [slot - begin for slot in slots]
 
     def close(self) -> None:
         """Wait for what is under way, close the files and free the memory; closing again does nothing."""
@@ -278,23 +277,3 @@ class ExpertSlots:
             self._mover.close()
             self._entries.clear()
             self._banks, self.is_open = {}, False
-
-
-class SlotRows:
-    """The slots of ``memory`` from ``begin`` to ``end``, each a row of every stack."""
-
-    def __init__(self, memory: SlotMemory, begin: int, end: int) -> None:
-        self.memory, self.size = memory, end - begin
-        self._free = list(range(end - 1, begin - 1, -1))
-
-    def take(self, _expert: Expert) -> int | None:
-        """Return the number of a free slot."""
-        return self._free.pop() if self._free else None
-
-    def give(self, slot: int) -> None:
-        """Have ``slot`` be free."""
-        self._free.append(slot)
-
-    def region(self, slot: int, _expert: Expert, piece: str) -> torch.Tensor:
-        """Return the row of the stack ``piece``."""
-        return self.memory.row(piece, slot)

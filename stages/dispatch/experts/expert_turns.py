@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
-from offstage.stages.dispatch.streaming.lockstep import Position, Turns, current_call
+from offstage.stages.dispatch.streaming.lockstep import Turns, current_call
+from offstage.stages.units import Position
 
 
 @dataclass(frozen=True, slots=True, eq=False)

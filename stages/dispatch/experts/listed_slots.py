@@ -89,8 +89,8 @@ class ListedSlots(ExpertSlots):
         self._begun = -1
         super().begin_pass()
 
-    def acquire(self, part: int) -> list[torch.Tensor] | None:
-        """Return the tensors of ``part``, to be given back with ``release``; null where no slot is free for it.
+    def acquire(self, part: int) -> bool:
+        """Have ``part`` be there until its ``release``; return false where no slot is free for it.
 
         Raises what bringing it raised; a later use asks for all of its expert again.
         """
@@ -99,16 +99,15 @@ class ListedSlots(ExpertSlots):
             self._begin(expert)
         entry = self._entries.get(expert)
         if entry is None:
-            return None
-        if piece not in entry.pieces:
-            self._fetch(expert, entry, piece)
+            return False
+        self.ask(expert, (piece,), ())
         with ExitStack() as undo:
             undo.callback(self._forget_piece, expert, piece)
             self._arrive([expert], piece)
             undo.pop_all()
         entry.users += 1
         self._in_use[expert] = None
-        return self.views(part)
+        return True
 
     def _forget_piece(self, expert: Expert, piece: str) -> None:
         """Give up a ``piece`` that has failed, so that a later use asks for it again."""
@@ -163,15 +162,7 @@ class ListedSlots(ExpertSlots):
         if expert in bank.unused:
             bank.use(expert)
         busy = {**self._in_use, expert: None}
-        if self.ask(expert, self._layers[expert[0]].rows, busy) and self._in_turn >= NEIGHBOURS:
-            self._ask_next(place + 1, busy)
-
-    def _ask_next(self, place: int, busy: Mapping[Expert, None]) -> None:
-        """Have the expert at ``place`` be brought, as far as there is room; it is the first to make room."""
-        expert = self._order[place] if place < len(self._order) else None
-        if expert is not None and expert not in self._entries:
-            entry = self._take(expert, busy)
-            if entry is not None:
-                self._banks[expert[0]].unused[expert] = None
-                for piece in self._layers[expert[0]].rows:
-                    self._fetch(expert, entry, piece)
+        is_there = self.ask(expert, self._layers[expert[0]].rows, busy)
+        if is_there and self._in_turn >= NEIGHBOURS and place + 1 < len(self._order):
+            following = self._order[place + 1]
+            self.ask(following, self._layers[following[0]].rows, busy, is_likely=True)

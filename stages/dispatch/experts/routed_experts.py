@@ -13,14 +13,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
 from offstage.stages.dispatch.experts.expert_turns import ExpertTurns
-from offstage.stages.dispatch.streaming.lockstep import ALONE, Position, Turns, current_call
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns, current_call
 from offstage.stages.dispatch.streaming.saved_weights import Bring, SavedWeights
+from offstage.stages.empty_init.experts import routing
+from offstage.stages.units import Position
 
 _PASSED_ON = 4
 """Slots that experts pass through which can't all stay: one computes while the others are on their way."""
@@ -59,12 +63,13 @@ class RoutedExperts:
         """Whether the caller is in a call of the module."""
         return current_call() in self._calls
 
-    def begin(self, index: torch.Tensor | None) -> None:
-        """Say that a call begins whose tokens are routed to the experts ``index``; null where that isn't known yet."""
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Say that a call of ``module`` begins, a hook with keywords; what its tokens are routed to may show later."""
         if self.under_way:  # an interrupt has ended it
             self.forget()
         self._saved.enter(self)
         self._calls[current_call()] = False
+        index = routing(module, args, kwargs)
         if index is not None:
             self.route(set(index.detach().reshape(-1).tolist()))
 
@@ -102,7 +107,7 @@ class RoutedExperts:
             return order
         return order[: room - max(1, min(_PASSED_ON, room // 2))] if len(self._calls) > 1 else []
 
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         """Say that the call has ended; after the last, what was asked for and never used is given up."""
         if self.under_way:
             del self._calls[current_call()]
@@ -173,8 +178,7 @@ class RoutedExperts:
         return len(self._calls) > 1 and key not in self._kept
 
     def _batch(self, attribute: str, keys: Sequence[Expert]) -> tuple[list[int], torch.Tensor, list[int]]:
-        stacks, places = self._pool.stack(keys)
-        return [expert for _, expert in keys], stacks[attribute], places
+        return [expert for _, expert in keys], *self._pool.stack(keys, attribute)
 
     def _ask(
         self, attribute: str, waiting: deque[Expert], asked: deque[Expert], *, computing: Collection[Expert]

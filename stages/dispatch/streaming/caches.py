@@ -11,7 +11,6 @@ from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertLayer
 from offstage.stages.dispatch.experts.listed_slots import ListedSlots, SlotRegions
-from offstage.stages.dispatch.streaming.lockstep import Position
 from offstage.stages.dispatch.streaming.places import TensorPlace
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.transport import Transport
@@ -26,11 +25,11 @@ from offstage.stages.dispatch.transfer.part_layout import (
     lay_out_reads,
 )
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
-from offstage.stages.dispatch.transfer.ring import SMALL_BYTES, Ring, slot_bytes
+from offstage.stages.dispatch.transfer.ring import Ring, alignment_of, ring_parts, slot_bytes
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.aligned_memory import ALIGNMENT, align_up
 from offstage.stages.plan.lasting_parts import place_lasting
-from offstage.stages.units import CPU, DEVICE_ALIGNMENT, DeviceId
+from offstage.stages.units import CPU, DEVICE_ALIGNMENT, DeviceId, Position
 
 _ALIGNED_TENSORS = 32
 """Tensors on their way at once that the staging memory on the host has alignment to spare for."""
@@ -79,37 +78,18 @@ def make_cache(
     that lists them. These have slots, where there is room for the largest of them beside what is certain.
     """
     link, callers = mover.link, callers or {}
-    alignment = ALIGNMENT if link.in_place else DEVICE_ALIGNMENT
     layouts, room = _lay_out_all(sources, callers, link=link, staging_bytes=staging_bytes)
-    sizes = {part: layout.size for part, layout in enumerate(layouts)}
-    padded = {part: align_up(size, alignment) for part, size in sizes.items()}
     experts = [expert for each in (lists or {}).values() for expert in each]
     in_lists = {part for expert in experts for part in expert}
-    certain = {part: 0 if _lies_apart(size, link) else padded[part] for part, size in sizes.items()}
-    certain = {part: size for part, size in certain.items() if part not in in_lists}
-    beside = {part: names for part, names in callers.items() if certain.get(part)}
-    lasting = place_lasting(beside, certain, alignment=alignment)
-    apart = slot_bytes(
-        [sum(padded[part] for part in expert) for expert in experts],
-        [*certain.values()] or [0],
-        least=max(lasting.least, *certain.values(), 0),
-        room=room,
-    )
-    passing = () if apart else in_lists
-    ring = Ring(
-        link,
-        {part: size for part, size in sizes.items() if part not in in_lists or not apart},
-        callers=callers,
-        passing=passing,
-        room=room - apart,
-        alignment=alignment,
-    )
-    slots = _listed_slots(lists or {}, layouts, mover, apart) if apart else None
-    return WeightCache(layouts, mover, ring, order, experts=slots, passing=passing)
-
-
-def _lies_apart(size: int, link: Link) -> bool:
-    return link.in_place and size <= SMALL_BYTES
+    sizes = {part: layout.size for part, layout in enumerate(layouts)}
+    certain = ring_parts(link, {part: size for part, size in sizes.items() if part not in in_lists}, callers=callers)
+    groups = [sum(align_up(sizes[part], alignment_of(link)) for part in expert) for expert in experts]
+    apart = slot_bytes(groups, certain, room=room)
+    if apart:
+        slots = _listed_slots(lists or {}, layouts, mover, apart)
+        return WeightCache(layouts, mover, Ring(link, certain, room=room - apart), order, experts=slots)
+    ring = Ring(link, ring_parts(link, sizes, callers=callers, passing=in_lists), room=room)
+    return WeightCache(layouts, mover, ring, order, passing=in_lists)
 
 
 def _listed_slots(

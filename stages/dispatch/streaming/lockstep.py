@@ -24,7 +24,7 @@ from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import greenlet
 import torch
@@ -32,12 +32,11 @@ import torch
 from offstage.stages.dispatch.streaming.lanes import Grouping, Lanes, Task
 from offstage.stages.dispatch.streaming.module_state import ModuleState, Written
 from offstage.stages.dispatch.streaming.thread_state import RandomState, ThreadState
+from offstage.stages.hosts.wire import Arrival
+from offstage.stages.units import Position
 
 UNWANTED: ContextVar[Callable[[], Exception | None]] = ContextVar("UNWANTED", default=lambda: None)
 """What ends the call of this context where its next pass would begin, which a member sets for itself; null: nothing."""
-
-Position = tuple[int, ...]
-"""The number of a module in the order of a pass; then, of what comes inside its call, numbers in the order of that."""
 
 
 class Shared(Protocol):
@@ -49,17 +48,6 @@ class Shared(Protocol):
 
     def expect(self, users: int) -> None:
         """Hear that so many more will use it, before it may be let go."""
-
-
-class Arrival(Shared, Protocol):
-    """What a member waits for that another host sends."""
-
-    @property
-    def has_come(self) -> bool:
-        """Whether it is there."""
-
-    def wait_for_any(self, others: Sequence[Any], /) -> None:
-        """Return when one of ``others``, which are such too, has come."""
 
 
 class Turns:
@@ -336,18 +324,17 @@ class Lockstep(Turns):
             self._using = members[0].group if self._leads else self._using
             return [*members]
         shared = min(inside, key=lambda wants: wants.position)
-        if not _is_arrival(shared):
+        if not isinstance(shared, Arrival):
             going = [member for member in members if member.wants is shared]
             shared.expect(len(going))
             return going
-        there = [member for member in members if member.wants and member.wants.position == shared.position]
-        come = [member for member in there if _is_arrival(member.wants) and member.wants.has_come]
-        missing.extend(wants for member in there if _is_arrival(wants := member.wants) and not wants.has_come)
-        return come
-
-
-def _is_arrival(wants: Shared | None) -> TypeGuard[Arrival]:
-    return hasattr(wants, "has_come")
+        there = [
+            (member, member.wants)
+            for member in members
+            if isinstance(member.wants, Arrival) and member.wants.position == shared.position
+        ]
+        missing.extend(arrival for _, arrival in there if not arrival.has_come)
+        return [member for member, arrival in there if arrival not in missing]
 
 
 def check_gradients() -> None:

@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from offstage.pipeline.errors import ConfigError
-from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies, is_large, write_into, writes_to
+from offstage.stages.dispatch.streaming.places import writes_to
+from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies, is_large, write_into
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.streaming.lanes import Grouping, Task
-from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Position, Turns
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Turns
 from offstage.stages.dispatch.streaming.module_state import ModuleState
 from offstage.stages.dispatch.streaming.pass_lock import PassLock, calls_on
 from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.hosts.stand_ins import Borders
+from offstage.stages.units import Position
 
 
 class ModelPasses:
@@ -102,12 +103,12 @@ class ModelPasses:
     def _state(self) -> ModuleState:
         return ModuleState(self._model, self._copies)
 
-    def enter_call(self) -> None:
+    def enter_call(self, *_: object) -> None:
         """Say that a call of a part of the model begins, once what streams is the calling thread's."""
         self.lock.enter()
         self._calls += 1
 
-    def leave_call(self) -> None:
+    def leave_call(self, *_: object) -> None:
         """Say that a call of a part of the model has ended; after one outside of all passes it is others' turn."""
         if not self.lock.is_mine():  # it never began
             return

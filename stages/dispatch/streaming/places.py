@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from offstage.stages.dispatch.streaming.waiting_tensor import (
     send_waiting,
 )
 from offstage.stages.machine.aligned_memory import HostBlock
+
+_SUBMODULES: Callable[[nn.Module], dict[str, object]] = attrgetter("_modules")
+_PARAMETERS: Callable[[nn.Module], dict[str, object]] = attrgetter("_parameters")
+_VALUES = methodcaller("values")
 
 
 @dataclass(slots=True)
@@ -47,12 +53,12 @@ class TensorPlace:
     @property
     def is_written(self) -> bool:
         """Whether something was written into what is bound since it was."""
-        return self.bound is not None and _writes(self.bound) != self.version
+        return self.bound is not None and writes_to(self.bound) != self.version
 
     def bind(self, tensor: torch.Tensor) -> None:
         """Put ``tensor`` there, until ``leave``."""
         self.table[self.attribute] = self.bound = tensor
-        self.version = _writes(tensor)
+        self.version = writes_to(tensor)
 
     def bind_data(self, data: torch.Tensor) -> None:
         """Put ``data`` in the place of what waits, as a parameter like it where that is one.
@@ -135,9 +141,9 @@ def read_only(waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Ten
     return found
 
 
-def _writes(tensor: torch.Tensor) -> int:
-    """Return how often something was written into ``tensor``, as far as torch counts."""
-    return 0 if tensor.is_inference() else tensor._version
+def writes_to(tensor: torch.Tensor) -> int:
+    """Return how often something was written into ``tensor``; less than zero where torch doesn't count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def place_of(model: nn.Module, name: str, *, has_data: bool = False) -> TensorPlace:
@@ -149,12 +155,49 @@ def place_of(model: nn.Module, name: str, *, has_data: bool = False) -> TensorPl
     return TensorPlace(name, table, attribute, waiting, data_of(waiting) if has_data else None, module=module)
 
 
-def without_data(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of every parameter that is on meta and waits nowhere."""
-    for prefix, module in model.named_modules():
-        for name, tensor in module._parameters.items():
-            if tensor is not None and not isinstance(tensor, WaitingTensor) and tensor.is_meta:
-                yield f"{prefix}.{name}" if prefix else name, tensor
+class Newcomers:
+    """Parameters that have no data and came into ``model`` after this was made: what computes with them is noise.
+
+    It is asked at each pass, and looks at what there is only where modules or parameters aren't those of the last time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known = {id(tensor) for _, tensor in self._without_data()}
+        self._modules: list[nn.Module] = []
+        self._seen: list[object] = []
+
+    def check(self) -> None:
+        """Raise a ``RuntimeError`` where there is one."""
+        if self._modules and self._is_as_seen(self._there()):
+            return
+        for name, tensor in self._without_data():
+            if id(tensor) not in self._known:
+                raise RuntimeError(
+                    f"{name!r} is on the meta device and has no data: it was added to the model after it was "
+                    "dispatched; add adapters before that, or load it with offstage.load, which tells them where to go"
+                )
+        self._modules = [*self._model.modules()]
+        self._seen = self._there()
+
+    def forget(self) -> None:
+        """Hold nothing of the model any more that it doesn't."""
+        self._modules, self._seen = [], []
+
+    def _there(self) -> list[object]:
+        """Return what the modules hold that were there the last time: modules, and parameters."""
+        tables = chain(map(_SUBMODULES, self._modules), map(_PARAMETERS, self._modules))
+        return [*chain.from_iterable(map(_VALUES, tables))]
+
+    def _is_as_seen(self, there: Sequence[object]) -> bool:
+        return len(there) == len(self._seen) and all(map(is_, there, self._seen))
+
+    def _without_data(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and value of every parameter that is on meta and waits nowhere."""
+        for prefix, module in self._model.named_modules():
+            for name, tensor in module._parameters.items():
+                if tensor is not None and not isinstance(tensor, WaitingTensor) and tensor.is_meta:
+                    yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

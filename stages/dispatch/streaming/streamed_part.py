@@ -13,7 +13,6 @@ from torch import nn
 from offstage.stages.checkpoints.mapped_file import MappedFile
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
-from offstage.stages.dispatch.streaming.lockstep import Position
 from offstage.stages.dispatch.streaming.mapped_weights import MappedWeights
 from offstage.stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
 from offstage.stages.dispatch.streaming.places import TensorPlace, place_of
@@ -24,7 +23,7 @@ from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.row_products import row_ranges
 from offstage.stages.plan.serving import Serving
 from offstage.stages.shard_load.sources import DiskWeights
-from offstage.stages.units import CPU, DeviceId
+from offstage.stages.units import CPU, DeviceId, Position
 
 
 @dataclass(slots=True)
@@ -71,15 +70,15 @@ class StreamedPart:
         """Whether calls in lockstep use it one after another: what lies in memory anyway needs no turns."""
         return self.brought or self.streamed_bytes > 0
 
-    def bind(self) -> None:
-        """Put the tensors in their places; waits for them if it must."""
+    def on_host(self) -> list[torch.Tensor]:
+        """Return the tensors where they lie in memory, or in maps of what the files were."""
         for file in self.files:
             file.check()
-        if self.cache is not None:
-            found = self.cache.acquire(self.number)
-        else:
-            found = [place.host.detach() for place in self.places if place.host is not None]
-        for place, tensor in zip(self.places, found, strict=True):
+        return [place.host.detach() for place in self.places if place.host is not None]
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put the ``tensors`` in their places."""
+        for place, tensor in zip(self.places, tensors, strict=True):
             place.bind_data(tensor)
         self.began, self.is_bound = time.perf_counter(), True
 

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lanes import Task
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared
 from offstage.stages.dispatch.streaming.passes import ModelPasses
-from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait, without_data
+from offstage.stages.dispatch.streaming.places import Newcomers, TensorPlace, have_wait
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
@@ -103,7 +102,6 @@ class Streamer:
         self._saved = SavedWeights()
         self._caches: list[WeightCache] = []
         self._parts: list[StreamedPart] = []
-        self._empty: set[int] = set()
         self._refusal: str | None = None
         self._passes = ModelPasses(
             model, begin=self._begin, end=self._end, recover=self._recover, is_left=lambda: self._saved.in_calls
@@ -115,7 +113,8 @@ class Streamer:
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
             undo.callback(self.remove)
             self._hook(plan, host)
-            self._empty |= {id(tensor) for _, tensor in without_data(model)}
+            self._newcomers = Newcomers(model)
+            self._stack.callback(self._newcomers.forget)
             undo.pop_all()
         _streamers[model] = weakref.ref(self)
 
@@ -236,24 +235,26 @@ class Streamer:
             module = self._model.get_submodule(caller)
             self._hook_call(module, partial(self._acquire, part), partial(self._release, part))
 
-    def _hook_call(self, module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Have ``before`` be called before all else that a call of ``module`` does, and ``after`` however it ends."""
+    def _hook_call(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Have ``before`` be called before all else that a call of ``module`` does, and ``after`` however it ends.
 
-        def begin(_module: nn.Module, _args: Any) -> None:
-            before()
+        They are told what torch tells hooks.
+        """
+        self._stack.callback(module.register_forward_pre_hook(uncompiled(before), prepend=True).remove)
+        self._stack.callback(module.register_forward_hook(uncompiled(after), always_call=True).remove)
 
-        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
-            after()
-
-        self._stack.callback(module.register_forward_pre_hook(uncompiled(begin), prepend=True).remove)
-        self._stack.callback(module.register_forward_hook(uncompiled(end), always_call=True).remove)
-
-    def _acquire(self, part: StreamedPart) -> None:
+    def _acquire(self, part: StreamedPart, *_: object) -> None:
+        """Have ``part`` be bound for one use more, if the hooks still serve once it is the caller's turn."""
         self._passes.enter_call()
         is_used = False
         try:
             if self._is_there():
-                self._use(part)
+                if part.is_shared and part.users == 0:
+                    self._passes.turns.wait_for(part)
+                part.expected = max(0, part.expected - 1)
+                if not part.is_bound:
+                    part.bind(self._on_host(part) if part.cache is None else part.cache.acquire(part.number))
+                self._note_use(part)
                 is_used = True
         finally:
             if not is_used:
@@ -267,50 +268,44 @@ class Streamer:
             raise RuntimeError(_EXPORTED)
         return self.is_attached
 
-    def _use(self, part: StreamedPart) -> None:
-        if part.is_shared and part.users == 0:
-            self._passes.turns.wait_for(part)
-        part.expected = max(0, part.expected - 1)
-        if not part.is_bound:
-            part.bind()
-            if part.streamed_bytes:
-                self.traffic.count_use(part.computes, at_rest=part.streamed_bytes, carried=part.streamed_bytes)
+    def _on_host(self, part: StreamedPart) -> list[torch.Tensor]:
+        """Return the tensors of ``part``, which lie where they compute; those that are read there count."""
+        if part.streamed_bytes:
+            self.traffic.count_use(part.computes, at_rest=part.streamed_bytes, carried=part.streamed_bytes)
+        return part.on_host()
+
+    def _note_use(self, part: StreamedPart) -> None:
+        """Note a use of ``part``, and have what autograd saves of it be brought again."""
         if part.brought and self._saved.enter(part):
-            self._lend(part)
+            for index, place in enumerate(part.places):
+                if place.bound is not None:
+                    self._saved.lend(place.bound, partial(self._backward.save, part, index))
         part.users += 1
 
-    def _lend(self, part: StreamedPart) -> None:
-        """Have what autograd saves of ``part`` be brought again."""
-        for index, place in enumerate(part.places):
-            if place.bound is not None:
-                self._saved.lend(place.bound, partial(self._backward.save, part, index))
-
-    def _release(self, part: StreamedPart) -> None:
+    def _release(self, part: StreamedPart, *_: object) -> None:
         """Let ``part`` go when its last user leaves; a call whose acquire failed has nothing to release."""
         if part.users == 0 or not self._passes.lock.is_mine():
             return
         part.users -= 1
+        changed = list[str]()
         try:
-            self._give_up(part)
+            if part.brought:
+                self._saved.leave(part)
+            if part.users == part.expected == 0:
+                if self.trace is not None:
+                    self.trace.of(part.computes).add(part.name, "compute", part.began)
+                changed = [place.name for place in part.places if place.is_written and self._is_lost(place)]
+                part.unbind()
+                if part.cache is not None:
+                    part.cache.release(part.number)
         finally:
             self._passes.leave_call()
-
-    def _give_up(self, part: StreamedPart) -> None:
-        if part.brought:
-            self._saved.leave(part)
-        if part.users == 0 and part.expected == 0:
-            if self.trace is not None:
-                self.trace.of(part.computes).add(part.name, "compute", part.began)
-            changed = [place.name for place in part.places if place.is_written and self._is_lost(place)]
-            part.unbind()
-            if part.cache is not None:
-                part.cache.release(part.number)
-            if changed:
-                raise ConfigError(
-                    f"device_map: {changed[0]!r} is streamed, and the model's own code changes it in place, in a call "
-                    f"of {part.name!r} or around it: the change would be lost; keep it where it computes, with "
-                    "a larger max_memory or another device_map"
-                )
+        if changed:
+            raise ConfigError(
+                f"device_map: {changed[0]!r} is streamed, and the model's own code changes it in place, in a call of "
+                f"{part.name!r} or around it: the change would be lost; keep it where it computes, with a larger "
+                "max_memory or another device_map"
+            )
 
     def _is_lost(self, place: TensorPlace) -> bool:
         """Return whether what was written into ``place`` is not in what waits, so that the next use would lack it."""
@@ -320,20 +315,11 @@ class Streamer:
     def _begin(self) -> None:
         if not self._is_there():
             return
-        self._refuse_strangers()
+        self._newcomers.check()
         self.routed.begin_pass()
         self._backward.begin_pass()
         for cache in self._caches:
             cache.begin_pass()
-
-    def _refuse_strangers(self) -> None:
-        """Refuse parameters that have no data and came after the hooks: what is computed with them would be noise."""
-        for name, tensor in without_data(self._model):
-            if id(tensor) not in self._empty:
-                raise RuntimeError(
-                    f"{name!r} is on the meta device and has no data: it was added to the model after it was "
-                    "dispatched; add adapters before that, or load it with offstage.load, which tells them where to go"
-                )
 
     def _end(self) -> None:
         self._backward.end_pass()

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from offstage.pipeline.errors import StorageError, words_of
+from offstage.stages.dispatch.streaming.places import writes_to
 from offstage.stages.plan.request.choose import COPIED_BYTES
 
 
@@ -98,11 +99,6 @@ def is_large(tensor: torch.Tensor) -> bool:
     """Return whether a copy of ``tensor`` doesn't go into memory."""
     plain = tensor.layout == torch.strided and not tensor.is_quantized
     return plain and tensor.nbytes > COPIED_BYTES
-
-
-def writes_to(tensor: torch.Tensor) -> int:
-    """Return how often something was written into ``tensor``; less than zero where torch doesn't count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 @torch.no_grad()

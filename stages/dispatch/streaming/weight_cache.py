@@ -66,13 +66,23 @@ class WeightCache:
             self._end_use(part)
         elif lent is not None:
             self.release(lent)
-        found = self.experts.acquire(part) if self.experts is not None and self._has_slot(part) else None
-        if found is None:
-            found = self._acquire_certain(part)
-        else:
+        if self.experts is not None and self._has_slot(part) and self.experts.acquire(part):
             self._ask_ahead()
+        else:
+            expects_others = self._schedule.use(part)
+            held = self._held.get(part) or self._bring(part)
+            held.users += 1
+            if expects_others:
+                self._expect_anew()
+            elif not self._is_full:  # else there is no more room than before
+                self._ask_ahead()
+            try:
+                self._mover.wait([held.transfer], f"part {part}")
+            except BaseException:  # given up, so that a later use asks for it again
+                self._drop(part)
+                raise
         self._mover.count_use(*self._bytes[part])
-        return found
+        return self._views(part)
 
     def lend(self, part: int) -> list[torch.Tensor]:
         """Return the tensors of ``part`` as ``acquire`` does, to be given back by itself once another is asked for.
@@ -162,22 +172,6 @@ class WeightCache:
         """Return whether ``part`` is a piece of an expert, and wasn't brought beside the slots."""
         return part in self._in_slots and part not in self._held
 
-    def _acquire_certain(self, part: int) -> list[torch.Tensor]:
-        """Return the tensors of ``part`` in the ring, and ask for what comes next."""
-        expects_others = self._schedule.use(part)
-        held = self._held.get(part) or self._ask(part, self._room(part))
-        held.users += 1
-        if expects_others:
-            self._expect_anew()
-        elif not self._is_full:  # else there is no more room than before
-            self._ask_ahead()
-        try:
-            self._mover.wait([held.transfer], f"part {part}")
-        except BaseException:  # given up, so that a later use asks for it again
-            self._drop(part)
-            raise
-        return self._views(part)
-
     def _views(self, part: int) -> list[torch.Tensor]:
         """Return the tensors of ``part``, which is in use."""
         held = self._held.get(part)
@@ -196,7 +190,8 @@ class WeightCache:
                 self._is_full = region is None
                 if region is None:
                     return
-                self._ask(part, _RingEntry(Transfer(region)))
+                entry = self._held[part] = _RingEntry(Transfer(region))
+                self._mover.fetch(self._layouts[part], entry.transfer)
             schedule.note_asked(part)
 
     def _expect_anew(self) -> None:
@@ -208,29 +203,29 @@ class WeightCache:
                 self._drop(part)
                 self._ask_ahead()
 
-    def _ask(self, part: int, entry: _RingEntry) -> _RingEntry:
-        """Have ``part`` brought into the memory of ``entry``."""
-        self._held[part] = entry
+    def _bring(self, part: int) -> _RingEntry:
+        """Have ``part`` brought now, into the ring or, where all of that is in use, into memory beyond it."""
+        region = self._make_room(part) if part not in self._in_slots else None
+        is_beyond = region is None
+        if region is None:
+            size, traffic = self._layouts[part].size, self._mover.traffic
+            beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
+            traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + size)
+            region = self._ring.beyond(size)
+        entry = self._held[part] = _RingEntry(Transfer(region), is_beyond)
         self._mover.fetch(self._layouts[part], entry.transfer)
         return entry
 
-    def _room(self, part: int) -> _RingEntry:
-        """Return memory for ``part`` now: what was brought ahead makes room for it, the last first; else it is new."""
-        is_expert, size, traffic = part in self._in_slots, self._layouts[part].size, self._mover.traffic
-        region = None if is_expert else self._ring.take(part)
-        ahead = [] if is_expert else [other for other, held in self._held.items() if not held.users]
-        if region is None and ahead:
+    def _make_room(self, part: int) -> torch.Tensor | None:
+        """Return memory of the ring for ``part``, for which what was brought ahead makes room, the last first."""
+        region = self._ring.take(part)
+        ahead = [other for other, held in self._held.items() if not held.users] if region is None else []
+        if ahead:
             self._schedule.ask_again()
         while region is None and ahead:
             self._drop(ahead.pop())
             region = self._ring.take(part)
-        if region is None and not is_expert:
-            region = self._ring.take(part, anywhere=True)
-        if region is not None:
-            return _RingEntry(Transfer(region))
-        beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
-        traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + size)
-        return _RingEntry(Transfer(self._ring.beyond(size)), is_beyond=True)
+        return self._ring.take(part, anywhere=True) if region is None else region
 
     def _drop(self, part: int) -> None:
         """Give ``part`` up; its region is free once no thread fills it."""

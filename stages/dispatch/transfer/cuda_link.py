@@ -1,6 +1,6 @@
 """The link to a CUDA device: streams of its own for copies and for unpacking, and events between them and computing.
 
-Nothing here is decided; see ``link`` for what is asked, and the tests of ``link_carrier`` for who asks it when.
+Nothing here is decided; see ``link`` for what is asked, and the tests of ``mover`` for who asks it when.
 """
 
 from __future__ import annotations

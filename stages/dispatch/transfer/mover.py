@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,13 +26,16 @@ from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
 from offstage.stages.dispatch.transfer.file_reader import FileReader
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved
-from offstage.stages.dispatch.transfer.part_layout import PartLayout, PlacedTensor, Source
+from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
 from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.units import CPU, DeviceId
+
+_Job = tuple[Callable[[], Moved], SharedBuffer | None]
+"""What a thread does, and the buffer that it shares with others that do so."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,45 +92,45 @@ class Mover:
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
 
     def fetch(self, layout: PartLayout, transfer: Transfer, *, urgency: Urgency = Urgency.CERTAIN) -> None:
-        """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is."""
+        """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is.
+
+        Whoever asks holds the transfer already, so that it can be given up if an interrupt ends this half-way.
+        """
         after, waiting = self.link.computed(), list[tuple[torch.Tensor, int]]()
+        for job, shared in self._jobs(layout, transfer, after):
+            transfer.work.append(reader_pool().submit(job, urgency=urgency))
+            if shared is not None:
+                shared.watch(transfer.work[-1])
         for placed in layout.pieces:
-            if placed.data is None:
-                self._fetch_stored(placed, layout, transfer, after, urgency)
-            elif placed.bytes:
+            if placed.data is not None and placed.bytes:
                 waiting.append((placed.data, placed.begin))
         if waiting:
             transfer.asked.append(self._copy(waiting, transfer, after))
 
-    def _fetch_stored(
-        self, placed: PlacedTensor, layout: PartLayout, transfer: Transfer, after: Event, urgency: Urgency
-    ) -> None:
-        """Start what brings a tensor of ``layout`` that waits on disk."""
-        submit, source, begin = partial(reader_pool().submit, urgency=urgency), placed.source, placed.begin
-        if isinstance(source, Extent):
-            read = self._read if layout.reads_in_place else self._read_and_pass_on
-            shift, chunks = begin - source.begin, cut(source, CHUNK_BYTES)
-            transfer.work += [submit(read, chunk, transfer, shift + chunk.begin, after) for chunk in chunks]
-        if isinstance(source, PackedTensor) and placed.bytes:
-            self._fetch_packed(source, transfer, begin, after, submit)
+    def _jobs(self, layout: PartLayout, transfer: Transfer, after: Event) -> Iterator[_Job]:
+        """Yield what threads do to bring what waits on disk of ``layout``, each with the buffer that it shares."""
+        for placed in layout.pieces:
+            source, begin = placed.source, placed.begin
+            if isinstance(source, Extent):
+                read, shift = self._read if layout.reads_in_place else self._read_and_pass_on, begin - source.begin
+                for chunk in cut(source, CHUNK_BYTES):
+                    yield partial(read, chunk, transfer, shift + chunk.begin, after), None
+            elif isinstance(source, PackedTensor) and placed.bytes:
+                yield from self._packed_jobs(source, transfer, begin, after)
 
-    def _fetch_packed(
-        self, source: PackedTensor, transfer: Transfer, begin: int, after: Event, submit: Callable[..., Future[Moved]]
-    ) -> None:
-        """Start what brings ``source``, which rests packed, to ``begin`` in the region, block by block."""
+    def _packed_jobs(self, source: PackedTensor, transfer: Transfer, begin: int, after: Event) -> Iterator[_Job]:
+        """Yield what brings ``source``, which rests packed, to ``begin`` in the region, block by block."""
         if self.link.in_place or crosses_packed(source, self._unpacker):
             bring = self._unpack if self.link.in_place else self._pass_on_packed
             for block in source.codec.blocks(source):
-                transfer.work.append(submit(bring, source, block, transfer, begin, after))
+                yield partial(bring, source, block, transfer, begin, after), None
             return
         assert self._buffers is not None
         for place, piece in in_pieces(source):
             blocks = piece.codec.blocks(piece)
             shared = SharedBuffer(self._buffers, len(blocks))
             for block in blocks:
-                job = submit(self._unpack_and_pass_on, piece, block, shared, transfer, begin + place, after)
-                transfer.work.append(job)
-                shared.watch(job)
+                yield partial(self._unpack_and_pass_on, piece, block, shared, transfer, begin + place, after), shared
 
     def _read(self, chunk: Chunk, transfer: Transfer, begin: int, _after: Event) -> Moved:
         """Read one chunk to where it is used. Once that is done nothing here holds the region any more."""

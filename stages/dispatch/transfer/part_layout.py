@@ -40,7 +40,7 @@ class PlacedTensor:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
-        return self.source.dtype if isinstance(self.source, torch.Tensor) else torch_dtype(self.source.dtype)
+        return _dtype(self.source)
 
     @cached_property
     def bytes(self) -> int:
@@ -98,7 +98,9 @@ def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
     wherever its bytes do.
     """
     for alignment in (DEVICE_ALIGNMENT, 1):
-        order = sorted(range(len(sources)), key=lambda i: (_bytes(sources[i]) % alignment != 0, -_width(sources[i])))
+        order = sorted(
+            range(len(sources)), key=lambda i: (_bytes(sources[i]) % alignment != 0, -_dtype(sources[i]).itemsize)
+        )
         begins, size = {}, 0
         for place in order:
             begins[place] = align_up(size, alignment)
@@ -160,5 +162,5 @@ def _rest_bytes(source: Source) -> int:
     return source.nbytes if isinstance(source, torch.Tensor) else rest_bytes(source)
 
 
-def _width(source: Source) -> int:
-    return (source.dtype if isinstance(source, torch.Tensor) else torch_dtype(source.dtype)).itemsize
+def _dtype(source: Source) -> torch.dtype:
+    return source.dtype if isinstance(source, torch.Tensor) else torch_dtype(source.dtype)

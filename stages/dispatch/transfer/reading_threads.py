@@ -62,34 +62,31 @@ class ReadingThreads:
         return future
 
     def _work(self) -> None:
-        while self._do_next():
-            pass
+        """Do one job after the other, those that were cancelled left out, until there is none.
 
-    def _do_next(self) -> bool:
-        """Do one job, unless it was cancelled; return false where there is none.
-
-        Once whoever waits for it hears, nothing here holds what it was given, nor does the traceback of one that fails.
+        Once whoever waits for one hears, nothing here holds what it was given, nor does a traceback of its failure.
         """
+        while (job := self._next()) is not None:
+            work, future = job.work, job.future
+            del job
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+                    del work
+                    future.set_exception(error)
+                else:
+                    del work
+                    future.set_result(result)
+                    del result
+            del future
+
+    def _next(self) -> _Reading | None:
+        """Return what is done now; null where there is nothing, and the thread rests."""
         with self._choosing:
             jobs = next(filter(None, self._jobs.values()), None)
-            if jobs is None:
-                self._working -= 1
-                return False
-            job = jobs.popleft()
-        work, future = job.work, job.future
-        del job
-        if not future.set_running_or_notify_cancel():
-            return True
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - it is for whoever waits
-            del work
-            future.set_exception(error)
-            del future
-        else:
-            del work
-            future.set_result(result)
-        return True
+            self._working -= jobs is None
+            return jobs.popleft() if jobs is not None else None
 
 
 @functools.cache

@@ -8,45 +8,75 @@ ahead leaves room for one of their parts.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from offstage.stages.dispatch.transfer.arena import Arena
 from offstage.stages.dispatch.transfer.link import Link
-from offstage.stages.machine.aligned_memory import align_up
-from offstage.stages.plan.lasting_parts import place_lasting
+from offstage.stages.machine.aligned_memory import ALIGNMENT, align_up
+from offstage.stages.plan.lasting_parts import LastingParts, place_lasting
+from offstage.stages.units import DEVICE_ALIGNMENT
 
-SMALL_BYTES = 64 * 2**10
+_SMALL_BYTES = 64 * 2**10
 """A norm's few KB are kept out of the way of large parts: between two of their regions they would cost room for one."""
 _SMALL_ARENA_BYTES = 2**20
 
 
-class Ring:
-    """``room`` bytes behind ``link`` for parts of these ``sizes``, by their numbers, as far as that is of use to them.
+@dataclass(frozen=True, slots=True)
+class RingParts:
+    """The parts that pass through a ring: their ``sizes`` by number, and what each takes of the ring, ``padded``.
 
-    ``callers`` has the modules whose calls use each part, as far as it may be there beside others. ``passing`` are
-    those that a forward decides to use. On the host small parts have memory of their own beside it.
+    The ``small`` keep out of the way of the others, on the host in memory of their own. ``lasting`` has the places of
+    those that last, and ``option`` is what the largest has that a forward decides to use.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        sizes: Mapping[int, int],
-        *,
-        callers: Mapping[int, Collection[str]],
-        passing: Collection[int] = (),
-        room: int,
-        alignment: int,
-    ) -> None:
-        small = {part for part, size in sizes.items() if size <= SMALL_BYTES and part not in passing}
-        apart = small if link.in_place else set[int]()
-        padded = {part: 0 if part in apart else align_up(size, alignment) for part, size in sizes.items()}
-        beside = {part: names for part, names in callers.items() if part in sizes and part not in apart}
-        lasting = place_lasting(beside, padded, alignment=alignment)
-        self._sizes, self._small, self._link = sizes, small, link
-        self._option = max((sizes[part] for part in passing), default=0)
-        self._bytes = min(room, sum(padded.values()))
-        self._small_bytes = min(_SMALL_ARENA_BYTES, sum(sizes[part] for part in apart))
+    sizes: Mapping[int, int]
+    padded: Mapping[int, int]
+    small: Collection[int]
+    lasting: LastingParts[int]
+    option: int
+
+    @property
+    def bytes(self) -> int:
+        """What all of them take of the ring."""
+        return sum(self.padded.values())
+
+    @property
+    def least(self) -> int:
+        """What those that are there at once take of it, and the largest of all."""
+        return max(self.lasting.least, *self.padded.values(), 0)
+
+
+def alignment_of(link: Link) -> int:
+    """Return where regions begin in the memory behind ``link``, in bytes."""
+    return ALIGNMENT if link.in_place else DEVICE_ALIGNMENT
+
+
+def ring_parts(
+    link: Link, sizes: Mapping[int, int], *, callers: Mapping[int, Collection[str]], passing: Collection[int] = ()
+) -> RingParts:
+    """Return the parts of these ``sizes``, by their numbers, as what passes through a ring behind ``link``.
+
+    ``callers`` has the modules whose calls use each part, as far as it may be there beside others. ``passing`` are
+    those that a forward decides to use.
+    """
+    alignment = alignment_of(link)
+    small = {part for part, size in sizes.items() if size <= _SMALL_BYTES and part not in passing}
+    padded = {part: 0 if link.in_place and part in small else align_up(size, alignment) for part, size in sizes.items()}
+    beside = {part: names for part, names in callers.items() if padded.get(part)}
+    lasting = place_lasting(beside, padded, alignment=alignment)
+    return RingParts(sizes, padded, small, lasting, max((sizes[part] for part in passing), default=0))
+
+
+class Ring:
+    """``room`` bytes behind ``link`` for ``parts``, as far as that is of use to them."""
+
+    def __init__(self, link: Link, parts: RingParts, *, room: int) -> None:
+        sizes, lasting = parts.sizes, parts.lasting
+        self._sizes, self._small, self._option, self._link = sizes, parts.small, parts.option, link
+        self._bytes = min(room, parts.bytes)
+        self._small_bytes = min(_SMALL_ARENA_BYTES, sum(sizes[part] for part in parts.small))
         self.renew()
         assert self._arena is not None
         size = self._arena.size
@@ -91,14 +121,13 @@ class Ring:
         self._arena = self._small_arena = None
 
 
-def slot_bytes(groups: Sequence[int], certain: Sequence[int], *, least: int, room: int) -> int:
+def slot_bytes(groups: Sequence[int], certain: RingParts, *, room: int) -> int:
     """Return how much of ``room`` experts of these sizes, ``groups``, get beside ``certain`` parts, in bytes.
 
-    The certain ones have all that is of use to them, or half; of them ``least`` bytes are there at once. The experts
-    have what is left, as far as they need it; none where that isn't enough for the largest part and the largest expert:
-    then all share the memory.
+    The certain ones have all that is of use to them, or half. The experts have what is left, as far as they need it;
+    none where that isn't enough for the largest part and the largest expert: then all share the memory.
     """
-    if not groups or least + max(groups) > room:
+    if not groups or certain.least + max(groups) > room:
         return 0
-    left = max(room - sum(certain), room // 2)
-    return min(sum(groups), max(max(groups), min(left, room - least)))
+    left = max(room - certain.bytes, room // 2)
+    return min(sum(groups), max(max(groups), min(left, room - certain.least)))

@@ -18,10 +18,10 @@ class LinkTraffic:
     bytes: int = 0
     stall_seconds: float = 0.0
 
-    def add(self, other: LinkTraffic) -> None:
-        """Count ``other`` too."""
-        self.bytes += other.bytes
-        self.stall_seconds += other.stall_seconds
+
+_SUMS = (
+    "streamed_bytes", "storage_bytes", "link_bytes", "stall_seconds", "link_seconds", "expert_hits", "expert_misses",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -74,11 +74,27 @@ class Traffic:
         for count in self.late:
             count()
 
-    def since(self, before: Traffic) -> dict[DeviceId, LinkTraffic]:
-        """Return what fell to each device since it was as ``before``."""
-        nothing = LinkTraffic()
-        earlier = {device: before.links.get(device, nothing) for device in self.links}
-        return {
-            device: LinkTraffic(link.bytes - earlier[device].bytes, link.stall_seconds - earlier[device].stall_seconds)
-            for device, link in self.links.items()
-        }
+    def since(self, before: Traffic) -> Traffic:
+        """Return what was counted since it was as ``before``; of what lay outside the staging memory all there was."""
+        found = Traffic(overflow_bytes=self.overflow_bytes)
+        for name in _SUMS:
+            setattr(found, name, getattr(self, name) - getattr(before, name))
+        for device, link in self.links.items():
+            earlier = before.links.get(device, LinkTraffic())
+            found.links[device] = LinkTraffic(link.bytes - earlier.bytes, link.stall_seconds - earlier.stall_seconds)
+        return found
+
+    def add(self, other: Traffic) -> None:
+        """Count ``other`` too."""
+        self.overflow_bytes = max(self.overflow_bytes, other.overflow_bytes)
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for device, link in other.links.items():
+            mine = self._link(device)
+            mine.bytes, mine.stall_seconds = mine.bytes + link.bytes, mine.stall_seconds + link.stall_seconds
+
+    @property
+    def expert_hit_rate(self) -> float | None:
+        """How often experts lay in a slot as tokens were routed to them; null where none that wait were called for."""
+        calls = self.expert_hits + self.expert_misses
+        return self.expert_hits / calls if calls else None

@@ -22,6 +22,9 @@ def send_to_device(
     types, and returns what holds no tensor, or is there already, as it is. Entries of a mapping named in
     ``skip_keys`` are left where they are. So is a cache of transformers: each of its layers lies where it is used.
     ``non_blocking`` changes nothing: a copy is waited for wherever whoever reads it next wouldn't.
+
+    >>> send_to_device({"ids": torch.ones(2), "name": "x"}, "meta")["ids"].device
+    device(type='meta')
     """
     skipped = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
     return _send(tensor, torch.device(device), skipped)

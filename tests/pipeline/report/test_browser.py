@@ -67,7 +67,7 @@ def view(request: pytest.FixtureRequest, chromium: Browser, page: Path) -> tuple
 def test_the_table_holds_the_numbers_of_the_csv(view: tuple[Browser, int, str], page: Path) -> None:
     headings, *rows = view[0].evaluate(ROWS)
     titles = [" ".join(heading.split()) for heading in headings]
-    details = ["time a token, predicted ms", "time a token, bound s", "speed tokens/s", "streamed a token GB"]
+    details = ["time a token, predicted ms", "time a token, lower bound s", "speed tokens/s", "streamed a token GB"]
     details = [] if view[1] < 600 else details  # a phone has no room for them
     assert titles == [
         "job", "status", "device_map", "budget cpu GB", "time a token s", *details, "peak cpu GB",
@@ -139,7 +139,7 @@ def test_a_mark_tells_its_job_and_numbers_to_who_points_at_it(desk: Browser) -> 
     told = desk.evaluate(f"new Promise(done => setTimeout(() => done({HOVERED}), 300))")
     assert "#0" in told
     assert "budget 1.00 GB" in told
-    assert "time a token 1.562 spredicted 700.0 msbound 1.562 s" in told
+    assert "time a token 1.562 spredicted 700.0 mslower bound 1.562 s" in told
 
 
 def test_a_rectangle_zooms_and_a_double_click_shows_all_again(desk: Browser) -> None:

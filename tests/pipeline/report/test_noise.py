@@ -69,7 +69,7 @@ def test_too_few_samples_tell_nothing_and_other_models_are_not_compared(tmp_path
     few = write_jobs(tmp_path / "few", [sample(0.5), sample(0.6)], [sample(1.5), sample(1.6)], [sample(9.0)])
     found = noise(find([few]).jobs)
     assert (found.pairs, found.within, found.undecided) == (1, 1, 1)
-    assert "too few samples to tell" in found.told()
+    assert "too few repeats to tell" in found.told()
     two = write_jobs(tmp_path / "two", *([sample(seconds) for seconds in times] for times in (FAST, SLOW)))
     record = two / "1/run.json"
     record.write_text(record.read_text().replace("/ckpt", "/another"))
@@ -89,7 +89,7 @@ def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(t
     write_jobs(tmp_path, [sample(seconds) for seconds in FAST], [*disturbed, sample(9.0, counts=False)])
     run([str(tmp_path)])
     page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
-    assert "Samples of each job" in page
+    assert "Repeats of each job" in page
     assert "Of 1 pairs of jobs 1 differ" in page
     assert "Of 1 pairs of jobs 1 differ" in " ".join(capsys.readouterr().out.split())
     assert "taken while others used the processor" in page

@@ -40,14 +40,19 @@ def test_the_table_tells_how_fast_weights_came_and_what_was_waited_for(tmp_path:
     found = table(tmp_path)
     assert found["streaming, GB/s"] == ("1.90", MISSING)
     assert found["stalled a token, s"] == ("1.250", MISSING)
-    assert found["bound by"] == ("storage", MISSING)
+    assert found["bottleneck"] == ("storage", MISSING)
     assert found["stall share, %"] == ("31.4", MISSING)
 
 
 def test_the_table_has_the_prediction_and_the_bound_beside_what_was_measured(tmp_path: Path) -> None:
     write_run(tmp_path / "0", metrics=FIGURES)
     found = table(tmp_path)
-    measured = ("time to first token, s", "time a token, ms", "time a token, predicted, ms", "time a token, bound, ms")
+    measured = (
+        "time to first token, s",
+        "time a token, ms",
+        "time a token, predicted, ms",
+        "time a token, lower bound, ms",
+    )
     assert [found[title] for title in measured] == [("2.500",), ("500.0",), ("375.0",), ("250.0",)]
 
 
@@ -55,7 +60,7 @@ def test_the_table_has_all_that_a_plan_alone_predicts(tmp_path: Path) -> None:
     planned = {**PREDICTED, "predicted_bound": "storage"}
     write_run(tmp_path / "0", seconds=None, streamed=None, metrics=planned)
     found = table(tmp_path)
-    told = ("time a token, predicted, ms", "streamed a token, predicted, GB", "bound by, predicted")
+    told = ("time a token, predicted, ms", "streamed a token, predicted, GB", "bottleneck, predicted")
     assert [found[title] for title in told] == [("375.0",), ("3.00",), ("storage",)]
 
 
@@ -86,7 +91,7 @@ def test_the_table_has_perplexities_to_the_digits_that_tell_jobs_apart(tmp_path:
 
 def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:
     write_run(tmp_path / "0")
-    newer = {"streaming, GB/s", "stalled a token, s", "bound by", "passes", "tokens a pass", "drafts judged"}
+    newer = {"streaming, GB/s", "stalled a token, s", "bottleneck", "passes", "tokens a pass", "drafts verified"}
     assert not newer & set(table(tmp_path))
 
 
@@ -102,7 +107,7 @@ def test_jobs_with_drafts_have_how_they_were_judged_and_how_many_stood(tmp_path:
     write_run(tmp_path / "0", metrics={**drafts, "passes": 40})
     write_run(tmp_path / "1")
     found = table(tmp_path)
-    assert found["drafts judged"] == ("exact", MISSING)
+    assert found["drafts verified"] == ("exact", MISSING)
     assert found["drafts accepted, %"] == ("62.5", MISSING)
     assert found["tokens a pass"] == ("3.5000", MISSING)
 

@@ -45,7 +45,7 @@ def shard(path: Path, size: int | None = None) -> ShardFile:
 
 def drop_from_cache(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
+    os.fdatasync(descriptor)  # what isn't on the disk yet stays in the cache
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 

@@ -82,7 +82,7 @@ def check(loaded: offstage.LoadedModel, expected: list[torch.Tensor]) -> None:
     assert torch.equal(tokens, expected[1])
     plan, before = loaded.plan, loaded.traffic.copy()
     loaded.model(TOKENS[:, :1])
-    brought = {device: link.bytes for device, link in loaded.traffic.since(before).items() if device != "cpu"}
+    brought = {device: link.bytes for device, link in loaded.traffic.since(before).links.items() if device != "cpu"}
     if not of(plan, "pool"):
         assert brought == of(plan, "link_bytes")
     for device in of(plan, "unpacking"):

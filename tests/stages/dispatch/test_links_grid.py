@@ -151,7 +151,7 @@ def check(name: str, devices: int, way: str, number: int, folder: Path) -> int:
         loaded.model(**arguments)
         expected_bytes = planned_bytes(loaded, sizes, called_by(plain, arguments))
         expected_bytes.update(routed_bytes(loaded) - routed)
-        measured = Counter({device: link.bytes for device, link in loaded.traffic.since(before).items()})
+        measured = Counter({device: link.bytes for device, link in loaded.traffic.since(before).links.items()})
         assert +measured == +expected_bytes, given
         if name in ("llama", "gpt2"):  # whose forwards use all their weights
             links = {device: count for device, count in measured.items() if isinstance(device, int)}

@@ -188,7 +188,7 @@ class Stubborn(nn.Module):
 def test_a_model_that_needs_values_is_measured_and_says_why_it_predicts_nothing() -> None:
     profile = profile_memory(Stubborn(), torch.ones(3, 4))
     assert profile.peak_bytes > profile.gradient_bytes > 0
-    with pytest.raises(ConfigError, match=r"can't be rehearsed: .*give a number from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"can't be traced with fake tensors: .*give a number from 0 to 1"):
         least_ratio(profile, "1GB")
     with pytest.raises(ConfigError, match=r"Stubborn can't be run without data: .*data=True"):
         profile_memory(Stubborn(), torch.ones(3, 4), data=False)

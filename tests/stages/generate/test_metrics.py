@@ -114,7 +114,7 @@ def test_tokens_that_share_a_pass_share_what_is_read_and_not_the_reading_of_memo
     found = Cost()
     spans = [TimedBatch(0.0, [1.0, 2.0, 3.0], 1, NOTHING, Traffic(streamed_bytes=60)) for _ in range(4)]
     found.add(*spans, passes=2)
-    assert (found.steps, found.streamed_bytes) == (8, 60)
+    assert (found.steps, found.traffic.streamed_bytes) == (8, 60)
     assert found.bound_seconds(PLAN) == (80 + 30) / 1000
     assert found.bound_seconds(ACCELERATED) == 30 / 10 / 4
 

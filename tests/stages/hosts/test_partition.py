@@ -98,7 +98,10 @@ def test_a_share_has_nothing_of_what_is_away() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"unrehearsed": "it says no"}, "couldn't be rehearsed (it says no)"), ({"no_split": ()}, "no repeated blocks")],
+    [
+        ({"unrehearsed": "it says no"}, "couldn't be traced with fake tensors (it says no)"),
+        ({"no_split": ()}, "no repeated blocks"),
+    ],
 )
 def test_what_cant_be_divided_is_refused_by_name(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=r"^hardware\.hosts: Model ") as refused:

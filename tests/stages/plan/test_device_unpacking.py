@@ -87,7 +87,7 @@ def test_the_link_brings_packed_bytes_and_the_device_moves_what_unpacking_takes(
         bound_seconds(plan, streamed_bytes=5 * len(away), storage_bytes=5 * len(away))
     )
     assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].unpacking <= 60
-    assert packed_told(plan)[-1] == "what comes to an accelerator packed is unpacked there, by 4 B on 0"
+    assert packed_told(plan)[-1] == "accelerators dequantise what streams to them, in 4 B on 0"
 
 
 REFUSALS = {

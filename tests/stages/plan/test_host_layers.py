@@ -215,7 +215,7 @@ def test_the_plan_says_what_computes_on_the_host_and_that_bits_may_differ() -> N
     assert f"{count} of 25 layers compute on the host, where they lie: " in render(plan)
     assert "the last bits may differ from those of other placements" in render(plan)
     layer = plan.host_layers[0]
-    assert plan.reasons[layer].endswith("resident on cpu, which computes it: faster than over the link")
+    assert plan.reasons[layer].endswith("resident on cpu, which computes it: faster than to copy it to an accelerator")
 
 
 def test_keys_and_values_of_the_hosts_layers_are_predicted_there() -> None:

@@ -269,7 +269,7 @@ def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     assert of(plan, "rates") == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
     shown = render(plan)
     assert "0 (RTX 4090)" in shown
-    assert "1 1.00 TB over its link and 25.00 GB in its memory" in shown
+    assert "1 1.00 TB from the host and 25.00 GB from its memory" in shown
 
 
 @many

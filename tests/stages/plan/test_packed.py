@@ -217,7 +217,7 @@ def test_what_is_not_packed_stays_before_what_is_read_in_fewer_bytes() -> None:
 def test_the_screen_says_what_rests_packed_where_and_by_which_codec() -> None:
     plan = optimal_plan(halved(stack(20)), rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="80")
     assert packed_bytes(plan) == {"half": {"used": 200, "cpu": 40, "disk": 60}}
-    assert packed_told(plan) == ["half: 40 B on cpu and 60 B on disk rest packed, 200 B as they are used"]
+    assert packed_told(plan) == ["half: 40 B on cpu and 60 B on disk at rest, 200 B in use"]
     assert packed_told(optimal_plan(stack(20), rates=RATES, cpu="60")) == []
 
 

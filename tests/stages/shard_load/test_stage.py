@@ -49,7 +49,7 @@ def test_it_is_a_stage() -> None:
 def test_its_summary_says_what_was_read_where(tmp_path: Path, checkpoint: Path) -> None:
     load(context_for(tmp_path, checkpoint), tmp_path / "out")
     artifact = artifact_of("shard_load", tmp_path / "out")
-    assert ShardLoadStage().report(artifact).summary == "1 file, 0 B read in place, 43.33 kB stored"
+    assert ShardLoadStage().report(artifact).summary == "1 file, 0 B stream from there, 43.33 kB copied"
     entry = artifact.json("offload_index.json")["lm_head.weight"]
     assert entry == {
         "source": "store", "file": "lm_head.weight.dat", "dtype": "bfloat16", "shape": [96, 32], "offsets": [0, 6144],

@@ -27,12 +27,12 @@ def test_layers_are_drawn_and_every_count_is_in_the_json(tmp_path: Path) -> None
     write_run(tmp_path / "1")
     run([str(tmp_path)])
     page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
-    assert "Experts found in slots" in page
+    assert "Expert cache hit rate" in page
     assert "model.layers.2.mlp.experts" in page
     (cells,) = figures(tmp_path / "report.html")["experts"]["data"]
     assert cells["z"] == [[0, 0.5, 1]]
     assert [job["experts"] for job in told["jobs"]] == [USES, {}]
-    assert "experts in slots" in page
+    assert "expert cache hit rate" in page
 
 
 def test_a_model_without_such_experts_has_no_plot_of_them(tmp_path: Path) -> None:

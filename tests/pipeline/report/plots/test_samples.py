@@ -26,9 +26,9 @@ def test_each_panel_has_every_sample_of_its_kind(tmp_path: Path) -> None:
     picture = drawn(tmp_path)
     assert picture
     assert entries(picture) == [
-        "the middle half", "a sample", "taken by an earlier run", "taken while others used the processor",
+        "the middle half", "a repeat", "taken by an earlier run", "taken while others used the processor",
     ]  # fmt: skip
-    prompt, decoding = traces(picture, "a sample")
+    prompt, decoding = traces(picture, "a repeat")
     assert (decoding.x, decoding.y) == (TIMES, (0, 0, 0))
     assert prompt.x == tuple(3 * seconds for seconds in TIMES)
     assert traces(picture, "taken by an earlier run")[1].x == (0.7,)

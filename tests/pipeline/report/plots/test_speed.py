@@ -15,7 +15,7 @@ from tests.pipeline.report.pages import entries, traces
 from tests.pipeline.report.sample_runs import sample, write_failure, write_run
 
 STORED = {"storage_bandwidth_bytes_per_second": 2e9}
-PREDICTED, BOUND = "predicted by the plan", "bound: bytes moved ÷ their bandwidth"
+PREDICTED, BOUND = "predicted by the plan", "lower bound: bytes moved ÷ bandwidth"
 
 
 def drawn(folder: Path) -> Picture:

@@ -150,7 +150,7 @@ def told(**changed: object) -> dict[str, torch.Tensor]:
 
 BROKEN: Mapping[str, tuple[dict[str, torch.Tensor], str]] = {
     "no codes": (without(""), f"{STATE!r} is of {NAME!r}, which isn't there"),
-    "no text": (without(TEXT), "part of a packed weight that has no"),
+    "no text": (without(TEXT), "part of a quantised weight that has no"),
     "no scales": (without(".absmax"), f"needs '{NAME}.absmax', which isn't there"),
     "no values": (without(".quant_map"), f"needs '{NAME}.quant_map', which isn't there"),
     "no scales of scales": (without(".nested_absmax"), f"needs '{NAME}.nested_absmax'"),

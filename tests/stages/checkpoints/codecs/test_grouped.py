@@ -171,7 +171,7 @@ BROKEN: Mapping[str, tuple[Mapping[str, torch.Tensor | None], str]] = {
     "groups beyond the last": ({"g_idx": GOOD["g_idx"] + 1}, "has 1 to 4, where groups are 0 to 3"),
     "groups below the first": ({"g_idx": GOOD["g_idx"] - 1}, "has -1 to 2, where groups are 0 to 3"),
     "groups of fewer inputs": ({"g_idx": GOOD["g_idx"][:-1].contiguous()}, "int32 [128] belongs"),
-    "a weight as it is too": ({"weight": torch.ones(2)}, "is there both packed"),
+    "a weight as it is too": ({"weight": torch.ones(2)}, "is there both quantised"),
 }
 
 

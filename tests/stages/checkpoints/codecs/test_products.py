@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +165,26 @@ def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(name: str
             assert same_bits(torch.cat(alone), wanted)
             some = multiply_packed(given[2:6].contiguous(), parts, told)
             assert same_bits(some, wanted[2:6])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of compilers for x86")
+@pytest.mark.parametrize("lacking", ["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c"])
+def test_bits_are_those_of_processors_with_fewer_instructions(
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", f"cc {lacking}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    loops.build()
+    if loops.loops() is None:
+        pytest.skip("no compiler")
+    for number, (make, rows, columns) in enumerate(WEIGHTS.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        matrix, parts = make(folder, rows, columns)
+        given, told = given_rows(6, columns), as_text(matrix)
+        wanted = by_operators(given, parts, told)
+        assert same_bits(multiply_packed(given, parts, told), wanted)
+        assert same_bits(multiply_packed(given[:1], parts, told), wanted[:1])
 
 
 def plain(name: str, folder: Path) -> tuple[Tensor, str, list[Tensor]]:

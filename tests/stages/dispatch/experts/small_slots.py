@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, SlotRows
-from offstage.stages.dispatch.experts.slot_memory import RowShape, SlotMemory
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots
+from offstage.stages.dispatch.experts.slot_memory import RowShape, slot_rows
 from offstage.stages.dispatch.transfer.links import HostLink
 from offstage.stages.dispatch.transfer.mover import Mover
 from offstage.stages.dispatch.transfer.traffic import Traffic
@@ -19,8 +19,7 @@ def small_slots(
     """Return slots in banks of these ``bounds``, dealt to so many ``layers`` of so many ``experts``."""
     link, traffic = HostLink(), Traffic()
     shape = RowShape((1,), torch.uint8)
-    memory = SlotMemory(tuple((piece, shape) for piece in pieces), bounds[-1][1], link, room=2**20)
-    banks = [Bank(SlotRows(memory, begin, end)) for begin, end in bounds]
+    banks = [Bank(rows) for rows in slot_rows(tuple((piece, shape) for piece in pieces), bounds, link, room=2**20)]
     made = [
         ExpertLayer(
             layer,

@@ -18,7 +18,7 @@ def take(slots: ExpertSlots, number: int, busy: Collection[tuple[int, int]] = ()
 
 def lie(slots: ExpertSlots, *numbers: int) -> list[int]:
     """Return in which slots these experts lie, counted from the first of them."""
-    return slots.stack([(0, number) for number in numbers])[1]
+    return slots.stack([(0, number) for number in numbers], "weight")[1]
 
 
 def test_free_slots_are_taken_before_anyone_gives_up_one() -> None:

@@ -37,13 +37,13 @@ def test_an_encoder_is_read_ahead_at_every_prompt(
     expected = answers(AutoModelForSeq2SeqLM.from_pretrained(checkpoint))
     demanded: list[str] = []
     names: dict[int, str] = {}
-    room = WeightCache._room
+    bring = WeightCache._bring
 
     def noting(cache: WeightCache, part: int) -> Any:
         demanded.append(names[part])
-        return room(cache, part)
+        return bring(cache, part)
 
-    monkeypatch.setattr(WeightCache, "_room", noting)
+    monkeypatch.setattr(WeightCache, "_bring", noting)
     with offstage.load(
         checkpoint, cache=tmp_path / "cache", max_length=64, max_memory={"cpu": "1.2MB"}, storage={"io": "direct"},
         device_map={"": "cpu", "encoder.block": "disk", "decoder.block": "disk"}, hardware={"devices": []},
