@@ -81,7 +81,7 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
     from offstage.pipeline.errors import ConfigError, named
     from offstage.pipeline.hydra_arguments import gather_overrides, refuse_arguments
     from offstage.pipeline.hydra_composing import composed_once, installed_read_once, noted_files
-    from offstage.pipeline.hydra_errors import guarded_composing
+    from offstage.pipeline.hydra_errors import composing
     from offstage.pipeline.hydra_task import Task
     from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
@@ -90,7 +90,7 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
     task = Task(started, show_all, tuple(sys.argv[1:]), trust)
     register_sweeps()
 
-    def compose() -> int:
+    with composing():
         refuse_arguments(sys.argv[1:])
         if started_together() > 1 and not {"-m", "--multirun"}.isdisjoint(sys.argv[1:]):
             raise ConfigError("hardware.hosts: a sweep isn't started by torchrun; start each of its runs so")
@@ -103,9 +103,7 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
             named(Path("the run's folder")),
         ):  # what Hydra keeps there it writes without naming it in an error
             hydra.main(config_path="pkg://offstage.conf", config_name="config", version_base="1.3")(task)()
-        return 0
-
-    return guarded_composing(compose, show_all=show_all) or task.code
+    return task.code
 
 
 def _refuse_untrusted(

@@ -107,30 +107,55 @@ def guarded(work: Callable[[], int], *, name: str = "offstage", show_all: bool |
 
 
 def last_resort(work: Callable[[], int], *, name: str = "offstage", show_all: bool | None = None) -> int:
-    """Return what ``work`` returns; where it raises what nobody foresaw, one line says so and where its traceback lies.
+    """Return what ``work`` returns, ``guarded``; of what nobody foresaw one line says so and where its traceback lies.
 
     This is the only place where that ends: whoever else catches everything raises it on. An interrupt and a pipe that
     nobody reads are foreseen.
     """
     try:
-        return work()
+        return guarded(work, name=name, show_all=show_all)
     except (KeyboardInterrupt, SystemExit, GeneratorExit, BrokenPipeError):
         raise
     except BaseException as error:
         if shows_all() if show_all is None else show_all:
             raise
         from offstage.pipeline.errors import words_of
-        from offstage.pipeline.tracebacks import keep_traceback
 
-        kept = keep_traceback(error)
-        sys.stderr.write(f"{name}: unforeseen: {words_of(error)}; {kept}; please report it\n")
+        sys.stderr.write(f"{name}: unforeseen: {words_of(error)}; {_keep_traceback(error)}; please report it\n")
         return UNFORESEEN
+
+
+def _keep_traceback(error: BaseException) -> str:
+    """Write the traceback of ``error`` to ``run.log``, or where there is no log or no room, elsewhere; say where."""
+    import logging
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    handlers = logging.getLogger().handlers
+    logs = [handler.baseFilename for handler in handlers if isinstance(handler, logging.FileHandler)]
+    for place in (*logs, None):
+        try:
+            return f"its traceback is in {_append(text, place)}"
+        except OSError:
+            continue
+    return "HYDRA_FULL_ERROR=1 shows its traceback"
+
+
+def _append(text: str, place: str | None) -> str:
+    """Append ``text`` to the file ``place``, null: one that is made for it, and return it."""
+    import tempfile
+
+    if place is None:
+        place = os.path.join(tempfile.mkdtemp(prefix="offstage-"), "run.log")  # noqa: PTH118
+    with open(place, "a", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
+        file.write(text)
+    return place
 
 
 def run_command(name: str, work: Callable[[], int]) -> None:
     """Run ``work`` as the command ``name`` and exit with its code."""
     heed_signals()
-    exit_with(name, lambda: last_resort(lambda: guarded(work, name=name), name=name))
+    exit_with(name, lambda: last_resort(work, name=name))
 
 
 def exit_with(name: str, work: Callable[[], int]) -> NoReturn:

@@ -39,7 +39,8 @@ _DISTRIBUTIONS = {
 BUILT_FROM = "pipeline/git_commit.txt"
 """The file of the package in a wheel that names the commit that it was built from: ``.ci/commit_hook.py`` writes it."""
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
-_DRIVERS = ("dev/nvidiactl", "dev/kfd")
+_DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
+"""NVIDIA's, AMD's, and that of WSL2, where the driver is Windows'."""
 _SOURCE = Path(__file__).resolve().parents[1]
 
 

@@ -76,22 +76,17 @@ def installed_read_once() -> Iterator[None]:
 
     Those of other packages are read each time, as it does.
     """
-    source: Any = SourcesRegistry.instance().resolve("pkg")
-    load = source.load_config
 
-    def load_config(self: Any, config_path: str) -> Any:
-        if self.path.partition(".")[0] not in ("offstage", "hydra"):
-            return load(self, config_path)
-        key = (self.provider, self.path, config_path)
+    def read(source: Any, load: Callable[[Any, str], Any], config_path: str) -> Any:
+        if source.path.partition(".")[0] not in ("offstage", "hydra"):
+            return load(source, config_path)
+        key = (source.provider, source.path, config_path)
         if key not in _installed:
-            _installed[key] = load(self, config_path)
+            _installed[key] = load(source, config_path)
         return deepcopy(_installed[key])  # Hydra takes a file's defaults out of it
 
-    source.load_config = load_config
-    try:
+    with _read_by("pkg", read):
         yield
-    finally:
-        source.load_config = load
 
 
 @contextmanager
@@ -101,24 +96,31 @@ def noted_files(files: dict[str, str]) -> Iterator[None]:
     A name is that in its folder of configs: experiment/mine. What is installed isn't among them. Raises a
     ``ConfigError`` for a list of defaults that would take Hydra seconds.
     """
-    source: Any = SourcesRegistry.instance().resolve("file")
-    load = source.load_config
 
-    def load_config(self: Any, config_path: str) -> Any:
-        found = load(self, config_path)
-        name = self._normalize_file_name(config_path)
+    def read(source: Any, load: Callable[[Any, str], Any], config_path: str) -> Any:
+        found = load(source, config_path)
+        name = source._normalize_file_name(config_path)
         defaults = found.config.get("defaults") if isinstance(found.config, DictConfig) else None
         if isinstance(defaults, ListConfig) and len(defaults) > _MOST_DEFAULTS:
-            path = str(Path(self.path, name))
+            path = str(Path(source.path, name))
             raise ConfigError(f"{path!r}: {len(defaults)} defaults; give {_MOST_DEFAULTS} at most")
-        files[name.removesuffix(".yaml")] = hashlib.sha256(Path(self.path, name).read_bytes()).hexdigest()
+        files[name.removesuffix(".yaml")] = hashlib.sha256(Path(source.path, name).read_bytes()).hexdigest()
         return found
 
-    source.load_config = load_config
+    with _read_by("file", read):
+        yield
+
+
+@contextmanager
+def _read_by(scheme: str, read: Callable[[Any, Callable[[Any, str], Any], str], Any]) -> Iterator[None]:
+    """Have ``read`` read a config of Hydra's sources of that ``scheme``, by way of Hydra's own function."""
+    kind: Any = SourcesRegistry.instance().resolve(scheme)
+    load = kind.load_config
+    kind.load_config = lambda source, config_path: read(source, load, config_path)
     try:
         yield
     finally:
-        source.load_config = load
+        kind.load_config = load
 
 
 def _refuse_files(asked: Iterable[tuple[Any, str | None, Sequence[str]]], error: Exception | None = None) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from yaml import YAMLError
 
-from offstage.pipeline.command_exit import guarded
 from offstage.pipeline.errors import ConfigError, words_of
 from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, one_line, said_of_yaml
 
@@ -23,43 +23,37 @@ _MANY_FRAMES = 100
 _MANY_BRACKETS = 20
 
 
-def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
-    """Return what ``work`` returns, or print the error that a user can mend and return its exit code.
-
-    With ``show_all`` the error is raised on, to be seen with its traceback.
-    """
-
-    def compose() -> int:
-        try:
-            return work()
-        except ConfigError:
+@contextmanager
+def composing() -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise in the block, for something of a user's, into a ``ConfigError``."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except COMPOSING_ERRORS as error:
+        raise ConfigError(one_line(error)) from error
+    except UnboundLocalError as error:
+        if not isinstance(error.__context__, OSError):
             raise
-        except COMPOSING_ERRORS as error:
-            raise ConfigError(one_line(error)) from error
-        except UnboundLocalError as error:
-            if not isinstance(error.__context__, OSError):
-                raise
-            raise error.__context__ from None  # Hydra closes what it couldn't open
-        except (AttributeError, AssertionError) as error:
-            if _comes_from_an_override(error):
-                raise ConfigError(NULL_IN_A_FILE) from error
-            _refuse_file(error)
+        raise error.__context__ from None  # Hydra closes what it couldn't open
+    except (AttributeError, AssertionError) as error:
+        if _comes_from_an_override(error):
+            raise ConfigError(NULL_IN_A_FILE) from error
+        _refuse_file(error)
+        raise
+    except RecursionError as error:
+        if not _recursed_in_composing(error):
             raise
-        except RecursionError as error:
-            if not _recursed_in_composing(error):
-                raise
-            raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from error
-        except YAMLError as error:
-            raise ConfigError(said_of_yaml(error)) from error
-        except (ValueError, RuntimeError) as error:
-            _refuse_file(error)
-            module = _module_that_raised(error)
-            if not module.startswith(("hydra.", "logging.")):
-                raise
-            about = "hydra.job_logging: " if module.startswith("logging.") else ""
-            raise ConfigError(f"{about}{one_line(error)}") from error
-
-    return guarded(compose, show_all=show_all)
+        raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from error
+    except YAMLError as error:
+        raise ConfigError(said_of_yaml(error)) from error
+    except (ValueError, RuntimeError) as error:
+        _refuse_file(error)
+        module = _module_that_raised(error)
+        if not module.startswith(("hydra.", "logging.")):
+            raise
+        about = "hydra.job_logging: " if module.startswith("logging.") else ""
+        raise ConfigError(f"{about}{one_line(error)}") from error
 
 
 def _comes_from_an_override(error: Exception) -> bool:

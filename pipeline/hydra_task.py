@@ -16,7 +16,7 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import last_resort
 from offstage.pipeline.config import resolve
 from offstage.pipeline.environment import environment
-from offstage.pipeline.hydra_errors import guarded_composing
+from offstage.pipeline.hydra_errors import composing
 from offstage.pipeline.job import perform
 from offstage.pipeline.objective import require_numbers
 from offstage.pipeline.record import RunRecord, never_left_running
@@ -43,16 +43,15 @@ class Task:
 
     def __call__(self, config: DictConfig) -> None:
         """Carry out a run. What a user can mend is printed, not raised."""
-        self.code = last_resort(
-            lambda: guarded_composing(lambda: self._run(config), show_all=self.show_all), show_all=self.show_all
-        )
+        self.code = last_resort(lambda: self._run(config), show_all=self.show_all)
 
     def _run(self, config: DictConfig) -> int:
-        record = _start_record(config)
-        code = run_tracked(record, lambda: self._carry_out(record))
-        if code == 0:
-            require_numbers(RunRecord.load(record.path).run)
-        return code
+        with composing():
+            record = _start_record(config)
+            code = run_tracked(record, lambda: self._carry_out(record))
+            if code == 0:
+                require_numbers(RunRecord.load(record.path).run)
+            return code
 
     def _carry_out(self, record: RunRecord) -> int:
         if record.config["enforce_memory"] is not True:

@@ -23,8 +23,7 @@ from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.environment import imported_packages
 from offstage.pipeline.errors import BudgetError
 from offstage.pipeline.installed_stages import declared_metrics, work_of
-from offstage.pipeline.kernel_caches import bound_kernel_caches
-from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.kept_memory import keep_little
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from offstage.pipeline.memory_monitor import MemoryMonitor
 from offstage.pipeline.peers import in_step
@@ -51,8 +50,7 @@ def perform(
     ``time.perf_counter``; ``group`` caps the memory as soon as the plan is known; ``expected`` is the run that this one
     repeats: a checkpoint or adapter that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
     """
-    return_freed_memory()
-    bound_kernel_caches()
+    keep_little()
     with (
         RunScreen(record) as screen,
         MemoryMonitor() as monitor,
@@ -177,9 +175,9 @@ class _Watch(Observer):
 def main() -> None:
     """Run the job whose record lies in the folder that the first argument names, then exit with its code."""
     started = time.perf_counter()
-    die_with_parent()
     parser = argparse.ArgumentParser(prog="offstage-job", description="Runs the job that a run folder describes.")
     parser.add_argument("folder", type=Path, help="the run's folder, with a run.json whose status is running")
+    parser.add_argument("--parent", type=int, help="end with this process, which started this one")
     parser.add_argument("--group", type=Path, help="the memory group that this process is in")
     parser.add_argument("--version", type=int, choices=(1, 2), help="the version of the group's interface")
     parser.add_argument("--expected", type=Path, help="the record of the run that this one repeats")
@@ -187,6 +185,8 @@ def main() -> None:
     parser.add_argument("--logging", type=json.loads, help="what is logged, as logging.config takes it, in JSON")
     parser.add_argument("--debug", action="store_true", help="log everything")
     given = parser.parse_args()
+    if given.parent is not None:
+        die_with_parent(given.parent)
     run_command("offstage", lambda: _run(given, started))
 
 

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import IO, Any
 from offstage.pipeline.command_exit import FULL_ERROR, INTERRUPTED, heeded_signals
 from offstage.pipeline.errors import KilledError
 from offstage.pipeline.memory_cgroups import CapError, MemoryGroup, make_group
+from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.record import RunRecord
 
-_ENTRY = "from offstage.pipeline.commands import job; job()"
 _MOMENT = 1.0
 """Seconds between two looks at what is shown while a job works."""
 
@@ -46,8 +45,7 @@ def supervise(
     """
     group = _group(record) if capped else None
     debug = ["--debug"] if logging.getLogger().isEnabledFor(logging.DEBUG) else []
-    # -P keeps the current folder out of the import path: it may hold a folder named conf or stages.
-    command = [sys.executable, "-P", "-c", _ENTRY, str(record.path.parent), *options, *debug]
+    command = own_command("job", str(record.path.parent), *options, *debug, "--parent", str(os.getpid()))
     if group is not None:
         command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
     try:

@@ -4,6 +4,9 @@ What is counted on the host is anonymous resident memory: what the process wrote
 Mapped pages of a checkpoint are not in it, since the system takes them back when it needs them; the resident
 set, which has them, is kept beside it. A thread samples, so a peak shorter than its interval can be missed;
 stages begin and end with a sample. On an accelerator torch keeps the peak itself, and it is exact.
+
+A later stage asks for the live half of an earlier one in the middle of its own work; what that costs belongs to the
+stage that is made, not to the one that asked. A meter keeps a stack of the stages at work and charges the top one.
 """
 
 from __future__ import annotations
@@ -12,16 +15,16 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from offstage.pipeline.timeline import Timeline
-
 _STATUS = Path("/proc/self/status")
+MOST_POINTS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,38 @@ class MemoryPeak:
 class _Sample(NamedTuple):
     anonymous: int
     resident: int
+
+
+class Timeline:
+    """A value over time in at most ``MOST_POINTS`` points, each the peak of its span: no peak is lost.
+
+    Spans double in length when there are more points.
+    """
+
+    def __init__(self, span_seconds: float = 0.05) -> None:
+        self._span_seconds = span_seconds
+        self._points: list[tuple[int, int]] = []  # number of the span, peak in it
+
+    def add(self, seconds: float, value: int) -> None:
+        """Note ``value`` at ``seconds`` since the beginning; times never go back."""
+        span = int(seconds / self._span_seconds)
+        if self._points and self._points[-1][0] == span:
+            self._points[-1] = (span, max(value, self._points[-1][1]))
+            return
+        self._points.append((span, value))
+        if len(self._points) > MOST_POINTS:
+            self._coarsen()
+
+    @property
+    def points(self) -> list[tuple[float, int]]:
+        """The beginning of each span in seconds, and the peak in it."""
+        return [(round(span * self._span_seconds, 3), value) for span, value in self._points]
+
+    def _coarsen(self) -> None:
+        merged: dict[int, int] = {}
+        for span, value in self._points:
+            merged[span // 2] = max(value, merged.get(span // 2, 0))
+        self._points, self._span_seconds = list(merged.items()), self._span_seconds * 2
 
 
 class MemoryMonitor:
@@ -157,3 +192,49 @@ def _cuda() -> Any:
     """Return ``torch.cuda`` once an accelerator is in use: torch isn't imported for it."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one stage has used so far: seconds, and peaks in bytes (host: anonymous memory; device by index)."""
+
+    seconds: float = 0.0
+    peak_host_bytes: int = 0
+    peak_device_bytes: dict[int, int] = field(default_factory=dict)
+
+
+class Meter:
+    """Charges wall-clock seconds and memory peaks to stages, through a running ``MemoryMonitor``."""
+
+    def __init__(self, monitor: MemoryMonitor) -> None:
+        self._monitor = monitor
+        self._usages: dict[str, Usage] = {}
+        self._stack: list[str] = []
+        self._since = time.perf_counter()
+
+    def usage(self, stage: str) -> Usage:
+        """Return what ``stage`` has used so far."""
+        return self._usages.setdefault(stage, Usage())
+
+    @contextmanager
+    def charge(self, stage: str) -> Iterator[None]:
+        """Charge what happens inside this context to ``stage``, and not to the stage that was at work before."""
+        self._settle()
+        self._stack.append(stage)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._stack.pop()
+
+    def _settle(self) -> None:
+        """Charge what happened since the last change to the stage that was at work, and start anew."""
+        now, peak = time.perf_counter(), self._monitor.stage_peak()
+        if self._stack:
+            usage = self.usage(self._stack[-1])
+            usage.seconds += now - self._since
+            usage.peak_host_bytes = max(usage.peak_host_bytes, peak.host_bytes)
+            for device, count in peak.device_bytes.items():
+                usage.peak_device_bytes[device] = max(usage.peak_device_bytes.get(device, 0), count)
+        self._since = now
+        self._monitor.start_stage()

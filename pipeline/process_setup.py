@@ -70,9 +70,22 @@ def folder_fault() -> str | None:
     return None
 
 
-def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the process that waits for this one is gone: nobody would see its end."""
+def own_command(entry: str, *arguments: str) -> list[str]:
+    """Return the command of a process that begins at the ``entry`` of ``offstage.pipeline.commands``.
+
+    -P keeps the current folder out of its import path: it may hold a folder named conf, numpy or stages.
+    """
+    return [sys.executable, "-P", "-c", f"from offstage.pipeline.commands import {entry}; {entry}()", *arguments]
+
+
+def die_with_parent(parent: int) -> None:
+    """Have SIGTERM come when the process ``parent``, which waits for this one, is gone: nobody would see its end.
+
+    It may be gone already, of which the kernel would say nothing any more.
+    """
     if sys.platform == "linux":
         import ctypes  # most processes are nobody's child
 
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
-from offstage.pipeline.cache.outline import Change, changes
+from offstage.pipeline.cache.fingerprint import Change, changes
 from offstage.pipeline.decoding import encode
 from offstage.pipeline.run_schema import Run
 

@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import mendable
-from offstage.pipeline.cache.manifest import DamagedError, verify
-from offstage.pipeline.cache.outline import Change
-from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.cache.fingerprint import Change
+from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed, verify, write_sealed
 from offstage.pipeline.command_exit import INTERRUPTED, discard_output, run_command
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import KilledError, ReplayError
-from offstage.pipeline.foreign_record import load_foreign, outputs_for
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.job_process import supervise
 from offstage.pipeline.metrics import MetricTable
@@ -31,13 +29,13 @@ from offstage.pipeline.peers import own_rank
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.regular_files import lies_in
 from offstage.pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
-from offstage.pipeline.replay_config import config_here, given_places
+from offstage.pipeline.replay_config import config_here, given_places, load_foreign
 from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.runner import load_stages
 from offstage.pipeline.stage import MEASURED, Artifact
 from offstage.pipeline.terminal import shorten
-from offstage.pipeline.trust import REMOTE_CODE, Trust, TrustRequest, named_code, named_places
+from offstage.pipeline.trust import REMOTE_CODE, Trust, TrustRequest, named_by_config, outputs_for
 
 NAME = "offstage-replay"
 DIFFERENT = 1
@@ -124,7 +122,7 @@ def replay(given: argparse.Namespace) -> int:
 def refuse_untrusted(then: RunRecord, config: Mapping[str, Any], folder: Path, words: Sequence[str]) -> None:
     """Raise a ``ReplayError`` that names what a replay by ``config`` in ``folder`` needs the user's ``words`` for."""
     trust, outputs = _trust(then, words), Path(config["outputs"])
-    asked = [*named_code(config), *named_places(config, lambda path: trust.encloses(path, outputs))]
+    asked = list(named_by_config(config, trust, outputs))
     if then.path.absolute().is_relative_to(outputs) and not lies_in(folder, [outputs]):  # sent with a link in it
         asked.append(TrustRequest(str(folder.parent), "outputs", is_code=False))
     trust.refuse(asked, about=then.path, error=ReplayError)

@@ -1,4 +1,4 @@
-"""The config of a record as it is run here: what the record says, with places as they are on this machine.
+"""A record as it is run here, whoever wrote it: held to its shape, with places as they are on this machine.
 
 A run notes where it was started and where it lies. What lay below one of these is looked for below the same folder
 here, so that a project that was moved or sent as a whole is found; a bundle has small files of data with it. All else
@@ -12,15 +12,53 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.config import named_paths, path_keys, with_paths
-from offstage.pipeline.errors import ReplayError, closest
+from offstage.pipeline.config import check, named_paths, path_keys, with_paths
+from offstage.pipeline.errors import ReplayError, StorageError, closest
+from offstage.pipeline.installed_stages import installed_stages, stage_configs
+from offstage.pipeline.plain_data import LARGEST, scalars
 from offstage.pipeline.record import RunRecord
+from offstage.pipeline.typed_config import key_names
 
 INPUTS = "inputs"
 """The folder of a bundle's run that has files of data, each in a folder by its key."""
 _WRITTEN = ("outputs", "offload_folder", "tracker.folder")
 """The keys of places that are written to: a replay has its own."""
 _MODEL_PATH = "model.path"
+_SHOWN = 3
+
+
+def load_foreign(run: Path) -> RunRecord:
+    """Return the completed run that ``run`` records, of the shape that a run writes, with a config that can be run.
+
+    Raises ``ReplayError`` where there is nothing to repeat: no record, a damaged one, or one of a run without an end.
+    """
+    try:
+        record = RunRecord.load(run)
+    except StorageError as error:
+        raise ReplayError(str(error)) from error
+    if record.run.status != "completed":
+        raise ReplayError(
+            f"{run}: the run is {record.run.status}, so there is no result to compare with; replay one that completed"
+        )
+    wild = any(isinstance(value, int | float) and not abs(value) < LARGEST for value in scalars(record.data))
+    faults = ["it holds a number beyond 64 bits, or one that is none"] if wild else _bad_config(record)
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise ReplayError(f"{record.path}: damaged: {'; '.join(faults[:_SHOWN])}{more}; restore the file")
+    return record
+
+
+def _bad_config(record: RunRecord) -> list[str]:
+    """Return what is wrong with the config as a whole one: today's defaults have no part in a replay."""
+    config = {"stages": [], "stop_after": None, **record.config, "tracker": {}}  # a replay logs nowhere
+    faults = [str(fault) for fault in check(config, list(installed_stages()))]
+    if faults:
+        return [f"config: {fault}" for fault in faults]
+    kinds = stage_configs()
+    needed = ["stages", "stop_after", *key_names(kinds[name] for name in config["stages"])]
+    missing = [f"config: {key} is missing" for key in needed if key not in record.config]
+    ran = {stage.name for stage in record.run.stages}
+    return missing + [f"stages: {name!r} is none of the config's" for name in ran - set(config["stages"])]
 
 
 def config_here(then: RunRecord, outputs: Path, given: Mapping[str, str]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.cache.manifest import DamagedError
-from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed
 from offstage.pipeline.decoding import decode, encode
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.run_schema import Run, RunInputs

@@ -17,12 +17,11 @@ from offstage.pipeline.errors import Fault, raise_faults
 from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.installed_stages import any_measures, installed_stages, stage_class
 from offstage.pipeline.measure import refuse_unmeasured
-from offstage.pipeline.memory_monitor import MemoryMonitor
+from offstage.pipeline.memory_monitor import MemoryMonitor, Meter
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.stage import Config, Report, SourceFiles, Stage
 from offstage.pipeline.stage_chain import StageChain
-from offstage.pipeline.stage_usage import Meter
 
 DEVICE_MAP = "device_map.json"
 """The file of an artifact that says which module goes where; the record keeps what it holds."""

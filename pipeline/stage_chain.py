@@ -13,9 +13,8 @@ from typing import Any
 
 import psutil
 
-from offstage.pipeline.cache.fingerprint import fingerprint
-from offstage.pipeline.cache.leftovers import move_aside
-from offstage.pipeline.cache.outline import outline
+from offstage.pipeline.cache.fingerprint import fingerprint, outline
+from offstage.pipeline.cache.sealed_files import move_aside
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.peers import are_together, peers

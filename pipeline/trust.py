@@ -87,6 +87,23 @@ def ways_out_of(folder: Path) -> Iterator[TrustRequest]:
             yield TrustRequest(str(path.relative_to(folder)), "no regular file")
 
 
+def outputs_for(record: Path) -> Path:
+    """Return where a replay of ``record`` writes: the ``outputs`` folder that it lies in, else that of the current one.
+
+    It lies in one wherever that was moved to, and however its run or its sweep was named below ``runs`` or
+    ``multirun``. What the record says is not asked: its author may have named any folder of this machine.
+    """
+    folder = record.absolute().parent
+    trees = (above.parent for above in folder.parents if above.name in ("runs", "multirun"))
+    return next((tree for tree in trees if os.access(tree, os.W_OK)), Path("outputs").absolute())
+
+
+def named_by_config(config: Config, trust: Trust, outputs: Path) -> Iterator[TrustRequest]:
+    """Yield what ``config`` names as code, and its places outside the record's folder and ``outputs``."""
+    yield from named_code(config)
+    yield from _named_places(config, lambda path: trust.encloses(path, outputs))
+
+
 def named_code(config: Config) -> Iterator[TrustRequest]:
     """Yield what ``config`` names as code."""
     chosen = config.get("stages")
@@ -116,7 +133,7 @@ def _carried_out(config: Config) -> Config:
     return own if resolved else config
 
 
-def named_places(config: Config, encloses: Callable[[str], bool]) -> Iterator[TrustRequest]:
+def _named_places(config: Config, encloses: Callable[[str], bool]) -> Iterator[TrustRequest]:
     """Yield the paths of ``config`` that nothing ``encloses``, and what it would have fetched or sent."""
     own = [Path(str(resources.files("offstage.conf")))]
     for key, path in named_paths(config):

@@ -18,12 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from offstage.pipeline.atomic_files import mendable
-from offstage.pipeline.cache import housekeeping
+from offstage.pipeline.cache import housekeeping, user_cache
 from offstage.pipeline.cache.block_sums import MARKER_NAME, find_store_damage
-from offstage.pipeline.cache.housekeeping import CacheEntry
-from offstage.pipeline.cache.left_builds import remove_damage
-from offstage.pipeline.cache.leftovers import move_aside
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache.housekeeping import CacheEntry, remove_damage
+from offstage.pipeline.cache.sealed_files import move_aside
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.printable_text import printable

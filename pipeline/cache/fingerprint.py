@@ -4,6 +4,9 @@ A key that two different values share serves a wrong artifact in silence, so not
 ``repr``, its pickle or its ``hash()``. Each value is encoded with its type and the lengths of its parts,
 which makes the encoding reversible in principle: two values encode alike only if they are equal and of one
 type. A type that has no such encoding is refused rather than guessed at.
+
+Two keys that differ say nothing about why. The outline of the same value is what a record holds of it: it keeps the
+structure, what is short stands for itself, what is long is replaced by its hash.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import dataclasses
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import NoReturn
 
 _DEEPEST = 100
+_LONGEST_TEXT = 200
+_LONGEST_LIST = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,8 +48,7 @@ def fingerprint(value: object) -> str:
 
     Raises:
         TypeError: a part of the value is of another type, contains itself, or is nested more than 100 deep.
-            The
-            message says which part: ``value['model'][2]``.
+            The message says which part: ``value['model'][2]``.
     """
     return hashlib.sha256(_encode(value, _Place("value"))).hexdigest()
 
@@ -141,3 +145,53 @@ def _text(value: str) -> bytes:
 
 def _name_of(kind: type) -> bytes:
     return _pack("class", _text(kind.__module__), _text(kind.__qualname__))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """One part of two outlines that differs: its place (``checkpoint.files[1]``), and what it was and is."""
+
+    place: str
+    then: object
+    now: object
+
+
+def outline(value: object) -> object:
+    """Return ``value``, which ``fingerprint`` takes, as JSON can hold it."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str | PurePath):
+        return str(value) if len(str(value)) <= _LONGEST_TEXT else _hash(value)
+    if isinstance(value, Enum):
+        return str(value.name)
+    if isinstance(value, Mapping):
+        return {str(key): outline(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: outline(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+    if isinstance(value, list | tuple) and len(value) <= _LONGEST_LIST:
+        return [outline(item) for item in value]
+    return _hash(value)
+
+
+def _hash(value: object) -> str:
+    return f"sha256:{fingerprint(value)}"
+
+
+def changes(then: object, now: object, place: str = "") -> Iterator[Change]:
+    """Yield each part that differs between two outlines, the deepest that can be named."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys((*then, *now)):
+            yield from changes(then.get(key), now.get(key), f"{place}.{key}" if place else str(key))
+    elif _are_lists(then, now):
+        for index, (old, new) in enumerate(zip(then, now, strict=True)):  # type: ignore[call-overload]
+            yield from changes(old, new, f"{place}[{index}]")
+    elif then != now:
+        yield Change(place, then, now)
+
+
+def _are_lists(then: object, now: object) -> bool:
+    """Whether both are lists of one length with parts of their own: lists of scalars are told as a whole."""
+    lists = isinstance(then, Sequence) and isinstance(now, Sequence) and not isinstance(then, str)
+    return lists and len(then) == len(now) and all(isinstance(item, Mapping | list) for item in then)  # type: ignore

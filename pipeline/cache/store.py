@@ -25,14 +25,16 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from offstage.pipeline.atomic_files import mendable, storage_error, sync_folder
-from offstage.pipeline.cache.leftovers import BUILDING, move_aside, remove_leftovers
-from offstage.pipeline.cache.locks import SHARED, Grant, Leases, lease_path, locked
-from offstage.pipeline.cache.manifest import MANIFEST, DamagedError, seal, verify
+from offstage.pipeline.atomic_files import TEMPORARY, mendable, storage_error, sync_folder
+from offstage.pipeline.cache.locks import LOCK, SHARED, Grant, Leases, lease_path, locked, sole_use
+from offstage.pipeline.cache.sealed_files import DAMAGED, MANIFEST, DamagedError, move_aside, seal, verify
 from offstage.pipeline.errors import OffstageError, StorageError
 from offstage.pipeline.stage import Artifact, FileEntry
 
 T = TypeVar("T")
+
+BUILDING = TEMPORARY
+"""How the name begins of an artifact that is being built or removed, or was when its process was killed."""
 
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -104,13 +106,38 @@ class Store:
 
         What can't be removed stays: a sweep never fails a run.
         """
-        remove_leftovers(self._root, unused_since=time.time() - older_than_seconds)
+        unused_since = time.time() - older_than_seconds
+        found: list[Path] = []
+        with suppress(OSError):
+            found = sorted(self._root.glob("*/.*"))
+        for path in found:
+            with suppress(OSError):
+                if _is_leftover(path) and _newest(path) <= unused_since:
+                    _sweep(path)
 
     def _folder(self, stage: str, key: str) -> Path:
         for part in (stage, key):
             if not part or part.startswith(".") or "/" in part or os.sep in part:
                 raise ValueError(f"{part!r} can't name a folder of the cache")
         return self._root / stage / key
+
+
+def _is_leftover(path: Path) -> bool:
+    return path.name.startswith((BUILDING, DAMAGED)) or path.name.endswith(LOCK)
+
+
+def _newest(path: Path) -> float:
+    return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+
+
+def _sweep(path: Path) -> None:
+    if stat.S_ISDIR(path.lstat().st_mode):
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.name.endswith(LOCK):
+        with sole_use(path):  # it is gone then; one that is held stays
+            pass
+    else:
+        path.unlink()
 
 
 def _read(folder: Path) -> Artifact | None:

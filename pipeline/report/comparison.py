@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.cache.outline import Change
+from offstage.pipeline.cache.fingerprint import Change
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import Unit
 from offstage.pipeline.replay import Comparison, compare

@@ -10,7 +10,6 @@ import argparse
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -24,14 +23,14 @@ from offstage.pipeline.command_exit import INTERRUPTED, last_resort, run_command
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.hydra_errors import guarded_composing
+from offstage.pipeline.hydra_errors import composing
 from offstage.pipeline.hydra_task import run_tracked
 from offstage.pipeline.job import configure_log
 from offstage.pipeline.job_folder import JobFolder, completed
 from offstage.pipeline.job_process import PassedSignals, supervise
 from offstage.pipeline.objective import require_numbers
 from offstage.pipeline.peers import own_rank
-from offstage.pipeline.process_setup import die_with_parent
+from offstage.pipeline.process_setup import die_with_parent, own_command
 from offstage.pipeline.record import HOSTS, RunRecord
 from offstage.pipeline.stage import Config
 
@@ -39,7 +38,6 @@ SCREEN = "screen.log"
 """What a job that the sweep starts itself would have shown on a screen of its own."""
 ENDING_SECONDS = 15.0
 """How long jobs beside each other have to end after they were told to."""
-_ENTRY = "from offstage.pipeline.commands import queued_job; queued_job()"
 _QUEUED, _EXIT = ".job.json", ".job.exit"
 """What a queue's process starts from, and the exit code that it leaves at its end."""
 
@@ -133,9 +131,10 @@ def run_job(
     signals = PassedSignals()
 
     def run() -> int:
-        return _run(job, signals, show_all=show_all, debug=debug, output=output, meanwhile=meanwhile)
+        with composing():
+            return _run(job, signals, show_all=show_all, debug=debug, output=output, meanwhile=meanwhile)
 
-    code = last_resort(lambda: guarded_composing(run, show_all=show_all), show_all=show_all)
+    code = last_resort(run, show_all=show_all)
     return JobEnd(code, interrupted=bool(signals.came))
 
 
@@ -175,10 +174,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the job's folder")
     parser.add_argument("--show-all", action="store_true", help="show tracebacks")
     parser.add_argument("--debug", action="store_true", help="log everything")
-    parser.add_argument("--child", action="store_true", help="end with the process that started this one")
+    parser.add_argument("--parent", type=int, help="end with this process, which started this one")
     given = parser.parse_args()
-    if given.child:
-        die_with_parent()
+    if given.parent is not None:
+        die_with_parent(given.parent)
     options = {"show_all": given.show_all, "debug": given.debug}
     run_command("offstage", lambda: PreparedJob.of_queue(given.folder).run_queued(**options))
 
@@ -186,9 +185,8 @@ def main() -> None:
 def queued_command(job: PreparedJob, *, show_all: bool, child: bool = False) -> list[str]:
     """Write ``job`` to its folder, and return the command of a process that runs it; see ``main``."""
     job.queue()
-    flags = {"--show-all": show_all, "--debug": is_debugging(), "--child": child}
-    # -P keeps the current folder out of the import path: it may hold a folder named numpy.
-    return [sys.executable, "-P", "-c", _ENTRY, job.folder, *(flag for flag, given in flags.items() if given)]
+    flags = ["--show-all"] * show_all + ["--debug"] * is_debugging() + ["--parent", str(os.getpid())] * child
+    return own_command("queued_job", job.folder, *flags)
 
 
 def is_debugging() -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
-from offstage.pipeline.cache.outline import changes
+from offstage.pipeline.cache.fingerprint import changes
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.record import HOSTS, RECORD, RunRecord

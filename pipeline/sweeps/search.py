@@ -58,8 +58,7 @@ class OptunaSearch(JobSweeper):
     def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[ComposedJob]]:
         """Yield the jobs that Optuna proposes, ``n_jobs`` at a time; what came of all goes to the sweep's folder."""
         from offstage.pipeline.sweeps.jobs import compose_job
-        from offstage.pipeline.sweeps.search_space import read_space
-        from offstage.pipeline.sweeps.search_study import SearchStudy
+        from offstage.pipeline.sweeps.search_study import SearchStudy, read_space
 
         params = [f"{key!s}={values}" for key, values in self.params.items()]
         space = read_space([*params, *arguments], by.loader)

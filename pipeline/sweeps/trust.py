@@ -25,14 +25,21 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.foreign_record import outputs_for
 from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, one_line
 from offstage.pipeline.plain_data import leaves
 from offstage.pipeline.record import RECORD
 from offstage.pipeline.regular_files import lies_in
 from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
 from offstage.pipeline.tracking.trackers import stores_of
-from offstage.pipeline.trust import Trust, TrustRequest, named_code, named_places, trust_flags, ways_out_of
+from offstage.pipeline.trust import (
+    Trust,
+    TrustRequest,
+    named_by_config,
+    named_code,
+    outputs_for,
+    trust_flags,
+    ways_out_of,
+)
 
 _HARMLESS = re.compile(
     r"mode|(overrides|runtime)\..*|sweep\.(dir|subdir)|job\.(override_dirname|config_name|num|id)"
@@ -128,10 +135,7 @@ def named_by_sweep(composed: DictConfig, trust: Trust) -> Iterator[TrustRequest]
     """Yield what the config that Hydra ``composed`` asks for, of a job or below all jobs of a sweep."""
     yield from _named_to_hydra(composed)
     yield from _other_folder(composed, trust)
-    config = _resolved(composed, strictly=not trust.own)
-    yield from named_code(config)
-    outputs = outputs_for(trust.folder / SWEEP)
-    yield from named_places(config, lambda path: trust.encloses(path, outputs))
+    yield from named_by_config(_resolved(composed, strictly=not trust.own), trust, outputs_for(trust.folder / SWEEP))
 
 
 def _job_folder(composed: DictConfig, folder: Path) -> Iterator[TrustRequest]:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 from offstage.pipeline.errors import StorageError
+from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.stage import Config
 from offstage.pipeline.tracking.options import TrackerConfig, read_tracker, usable_tracker
 from offstage.pipeline.tracking.tracked_run import tracked_records
 
 PATIENCE_SECONDS = 120.0
 """How long a store is given for all that one process does."""
-_ENTRY = "from offstage.pipeline.commands import tracker; tracker()"
 _PARTS = ("parameters", "metrics", "tags", "status", "files")
 
 _log = logging.getLogger("offstage")
@@ -97,7 +96,7 @@ def _in_process(*arguments: str) -> tuple[list[str], str | None]:
 
     Whatever a server or a library does, it takes no longer than there is patience, and it raises nothing.
     """
-    command = [sys.executable, "-P", "-c", _ENTRY, *arguments]
+    command = own_command("tracker", *arguments)
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS, check=False

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.store import Store
-from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.errors import CheckpointError, ConfigError, errors_alone, foreign
 from offstage.pipeline.regular_files import read_regular
 from offstage.stages.checkpoints.bounds import bounded

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.store import Store
-from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import Checkpoint, check_index
 from offstage.stages.checkpoints.extents import MAX_ELEMENTS, Extent

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.cache.manifest import DamagedError
-from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache import user_cache
+from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed, write_sealed
 from offstage.pipeline.errors import StorageError
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.samples import BLOCK_BYTES, BLOCKS, FILE_BLOCKS, sample

@@ -15,10 +15,9 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.errors import ConfigError, Fault, closest, raise_faults
-from offstage.pipeline.kernel_caches import bound_kernel_caches
-from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.kept_memory import keep_little
 from offstage.pipeline.stage import Config, Stage
 from offstage.pipeline.stage_chain import StageChain
 from offstage.pipeline.typed_config import NO_DEVICE, defaults, expanded, key_names, type_faults
@@ -286,8 +285,7 @@ def load(
     """
     counts = {"batch_size": batch_size, "max_length": max_length, "max_waiting": max_waiting}
     raise_faults(list(_faults(max_memory, asks, concurrency, counts)))
-    return_freed_memory()
-    bound_kernel_caches()
+    keep_little()
     stages: list[Stage[Any]] = [stage() for stage in _STAGES]
     config = _config(stages, located(os.fspath(path_or_hub_id)), options)
     if hosts is not None:

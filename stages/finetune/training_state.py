@@ -19,9 +19,7 @@ import torch
 from safetensors import safe_open
 
 from offstage.pipeline.atomic_files import sync_folder, write_pieces
-from offstage.pipeline.cache.leftovers import move_aside
-from offstage.pipeline.cache.manifest import DamagedError, verify_listed
-from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.cache.sealed_files import DamagedError, move_aside, read_sealed, verify_listed, write_sealed
 from offstage.pipeline.stage import FileEntry
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.machine.aligned_memory import byte_view

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import write_whole
-from offstage.pipeline.cache.manifest import DamagedError
-from offstage.pipeline.cache.sealed_files import read_sealed_line, sealed_line
+from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed_line, sealed_line
 from offstage.pipeline.errors import ConfigError, named
 from offstage.pipeline.regular_files import read_regular
 

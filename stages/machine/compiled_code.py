@@ -26,10 +26,9 @@ from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
-from offstage.pipeline.cache.leftovers import move_aside
-from offstage.pipeline.cache.manifest import DamagedError, verify
+from offstage.pipeline.cache import user_cache
+from offstage.pipeline.cache.sealed_files import DamagedError, move_aside, verify
 from offstage.pipeline.cache.store import Store
-from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.errors import OffstageError
 from offstage.stages.machine.kernels import processor_features
 from offstage.stages.machine.private_folders import is_private, make_private, open_private

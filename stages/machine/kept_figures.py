@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.locks import locked
-from offstage.pipeline.cache.manifest import DamagedError
-from offstage.pipeline.cache.sealed_files import read_sealed, settle_sealed, write_sealed
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed, settle_sealed, write_sealed
 from offstage.pipeline.stage import MEASURED
 
 _log = logging.getLogger("offstage")

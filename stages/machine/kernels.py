@@ -198,7 +198,7 @@ class PeakMeter:
         return sorted(self._once(call) for _ in range(_ROUNDS))[_ROUNDS // 2]
 
     def _once(self, call: Callable[[], torch.Tensor]) -> int:
-        from offstage.pipeline.malloc import return_heap
+        from offstage.pipeline.kept_memory import return_heap
 
         return_heap()
         os.write(self._reset, b"5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,7 +33,7 @@ def measure_apart(
     """
     if not has_room(beside):
         return here() if here is not None else None
-    command = [sys.executable, "-P", "-c", _PROGRAM, module, *arguments]
+    command = [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), module, *arguments]
     try:
         done = subprocess.run(
             command, cwd=folder, timeout=_SECONDS, check=True,
@@ -45,16 +46,16 @@ def measure_apart(
 
 def answer() -> None:
     """Be the process that is asked: print the answer, as JSON in the last line."""
-    be_expendable()
+    be_expendable(parent=int(sys.argv.pop(1)))
     module = sys.argv.pop(1)
     found = import_module(f"offstage.stages.machine.{module}").measure(*sys.argv[1:])
     sys.stdout.write(f"\n{json.dumps(found)}\n")
 
 
-def be_expendable() -> None:
-    """Have this process be the first to be ended where memory is short, and be ended with the one who waits for it."""
+def be_expendable(*, parent: int) -> None:
+    """Have this process be the first to be ended where memory is short, and end with the ``parent`` that waits."""
     from offstage.pipeline.process_setup import die_with_parent
 
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    die_with_parent()
+    die_with_parent(parent)

@@ -17,10 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.errors import ConfigError, closest
-from offstage.pipeline.kernel_caches import bound_kernel_caches
-from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.kept_memory import keep_little
 from offstage.pipeline.stage import MEASURED
 from offstage.pipeline.typed_config import NO_DEVICE
 from offstage.stages.checkpoints.dtypes import dtype_name
@@ -227,8 +226,7 @@ def _free(model: nn.Module, outline: Outline) -> Budgets:
     It changes how the C library gives memory back and how many compiled kernels are kept, which the figures of the
     machine's kernels rely on.
     """
-    return_freed_memory()
-    bound_kernel_caches()
+    keep_little()
     config: Any = getattr(model, "config", None)
     shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     rehearsed = describe(model, no_split=outline.skeleton.no_split)

@@ -40,8 +40,8 @@ from offstage.pipeline.cache.block_sums import (
     find_damage,
     summed_file,
 )
-from offstage.pipeline.cache.leftovers import DAMAGED, move_aside
 from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.cache.sealed_files import DAMAGED, move_aside
 from offstage.pipeline.errors import OffstageError, StorageError
 from offstage.pipeline.regular_files import NotRegularError, read_json, read_object
 from offstage.stages.checkpoints.codecs.planes import NAME, codec_of

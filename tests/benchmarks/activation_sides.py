@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.kept_memory import return_freed_memory
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.finetune import CPUOffload
 from offstage.stages.machine.devices import Devices

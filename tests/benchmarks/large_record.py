@@ -27,7 +27,7 @@ print(f"{{seconds:.1f}} {{int(peak[1]) / 1e6:.2f}}", file=sys.stderr)
 """
 _OWN = "from tests.benchmarks.large_record import hold, write; folder = Path(sys.argv[1]); "
 _RECORD = "from offstage.pipeline.record import RunRecord; "
-_STRANGER = "from offstage.pipeline.foreign_record import load_foreign; "
+_STRANGER = "from offstage.pipeline.replay_config import load_foreign; "
 _REPORT = "from offstage.pipeline.report.command import run; folder = sys.argv[1]; "
 _STEPS = {
     "import": "from offstage.pipeline.replay_command import main",

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from offstage.pipeline.kernel_caches import WITHOUT_CUDNN_ATTENTION
+from offstage.pipeline.kept_memory import WITHOUT_CUDNN_ATTENTION
 from offstage.stages.dispatch.transfer.cuda_link import CudaLink
 from offstage.stages.dispatch.transfer.link import pin
 from offstage.stages.machine.aligned_memory import private_bytes

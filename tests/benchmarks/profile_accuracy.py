@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from offstage import CPUOffload, profile_memory
-from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.kept_memory import return_freed_memory
 from offstage.stages.units import format_bytes
 from tests.benchmarks.activation_scenes import Scene, llama, resnet
 from tests.stages.finetune.high_water import taken_by

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.stage import MEASURED
 from offstage.stages.machine.rates import DECODING_NAME
 from tests.benchmarks import airllm

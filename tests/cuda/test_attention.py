@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from offstage.pipeline.kernel_caches import WITHOUT_CUDNN_ATTENTION
+from offstage.pipeline.kept_memory import WITHOUT_CUDNN_ATTENTION
 
 pytestmark = [
     pytest.mark.cuda,
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 CODE = """
-from offstage.pipeline.kernel_caches import bound_kernel_caches
+from offstage.pipeline.kept_memory import bound_kernel_caches
 bound_kernel_caches()
 import torch
 from torch.profiler import ProfilerActivity, profile

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tests.e2e.conftest as harness
-from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.cache import user_cache
 from offstage.stages.checkpoints.hub_headers import FOLDER
 from tests.e2e.conftest import Finished, another_server, environment
 from tests.e2e.fake_hub import COMMIT, FakeHub, serving, tag, without_ranges

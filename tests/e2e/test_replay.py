@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from offstage.pipeline.cache.sealed_files import read_sealed
-from offstage.pipeline.foreign_record import outputs_for
+from offstage.pipeline.trust import outputs_for
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.samples import BLOCK_BYTES
 from offstage.stages.machine.rates import coarse_rate

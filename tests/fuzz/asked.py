@@ -17,11 +17,12 @@ import numpy as np
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.numpy import save
 
+from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.config import register, resolve
 from offstage.pipeline.errors import raise_faults
 from offstage.pipeline.hydra_composing import noted_files
-from offstage.pipeline.hydra_errors import guarded_composing
+from offstage.pipeline.hydra_errors import composing
 from offstage.pipeline.runner import check_config
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.adapters import open_adapter, read_settings
@@ -102,14 +103,12 @@ def _attempt_keys(folder: Path, pristine: Path) -> str:
     os.chdir(folder)
     name = _changed(folder, pristine).stem
 
-    def compose() -> int:
+    with mendable(), composing():
         register()
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str(folder), version_base="1.3"), noted_files({}):
             check_config(resolve(hydra.compose(name, ["hydra.searchpath=[pkg://offstage.conf]"])))
-        return 0
-
-    return RIGHT if guarded_composing(compose, show_all=True) == 0 else ALONE
+    return RIGHT
 
 
 def _make_key_commands(folder: Path) -> None:

@@ -9,13 +9,12 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-from offstage.pipeline.foreign_record import load_foreign
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.job import perform
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.replay import compare
 from offstage.pipeline.replay_command import _report, refuse_untrusted
-from offstage.pipeline.replay_config import config_here
+from offstage.pipeline.replay_config import config_here, load_foreign
 from offstage.pipeline.report.comparison import compare_runs
 from offstage.pipeline.report.exports import as_csv, as_json, comparison_json
 from offstage.pipeline.report.page import Heading, comparison_page, report_page

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offstage.pipeline import environment as module
-from offstage.pipeline.environment import environment, git_commit
+from offstage.pipeline.environment import environment, git_commit, has_accelerator_driver
 
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = '[project]\nname = "offstage-pipeline"\n'
@@ -82,6 +82,14 @@ def test_a_machine_without_a_driver_has_no_accelerators_and_torch_is_not_asked(
     monkeypatch.setattr(module, "_DRIVERS", (tmp_path / "nvidiactl",))
     monkeypatch.setitem(sys.modules, "torch", None)
     assert environment()["accelerators"] == []
+
+
+@pytest.mark.parametrize("device", ["nvidiactl", "kfd", "dxg"])
+def test_each_driver_is_known_by_its_device_file_wsl2s_too(device: str, tmp_path: Path) -> None:
+    assert not has_accelerator_driver(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / device).touch()
+    assert has_accelerator_driver(tmp_path)
 
 
 def test_a_driver_without_a_torch_that_can_use_it_gives_no_accelerators(

@@ -4,26 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.hydra_errors import guarded_composing
+from offstage.pipeline.command_exit import guarded
+from offstage.pipeline.hydra_errors import composing
 
 
 def test_a_config_that_cannot_be_opened_is_an_error_of_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def read_as_hydra_does() -> int:
-        try:
-            file = tmp_path.joinpath("gone.yaml").open()
-            return len(file.read())
-        finally:
-            file.close()
+        with composing():
+            try:
+                file = tmp_path.joinpath("gone.yaml").open()
+                return len(file.read())
+            finally:
+                file.close()
 
-    assert guarded_composing(read_as_hydra_does, show_all=False) == 5
+    assert guarded(read_as_hydra_does) == 5
     assert capfd.readouterr().err.startswith(f"offstage: {tmp_path / 'gone.yaml'}: No such file or directory; ")
 
 
 def test_a_mistake_of_the_same_kind_elsewhere_is_not_taken_for_one() -> None:
+    @composing()
     def mistaken() -> int:
         if __debug__ is None:
             number = 0
         return number
 
     with pytest.raises(UnboundLocalError):
-        guarded_composing(mistaken, show_all=False)
+        mistaken()

@@ -54,7 +54,7 @@ import os, signal, sys
 from pathlib import Path
 from offstage.pipeline.record import RunRecord
 record = RunRecord.load(Path(sys.argv[1]))
-if sys.argv[2:]:
+if "--completes" in sys.argv:
     record.finish("completed")
 os.kill(os.getpid(), signal.SIGSEGV)
 """
@@ -63,7 +63,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     """A run whose process dies of a signal, after it has completed if it has an option."""
-    monkeypatch.setattr(job_process, "_ENTRY", DYING)
+    monkeypatch.setattr(job_process, "own_command", lambda _, *given: [sys.executable, "-c", DYING, *given])
     return RunRecord.start(tmp_path, overrides=[], config={}, environment={})
 
 

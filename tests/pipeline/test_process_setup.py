@@ -17,6 +17,32 @@ print(transformers.logging.get_verbosity() == transformers.logging.ERROR)
 """
 
 
+ORPHANED = """
+import os, time
+from offstage.pipeline.process_setup import die_with_parent
+parent = os.getpid()
+if os.fork():
+    os._exit(0)
+while {waits} and os.getppid() == parent:
+    time.sleep(0.01)
+die_with_parent(parent)
+time.sleep({sleeps})
+print("lives")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells nobody of the end of a parent")
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_process_whose_parent_is_gone_ends_whether_it_went_before_or_after_the_kernel_was_asked(waits: bool) -> None:
+    code = ORPHANED.format(waits=waits, sleeps=5)
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == ""
+
+
+def test_a_process_whose_parent_waits_goes_on() -> None:
+    code = "import os; from offstage.pipeline.process_setup import die_with_parent; die_with_parent(os.getppid())"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("first", "said", "expected"), [("", None, "True"), ("import transformers", None, "True"), ("", "info", "False")]
 )

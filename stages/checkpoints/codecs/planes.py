@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from offstage.pipeline.cache.leftovers import move_aside
+from offstage.pipeline.cache.sealed_files import move_aside
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.loops import loops
 from offstage.stages.checkpoints.extents import Extent, are_counts

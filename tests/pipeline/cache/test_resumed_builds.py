@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offstage.pipeline.cache import manifest
+from offstage.pipeline.cache import sealed_files
 from offstage.pipeline.cache.store import Store
 from tests.pipeline.cache.stores import CONTENT, KEY, names, never, write
 
@@ -12,7 +12,7 @@ from tests.pipeline.cache.stores import CONTENT, KEY, names, never, write
 def test_a_build_that_was_killed_as_it_was_published_is_gone_on_with(root: Path) -> None:
     folder = root / "plan" / f".tmp-{KEY}"
     folder.mkdir(parents=True)
-    for name in (manifest.MANIFEST, ".tmp-0123"):
+    for name in (sealed_files.MANIFEST, ".tmp-0123"):
         folder.joinpath(name).write_text("half of it")
     folder.joinpath("done").write_text("kept")
 
@@ -23,7 +23,7 @@ def test_a_build_that_was_killed_as_it_was_published_is_gone_on_with(root: Path)
     artifact, made, cached = Store(root).obtain("plan", KEY, go_on, resumes=("done",))
     assert (made, cached) == ("kept", False)
     assert ".tmp-0123" not in artifact.files
-    assert manifest.verify(artifact.folder, stage="plan", key=KEY) == artifact.files
+    assert sealed_files.verify(artifact.folder, stage="plan", key=KEY) == artifact.files
     assert not folder.exists()
 
 
@@ -35,7 +35,7 @@ def killed(root: Path, *, sealed: bool = False) -> Path:
     folder.joinpath("done").write_text("kept")
     folder.joinpath(".own", "state").write_text("half of the work")
     if sealed:
-        manifest.seal(folder, stage="plan", key=KEY, without=(".own",))
+        sealed_files.seal(folder, stage="plan", key=KEY, without=(".own",))
     folder.joinpath("stray").symlink_to("/dev/zero")
     folder.joinpath("shards", "stray").write_text("not the build's") if not sealed else None
     return folder

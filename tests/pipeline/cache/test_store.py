@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.cache import manifest, store
+from offstage.pipeline.cache import sealed_files, store
 from offstage.pipeline.cache.locks import locked
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import CheckpointError, StorageError
@@ -253,7 +253,7 @@ def test_a_damaged_artifact_is_set_aside_with_a_warning_and_built_again(
 def test_of_a_large_file_the_size_is_compared_and_not_the_hash(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact, _, _ = Store(root).obtain("plan", KEY, write)
     flip(artifact.folder)
-    monkeypatch.setattr(manifest, "REHASH_BYTES", 1000)
+    monkeypatch.setattr(sealed_files, "REHASH_BYTES", 1000)
     assert Store(root).find("plan", KEY) is not None
     cut("shards/0.bin")(artifact.folder)
     assert Store(root).find("plan", KEY) is None
@@ -299,7 +299,7 @@ def test_an_artifact_that_was_mended_since_it_was_judged_is_left_alone(
 ) -> None:
     folder = Store(root).obtain("plan", KEY, write)[0].folder
     flip(folder)
-    verify, calls = manifest.verify, 0
+    verify, calls = sealed_files.verify, 0
 
     def mended_meanwhile(*arguments: Path, **options: str) -> object:
         nonlocal calls

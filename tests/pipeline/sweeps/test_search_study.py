@@ -10,8 +10,11 @@ from offstage.pipeline.sweeps.sweep_keys import SAMPLERS
 optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, IntDistribution  # noqa: E402
 
-from offstage.pipeline.sweeps.search_space import SearchSpace  # noqa: E402
-from offstage.pipeline.sweeps.search_study import Direction, SearchStudy  # noqa: E402
+from offstage.pipeline.sweeps.search_study import (  # noqa: E402
+    Direction,
+    SearchSpace,
+    SearchStudy,
+)
 from tests.long_form import in_ci  # noqa: E402
 
 MEGABYTE = 10**6

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offstage.pipeline.malloc import return_freed_memory, return_heap
+from offstage.pipeline.kept_memory import return_freed_memory, return_heap
 from offstage.stages.empty_init.training_peaks import run_backward
 from offstage.stages.finetune import profile_memory
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.sealed_files import read_sealed
-from offstage.pipeline.cache.user_cache import user_cache
 from offstage.stages.machine.kept_figures import KeptFigure
 from tests.deadline import deadline
 

@@ -35,7 +35,7 @@ VARIANTS = [
 TRIAL = """
 import sys
 from pathlib import Path
-from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.kept_memory import return_freed_memory
 return_freed_memory()
 import torch
 from offstage.stages.machine.kernels import PeakMeter

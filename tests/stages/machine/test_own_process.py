@@ -27,7 +27,7 @@ def test_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="the system ranks no processes")
 def test_it_is_the_first_to_be_ended_where_memory_is_short() -> None:
     code = (
-        "from offstage.stages.machine.own_process import be_expendable; be_expendable(); "
+        "import os; from offstage.stages.machine.own_process import be_expendable; be_expendable(parent=os.getppid()); "
         "print(open('/proc/self/oom_score_adj').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
-from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.stage import MEASURED
 from offstage.stages.machine import own_process, process_memory as module
 from offstage.stages.machine.host_memory import PROCESS_BYTES

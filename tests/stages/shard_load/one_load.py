@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.kept_memory import return_freed_memory
 from offstage.stages.empty_init.init import init_empty_weights
 from tests.stages.shard_load.checkpoints import load, make_context
 from tests.stages.shard_load.test_load_memory import anonymous_bytes

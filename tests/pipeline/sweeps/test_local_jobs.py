@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 
 from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.pipeline.config import register, resolve
-from offstage.pipeline.sweeps.preparation import MachinePreparation
+from offstage.pipeline.sweeps.local_jobs import MachinePreparation
 
 
 def config(folder: Path, *overrides: str) -> dict[str, Any]:

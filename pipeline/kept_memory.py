@@ -1,4 +1,10 @@
-"""The kernels that libraries make for a shape: a few of them are kept, and none are made that a token needs once.
+"""What libraries keep for later of memory: little, so that what a run holds is what its plan predicts.
+
+By default the C library keeps freed blocks of up to 32 MB for later, in heaps that it can't shrink from the middle.
+A long prompt's activations are of that size, and what is kept of them stood for a fifth of a process's peak: memory
+that nobody uses, that no plan can predict, and that a memory cap kills for. Blocks of a MiB or more are mapped instead.
+A token's own activations are smaller, so decoding doesn't pay for it. It must be said before much was allocated: what
+a heap has already grown to is filled again before anything is mapped.
 
 A product in half precision is computed by code that is made for the very shape of its operands, of 0.4 to 0.7 MB, and
 kept in two caches, oneDNN's and torch's own, each of 1024. Where shapes repeat that is little. But a prompt of another
@@ -12,8 +18,16 @@ than half of a token's time, with a billion parameters. What torch prefers elsew
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import MutableMapping
+
+MAPPED_BYTES = 2**20
+"""Blocks from this size on are mapped one by one, and unmapped when they are freed."""
+KEPT_BYTES = 16 * 2**20
+"""How much may be free at the end of the heap before it shrinks."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 CAPACITY = 24
 """How many are kept in each cache: more than the shapes of one pass of decoding, which repeat with every layer."""
@@ -23,6 +37,30 @@ _CACHES = (("LRU_CACHE_CAPACITY",), ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PR
 
 WITHOUT_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 """The variable that has torch take its other kernels of attention first; of torch 2.11 and later."""
+
+
+def keep_little() -> None:
+    """Have libraries keep little in this process: what is freed goes back, and few compiled kernels stay."""
+    return_freed_memory()
+    bound_kernel_caches()
+
+
+def return_heap() -> None:
+    """Have the C library give back what is free in its heaps now, in the middle of them too (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)
+
+
+def return_freed_memory() -> bool:
+    """Have the C library give large freed blocks back at once; return whether it can (glibc)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        return False
+    options = ((_M_MMAP_THRESHOLD, MAPPED_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES))
+    return all(bool(set_option(option, size)) for option, size in options)
 
 
 def bound_kernel_caches(environment: MutableMapping[str, str] = os.environ) -> None:
