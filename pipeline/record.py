@@ -19,7 +19,7 @@ from typing import Any
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.decoding import Reading, decode, encode
-from offstage.pipeline.errors import StorageError
+from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.plain_data import as_json, walk
 from offstage.pipeline.printable_text import printable_data
@@ -216,22 +216,33 @@ class RunRecord:
             self._content["compared"] = [*self._content.get("compared", ()), *lines]
             self._write()
 
-    def merge(self, report: Report) -> None:
-        """Add what a stage reports, over what it reported before.
+    def merge(self, report: Report, *, stage: str = "a stage") -> None:
+        """Add what ``stage`` reports, over what it reported before.
 
         A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``samples``,
-        ``steps`` and ``model`` are those of the last stage that has any.
+        ``steps`` and ``model`` are those of the last stage that has any. Raises ``ConfigError`` where a value isn't of
+        the type that it has in a record: only code can mend that, and a record that nobody can read isn't written.
         """
-        for section, devices in report.memory.items():
-            _update(self._content["memory"].setdefault(section, {}), devices)
-        _update(self._content["metrics"], report.metrics)
-        for section in ("outputs", "samples", "steps"):
-            if entries := getattr(report, section):
-                self._content[section] = [dict(entry) for entry in entries]
-        if report.experts:
-            self._content["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
-        if report.model:
-            self._content["model"] = dict(report.model)
+        known, told = self._content, dict[str, Any]()
+        try:
+            told["memory"] = dict(known["memory"])
+            for section, devices in report.memory.items():
+                told["memory"][section] = _updated(known["memory"].get(section, {}), devices)
+            told["metrics"] = _updated(known["metrics"], report.metrics)
+            for section in ("outputs", "samples", "steps"):
+                if entries := getattr(report, section):
+                    told[section] = [dict(entry) for entry in entries]
+            if report.experts:
+                told["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
+            if report.model:
+                told["model"] = dict(report.model)
+            decode(Run, {**known, **told}, "open")
+        except (ValueError, TypeError, AttributeError) as error:  # a section that isn't one has no items
+            raise ConfigError(
+                f"stages: {stage} reports what no record can hold, {str(error).removeprefix('.')}; mend the report "
+                "that its code returns: offstage.pipeline.run_schema has the types"
+            ) from error
+        self._content |= told
         self._write()
 
     def note_series(self, device: str, points: Sequence[tuple[float, int]]) -> None:
@@ -360,10 +371,12 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _update(known: dict[str, Any], reported: Mapping[str, float | int | str | None]) -> None:
-    """Take over what ``reported`` knows. JSON has no infinity and no nan: those count as not known."""
+def _updated(known: Mapping[str, Any], reported: Mapping[str, float | int | str | None]) -> dict[str, Any]:
+    """Return ``known`` with what ``reported`` knows. JSON has no infinity and no nan: those count as not known."""
+    found = dict(known)
     for name, value in reported.items():
-        if value is None or (not isinstance(value, str) and not math.isfinite(value)):
-            known.setdefault(name, None)
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            found.setdefault(name, None)
         else:
-            known[name] = value
+            found[name] = value
+    return found

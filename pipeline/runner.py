@@ -203,6 +203,6 @@ class Runner:
                 self._reports[name] = self.chain.report(name, is_new=False)
             if name not in self._merged:
                 self._merged.add(name)
-                self._record.merge(self._reports[name])
+                self._record.merge(self._reports[name], stage=name)
                 if DEVICE_MAP in artifact.files:
                     self._record.note(device_map=artifact.json(DEVICE_MAP))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from offstage.pipeline.errors import CheckpointError, StorageError
+from offstage.pipeline.errors import CheckpointError, ConfigError, StorageError
 from offstage.pipeline.installed_stages import declared_metrics, metric_table
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.record import RunRecord, is_own_config, never_left_running
@@ -144,6 +144,25 @@ def test_a_number_that_json_does_not_have_counts_as_not_known(folder: Path) -> N
     record.merge(Report(metrics={"load_seconds": math.nan, "decode_tokens_per_second": math.inf}))
     metrics = read(folder)["metrics"]
     assert (metrics["load_seconds"], metrics["decode_tokens_per_second"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (Report(metrics={"echo_time": [1, 2]}), r"metrics.echo_time: \[1, 2\]"),  # type: ignore[dict-item]
+        (Report(memory={"measured": {"cpu": "much"}}), r"memory.measured.cpu: 'much'"),  # type: ignore[dict-item]
+        (Report(outputs=({"token_ids": "none"},)), r"outputs.0.token_ids: 'none'"),
+        (Report(metrics=["load_seconds"]), "has no attribute 'items'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_no_record_can_hold_is_refused_by_the_stage_that_reports_it(
+    report: Report, words: str, folder: Path
+) -> None:
+    record = start(folder)
+    before = (folder / "run.json").read_text()
+    with pytest.raises(ConfigError, match=f"stages: echo reports what no record can hold, .*{words}.*mend the report"):
+        record.merge(report, stage="echo")
+    assert (folder / "run.json").read_text() == before
 
 
 def test_outputs_that_are_reported_twice_are_there_once(folder: Path) -> None:
