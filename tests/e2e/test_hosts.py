@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,7 +54,12 @@ def run_forks(folder: Path, *arguments: Sequence[str]) -> list[tuple[int, str, s
     """Run a host with each of the ``arguments``, without torchrun; return of each its exit code, output and errors."""
     folder.mkdir(exist_ok=True)
     distributed: Any = torch.distributed  # what it exports for type checkers lacks its stores
-    rendezvous = distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    listening = socket.create_server(
+        ("127.0.0.1", 0)
+    )  # asked for a free port itself, torch misses its own now and then
+    rendezvous = distributed.TCPStore(
+        *listening.getsockname(), is_master=True, timeout=timedelta(seconds=60), master_listen_fd=listening.detach()
+    )
     hosts = []
     for rank, own in enumerate(arguments):
         told = {"RANK": rank, "WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments)}
