@@ -32,6 +32,8 @@ RECORD, HOSTS = "run.json", ".hosts"
 """A run's record in its folder, and where the other hosts have their folders that run a sweep's job with it."""
 _PLACE = re.compile(r"[/\\.~]")
 _QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
+_ROWS = ("outputs", "samples", "steps")
+"""The sections that have rows, maybe millions: those of the last stage that reports any."""
 _LISTED = 8
 """How many jobs of a sweep an error names."""
 
@@ -224,19 +226,20 @@ class RunRecord:
         the type that it has in a record: only code can mend that, and a record that nobody can read isn't written.
         """
         known, told = self._content, dict[str, Any]()
+        seen: dict[str, list[Any]] = {section: [] for section in _ROWS}  # rows that are there were looked at already
         try:
             told["memory"] = dict(known["memory"])
             for section, devices in report.memory.items():
                 told["memory"][section] = _updated(known["memory"].get(section, {}), devices)
             told["metrics"] = _updated(known["metrics"], report.metrics)
-            for section in ("outputs", "samples", "steps"):
+            for section in _ROWS:
                 if entries := getattr(report, section):
                     told[section] = [dict(entry) for entry in entries]
             if report.experts:
                 told["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
             if report.model:
                 told["model"] = dict(report.model)
-            decode(Run, {**known, **told}, "open")
+            decode(Run, {**known, **seen, **told}, "open")
         except (ValueError, TypeError, AttributeError) as error:  # a section that isn't one has no items
             raise ConfigError(
                 f"stages: {stage} reports what no record can hold, {str(error).removeprefix('.')}; mend the report "
