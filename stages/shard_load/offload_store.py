@@ -25,7 +25,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,10 @@ class StoredTensor:
         return at if right else None
 
 
+Wanted = Mapping[str, StoredTensor]
+"""What is to be in a store, by name."""
+
+
 class OffloadStore:
     """The store in one folder: what is in it, and adding to it.
 
@@ -118,7 +122,7 @@ class OffloadStore:
         self._pending: dict[str, Mapping[str, Any]] = {}
         self._pending_bytes = 0
 
-    def find(self, wanted: Mapping[str, StoredTensor], *, full: bool = False) -> dict[str, AtRest | None]:
+    def find(self, wanted: Wanted, *, full: bool = False) -> dict[str, AtRest | None]:
         """Return where those of the tensors ``wanted`` lie that are there, whole, made just as it says.
 
         It is null for a packed one of which the index says that it doesn't shrink. Of the blocks a sample is checked,
@@ -139,6 +143,23 @@ class OffloadStore:
             others = f", and {len(damaged) - 1} more aren't whole" if len(damaged) > 1 else ""
             _log.warning("%s: %s%s; made again", files[name].path, damage, others)
         return {name: at for name, at in found.items() if name not in damaged}
+
+    def fill(self, wanted: Wanted, add: Callable[[Wanted], object], *, full: bool = False) -> dict[str, AtRest | None]:
+        """Return what ``find`` does of all that are ``wanted``, once ``add`` has put there what isn't, or is damaged.
+
+        The store is to be locked meanwhile. One that isn't there even then is a ``StorageError``.
+        """
+        found = self.find(wanted, full=full)
+        absent = {name: tensor for name, tensor in wanted.items() if name not in found}
+        if absent:
+            add(absent)
+            self.publish()
+            found |= self.find(absent, full=full)
+        for name in (name for name in absent if name not in found):
+            raise StorageError(
+                f"{self.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
+            )
+        return found
 
     def put(self, name: str, tensor: StoredTensor, pieces: Iterable[memoryview]) -> None:
         """Write the bytes of one tensor, piece by piece, to its file, on disk before it takes its name."""

@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 
 from offstage.pipeline.cache.fingerprint import fingerprint
-from offstage.pipeline.errors import CheckpointError, StorageError
+from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.checkpoint import Checkpoint, identity
 from offstage.stages.checkpoints.codecs.quantisers import QUANTISERS
@@ -27,7 +27,7 @@ from offstage.stages.checkpoints.quantised_copy import CopyFile, QuantisedCopy
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.machine.aligned_memory import byte_view
 from offstage.stages.shard_load.checkpoint_match import Load
-from offstage.stages.shard_load.offload_store import OffloadStore, StoredTensor
+from offstage.stages.shard_load.offload_store import OffloadStore, StoredTensor, Wanted
 from offstage.stages.shard_load.stored_weights import PIECE_BYTES, ByteReader, bytes_of, in_order, opened
 
 VERSION = 1
@@ -68,17 +68,8 @@ def fill_copy(
     copy = _copy_of(checkpoint)
     wanted = {one.file.name: _stored(copy, one) for one in files}
     with store.locked():
-        found = store.find(wanted, full=full)
-        absent = {one.file.name: one for one in files if one.file.name not in found}
-        if absent:
-            _add(checkpoint, copy, store, absent)
-            found |= store.find({name: wanted[name] for name in absent}, full=full)
-    there = {name: at.file for name, at in found.items() if at is not None}
-    for name in (name for name in wanted if name not in there):
-        raise StorageError(
-            f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
-        )
-    return replace(checkpoint, copy=copy.located(there))
+        found = store.fill(wanted, partial(_add, checkpoint, store, files), full=full)
+    return replace(checkpoint, copy=copy.located({name: at.file for name, at in found.items() if at is not None}))
 
 
 def _copy_of(checkpoint: Checkpoint) -> QuantisedCopy:
@@ -91,14 +82,15 @@ def _stored(copy: QuantisedCopy, one: CopyFile) -> StoredTensor:
     return StoredTensor("uint8", (one.file.size,), tuple(one.tensors), codec=copy.format, used_bytes=used)
 
 
-def _add(checkpoint: Checkpoint, copy: QuantisedCopy, store: OffloadStore, absent: dict[str, CopyFile]) -> None:
-    """Put the files ``absent`` into the store, each named in the index before the next one is begun."""
-    store.check_space(len(absent), sum(one.file.size for one in absent.values()))
-    total = sum(copy.sources[name].bytes for one in absent.values() for name in one.tensors)
+def _add(checkpoint: Checkpoint, store: OffloadStore, files: Iterable[CopyFile], absent: Wanted) -> None:
+    """Put those of ``files`` that are ``absent`` into the store, each in the index before the next one is begun."""
+    copy = _copy_of(checkpoint)
+    store.check_space(len(absent), sum(one.bytes for one in absent.values()))
+    total = sum(one.used_bytes for one in absent.values())
     with byte_bar("quantising", total) as bar, _opener(checkpoint, copy) as open_tensor:
-        for name, one in absent.items():
+        for one in (one for one in files if one.file.name in absent):
             with closing(_pieces(copy, one, open_tensor, bar.update)) as pieces:
-                store.put(name, _stored(copy, one), pieces)
+                store.put(one.file.name, absent[one.file.name], pieces)
             store.publish()
 
 

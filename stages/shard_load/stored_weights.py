@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from offstage.pipeline.environment import allowed_cores
-from offstage.pipeline.errors import StorageError
 from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compressor, pack_tile, tile_borders
 from offstage.stages.checkpoints.direct_file import whole
@@ -34,7 +33,7 @@ from offstage.stages.machine.aligned_memory import Bytes, byte_view, private_mem
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.model_tensors import make_tensors
-from offstage.stages.shard_load.offload_store import OffloadStore, StoredTensor
+from offstage.stages.shard_load.offload_store import OffloadStore, StoredTensor, Wanted
 from offstage.stages.shard_load.sources import Sources, TensorSource, located
 
 LARGE_BYTES = 32 * 2**20
@@ -61,16 +60,7 @@ def fill_store(load: Load, sources: Sources, store: OffloadStore, *, full: bool 
     """
     with store.locked():
         while wanted := {name: _stored(load, source) for name, source in sources.items() if source.wants_store}:
-            found = store.find(wanted, full=full)
-            absent = {name: tensor for name, tensor in wanted.items() if name not in found}
-            if absent:
-                _add(load, store, absent, sources)
-                store.publish()
-                found |= store.find(absent, full=full)
-            for name in (name for name in absent if name not in found):
-                raise StorageError(
-                    f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
-                )
+            found = store.fill(wanted, partial(_add, load, store, sources), full=full)
             settled = {
                 name: sources[name].turned_back if at is None else located(load, sources[name], (at,))
                 for name, at in found.items()
@@ -87,7 +77,7 @@ def _stored(load: Load, source: TensorSource) -> StoredTensor:
     return StoredTensor(spec.dtype, spec.shape, names, None if source.otherwise is None else run)
 
 
-def _add(load: Load, store: OffloadStore, absent: Mapping[str, StoredTensor], sources: Sources) -> None:
+def _add(load: Load, store: OffloadStore, sources: Sources, absent: Wanted) -> None:
     """Put the tensors ``absent`` into the store: packed from where they lie, cast piece by piece, or made whole.
 
     Of a tensor that doesn't shrink enough it is noted instead.
@@ -126,7 +116,7 @@ def _put_whole(store: OffloadStore, name: str, tensor: StoredTensor, whole: torc
             store.put_packed(name, tensor, tiles)
 
 
-def _cast_sources(load: Load, wanted: Mapping[str, StoredTensor], sources: Sources) -> dict[str, Extent]:
+def _cast_sources(load: Load, wanted: Wanted, sources: Sources) -> dict[str, Extent]:
     """Return where those of the tensors ``wanted`` lie that are large and only cast.
 
     A run's budget may be less than one of its tensors, which then comes by blocks of rows: it mustn't be whole here.
