@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from offstage.stages.empty_init.skeleton import ExpertsSpec, parent
+from offstage.stages.empty_init.skeleton import ExpertsSpec
 from offstage.stages.plan.outline import ExpertKind, Outline
 from offstage.stages.units import DeviceId
 
@@ -73,9 +73,12 @@ class Routing:
         """Return how many different experts the tokens of a pass are expected to use."""
         return wanted(experts.count, experts.per_token, self.tokens)
 
-    def share(self, count: int, per_token: int) -> float:
-        """Return which share of ``count`` experts the tokens of a pass are expected to use."""
-        return wanted(count, per_token, self.tokens) / count
+    def share(self, routed: tuple[int, int] | None) -> float:
+        """Return which share of a tensor that is ``routed`` the tokens of a pass use; all where that is null.
+
+        Of so many experts one uses so many.
+        """
+        return wanted(*routed, self.tokens) / routed[0] if routed else 1.0
 
     def before(self, experts: ExpertsSpec) -> float:
         """Return how many different experts the prompts are expected to use."""
@@ -84,24 +87,6 @@ class Routing:
 
 SINGLE = Routing()
 """One token a pass."""
-
-
-def read_bytes(outline: Outline, names: Iterable[str], routing: Routing = SINGLE) -> float:
-    """Return what a pass reads of the tensors ``names`` where they lie and compute, in bytes.
-
-    Of tables that are looked up it is next to nothing, of experts those that its tokens use.
-    """
-    total = 0.0
-    for name in names:
-        if name in outline.expert_tensors:
-            experts = outline.experts[parent(name)]
-            share = routing.share(experts.count, experts.per_token)
-        elif name in outline.listed:
-            share = routing.share(*outline.listed[name])
-        else:
-            share = 0.0 if name in outline.lookups else 1.0
-        total += outline.sizes[name] * share
-    return total
 
 
 def pools(outline: Outline, offstage: Offstage) -> dict[DeviceId, Pool]:

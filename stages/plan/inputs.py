@@ -41,7 +41,6 @@ from offstage.stages.plan.request.requests import (
 )
 from offstage.stages.plan.request.training import TrainingDemand, training_needs
 from offstage.stages.plan.serving import Io, choose_io
-from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.traffic import Step
 from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, format_bytes
 
@@ -227,12 +226,13 @@ def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay:
     """Return one pass of decoding of ``request``."""
     tokens = request.pass_tokens // request.together
     routing = SINGLE
-    if outline.experts or outline.listed:
+    if outline.routed:
         routing = Routing(request.pass_tokens, prompt_tokens=request.prompt_tokens, passes=request.passes)
     return Step(
         routing,
         request.together,
-        LayerOutput(tokens, tokens * geometry.hidden * int(DTYPE_BYTES[compute_dtype(outline)])),
+        tokens,
+        tokens * geometry.hidden * int(DTYPE_BYTES[compute_dtype(outline)]),
         decodes=request.length > 0,
         pages_stay=pages_stay,
         forwards=request.forwards,

@@ -314,7 +314,7 @@ def _lines(
                 serving="copy" if served is None and name in apart else served,
                 codec=packed.codec if packed else None,
                 made=made,
-                routed=_routed(outline, name, served),
+                routed=None if name in outline.expert_tensors and is_streamed(served) else outline.routed.get(name),
             )
         )
     return lines
@@ -349,13 +349,3 @@ def _serving(
     if name in outline.lookups:
         return "rows"
     return "map" if io == "mmap" and name not in outline.packed else "direct"
-
-
-def _routed(outline: Outline, name: str, serving: Serving | None) -> tuple[int, int] | None:
-    """Return of how many experts a token uses how many, if the tensor ``name`` is used so: not if all are streamed."""
-    if name in outline.expert_tensors:
-        if is_streamed(serving):
-            return None
-        experts = outline.experts[parent(name)]
-        return experts.count, experts.per_token
-    return outline.listed.get(name)

@@ -200,9 +200,15 @@ class Outline:
         return {name: (counts[above], self.skeleton.expert_lists[above]) for name, above in inside.items()}
 
     @cached_property
+    def routed(self) -> dict[str, tuple[int, int]]:
+        """The tensors of all experts, stacked or listed: of how many a token uses how many."""
+        stacked = ((name, (spec.count, spec.per_token)) for spec in self.experts.values() for name in spec.tensors)
+        return self.listed | dict(stacked)
+
+    @cached_property
     def dense(self) -> Outline:
         """The model without its experts: what every token needs."""
-        return self.without(self.expert_tensors | self.listed.keys())
+        return self.without(self.routed)
 
     def without(self, names: Collection[str]) -> Outline:
         """Return the model without the tensors ``names``: of tied ones all, of experts that are stacked too."""

@@ -44,7 +44,7 @@ def predict(
             one,
             ledger=held.get(device, {}),
             link_bytes=expected.link_bytes.get(device, 0),
-            used_bytes=expected.used.get(device, 0),
+            used_bytes=expected.brought.held.get(device, 0),
             rates=rates.apart.get(device, {}),
         )
         for device, one in plan.devices.items()

@@ -34,7 +34,6 @@ from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.predict import predict
 from offstage.stages.plan.request.choose import PlanOption, brings_more, choose
 from offstage.stages.plan.row_blocks import block_sizes, least_blocks
-from offstage.stages.plan.token_time import ONE_TOKEN
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DeviceId
 
@@ -183,7 +182,7 @@ def _plan_for(inputs: PlanInputs, placed: _Placed, demand: Demand) -> PlanOption
     """Return the plan that leaves room for ``demand``, placed as ``placed`` does in the budgets for a step."""
     outline, fastest, size = inputs.outline, inputs.execution == options.FASTEST, demand.size
     # Where a layer computes is settled but for ``fastest``, so how long many tokens take changes nothing of the rest.
-    moving = demand.step if fastest else replace(demand.step, output=ONE_TOKEN)
+    moving = demand.step if fastest else replace(demand.step, tokens=1, output_bytes=0)
     placement = placed(tuple(demand.allowance.budgets.items()), moving, demand.allowance.by_blocks)
     policy, blocks = inputs.choice.policy, [layer for layer in outline.layers if layer.name in outline.blocks]
     allowance = budgets.with_idle_noted(demand.allowance, placement, layers=blocks or outline.layers, policy=policy)

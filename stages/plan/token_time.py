@@ -63,19 +63,36 @@ Nominal."""
 
 
 @dataclass(slots=True)
-class Brought:
-    """What a pass brings to where it is used, in bytes: as it rests, by where it waits; of these those ``packed``.
+class Traffic:
+    """What a pass with a token for each of ``members`` moves, in bytes, and how much there is to do for it.
 
-    ``unpacked`` is what these come to. ``used`` is all as it is used, by the device that computes it. ``runs`` has what
-    of it can come ahead, in the order of execution, each device's as long as no other's comes between; the rest is
-    asked for one layer at a time. Among them is what the host reads of layers that it computes beside accelerators.
-    What accelerators unpack themselves comes to ``unpacked_there``; each link brings what is ``saved`` less for it, and
-    they move so many bytes in their memories. To have it brought for itself the host takes as long as for so many
-    ``calls``, for accelerators as for so many ``launches``. Of what waits on disk so much can't come ahead, since it is
-    known ``when_called``; so much is ``unpacked_when_called`` by the host. Of experts it brings so many
-    ``expert_bytes``, and finds others ``in_slots``; so much of them is ``experts_used``.
+    What it brings to where it is used is ``at_rest``, by where it waits; of these those ``packed``, which come to what
+    is ``unpacked``. ``used`` is all as it is used, by the device that computes it. ``runs`` has what of it can come
+    ahead, in the order of execution, each device's as long as no other's comes between; the rest is asked for one layer
+    at a time. Among them is what the host reads of layers that it computes beside accelerators. Each device runs ahead
+    by the bytes of its one of ``reserves``; null: by all. What accelerators unpack themselves comes to
+    ``unpacked_there``; each link brings what is ``saved`` less for it, and they move so many bytes in their memories.
+    To have it brought for itself the host takes as long as for so many ``calls``, for accelerators as for so many
+    ``launches``. Of what waits on disk so much can't come ahead, since it is known ``when_called``; so much is
+    ``unpacked_when_called`` by the host. Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``;
+    so much of them is ``experts_used``.
+
+    A token reads what is ``held`` on each device that computes with it. Where accelerators compute and the host beside
+    them, that reads ``host_read`` of it, else null, and activations go there or come back in so many ``crossings``,
+    each time ``output_bytes``. So many ``host_calls`` of modules that hold weights, and ``device_calls`` of those that
+    accelerators compute, each take the host a while, however few these are. The tokens of a member's pass have
+    ``computed`` with so many bytes on each device, each token counted; none where one does, while they are read.
     """
 
+    members: float = 1
+    reserves: Mapping[DeviceId, int] | None = None
+    held: Mapping[DeviceId, int] = field(default_factory=dict)
+    host_read: float | None = None
+    crossings: int = 0
+    output_bytes: int = 0
+    host_calls: float = 0
+    device_calls: float = 0
+    computed: Mapping[DeviceId, float] = field(default_factory=dict)
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
     packed: float = 0
     unpacked: float = 0
@@ -167,75 +184,26 @@ class Brought:
         shares = self.link_shares
         return [(device, count * shares.get(device, 1)) for device, count in self.runs]
 
-    @property
-    def used_apart(self) -> Counter[DeviceId]:
-        """What comes to each accelerator, as it is used there."""
-        return Counter({device: count for device, count in self.used.items() if device != CPU})
 
-
-@dataclass(frozen=True, slots=True)
-class LayerOutput:
-    """What a layer hands to the next in a pass of one member: activations of so many ``tokens``, in so many bytes."""
-
-    tokens: int = 1
-    bytes: int = 0
-
-
-ONE_TOKEN = LayerOutput()
-"""A token whose activations take no time to cross but what any do."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostShare:
-    """What the host computes beside accelerators, of one token: the bytes of weights that it reads for it, and how
-    often activations go there or come back, each time the ``output`` of a layer.
+def token_seconds(brought: Traffic, rates: Rates) -> dict[str, float]:
+    """Return the seconds that a token takes storage, the links, either memory, and the cores that unpack and compute,
+    of a pass that moves what is ``brought``.
     """
-
-    read_bytes: float = 0
-    crossings: int = 0
-    output: LayerOutput = ONE_TOKEN
-
-    def crossing_seconds(self, rates: Rates) -> float:
-        """Return how long the activations are under way."""
-        return self.crossings * (_CROSSING_SECONDS + self.output.bytes / rates.slowest_link)
-
-
-def token_seconds(
-    brought: Brought,
-    held: Mapping[DeviceId, int],
-    *,
-    rates: Rates,
-    members: float = 1,
-    on_host: HostShare | None = None,
-    reserves: Mapping[DeviceId, int] | None = None,
-    host_calls: float = 0,
-    launches: float = 0,
-    computed: Mapping[DeviceId, float] | None = None,
-) -> dict[str, float]:
-    """Return the seconds that a token takes storage, the links, either memory, and the cores that unpack and compute.
-
-    ``brought`` is for a pass, ``held`` are the bytes that a token reads on each device which computes with them. A pass
-    has a token for each of ``members``. Each device runs ahead by the bytes of its one of ``reserves``; null: by all.
-    Where accelerators compute and the host beside them, ``on_host`` is what it has to do. So many ``host_calls`` of
-    modules that hold weights each take it a while, however few these are, and so do the ``launches`` of those that
-    accelerators compute. The tokens of a member's pass have
-    ``computed`` with so many bytes on each device, each token counted; null: one does, while they are read.
-    """
-    there = on_host.read_bytes if on_host else held.get(CPU, 0)
-    computed = computed or {}
-    cores = computed.get(CPU, 0) / rates.host / HOST_TOKENS
-    computing = max(there / rates.host, cores) if on_host else there / rates.host
-    apart = sum(count / rates.device_of(device) for device, count in computed.items() if device != CPU)
+    members, beside = brought.members, brought.host_read is not None
+    there = brought.held.get(CPU, 0) if brought.host_read is None else brought.host_read
+    cores = brought.computed.get(CPU, 0) / rates.host / HOST_TOKENS
+    apart = sum(count / rates.device_of(device) for device, count in brought.computed.items() if device != CPU)
+    waiting = waiting_seconds(brought, rates, max(there / rates.host, cores) * members) / members if beside else 0.0
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
-        "link": link_seconds(brought, rates, reserves) / members,
-        HOST: (there + brought.used.get(CPU, 0)) / rates.host + host_calls / rates.calls,
-        HOST_CORES: cores + host_calls / rates.calls,
-        DEVICE: _read_on_devices(brought, held, members, rates) / rates.device,
+        "link": link_seconds(brought, rates) / members,
+        HOST: (there + brought.used.get(CPU, 0)) / rates.host + brought.host_calls / rates.calls,
+        HOST_CORES: cores + brought.host_calls / rates.calls,
+        DEVICE: _read_on_devices(brought, rates) / rates.device,
         DEVICE_CORES: apart / DEVICE_TOKENS,
-        LAUNCHING: (launches + brought.launches / members) / rates.launches,
-        CROSSING: on_host.crossing_seconds(rates) if on_host else 0.0,
-        WAITING: waiting_seconds(brought, rates, reserves, computing * members) / members if on_host else 0.0,
+        LAUNCHING: (brought.device_calls + brought.launches / members) / rates.launches,
+        CROSSING: brought.crossings * crossing_seconds(brought.output_bytes, rates),
+        WAITING: waiting,
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
         BRINGING: brought.calls / rates.calls / members,
         ROUTED: brought.when_called / rates.storage / members,
@@ -243,19 +211,26 @@ def token_seconds(
     }
 
 
-def _read_on_devices(brought: Brought, held: Mapping[DeviceId, int], members: float, rates: Rates) -> float:
+def crossing_seconds(output_bytes: int, rates: Rates) -> float:
+    """Return how long activations of so many bytes are under way from one device to another."""
+    return _CROSSING_SECONDS + output_bytes / rates.slowest_link
+
+
+def _read_on_devices(brought: Traffic, rates: Rates) -> float:
     """Return the bytes that accelerators read one after the other, or one of them in all if that is more.
 
     They compute in turn, each with what it holds and what came; what one unpacks it does meanwhile. Of a memory with a
     rate of its own it is what another one reads in that time.
     """
-    read = brought.used_apart + Counter({device: count for device, count in held.items() if isinstance(device, int)})
+    held = Counter({device: count for device, count in brought.held.items() if isinstance(device, int)})
+    read = Counter({device: count for device, count in brought.used.items() if device != CPU}) + held
     slower = {device: rates.device / rates.device_of(device) for device in [*read, *brought.moved]}
     total = sum(count * slower[device] for device, count in read.items())
-    return max([total, *((read[device] + moved / members) * slower[device] for device, moved in brought.moved.items())])
+    own = ((read[device] + count / brought.members) * slower[device] for device, count in brought.moved.items())
+    return max([total, *own])
 
 
-def link_seconds(brought: Brought, rates: Rates, reserves: Mapping[DeviceId, int] | None = None) -> float:
+def link_seconds(brought: Traffic, rates: Rates) -> float:
     """Return how long the links take for a pass: the slowest, what they share, or all that comes one after the other.
 
     That is what is asked for one layer at a time, or what no reserve has room for before its run. Reserves have room
@@ -269,22 +244,20 @@ def link_seconds(brought: Brought, rates: Rates, reserves: Mapping[DeviceId, int
     for device, count in runs:
         ahead[device] += count  # type: ignore[assignment]
     in_turn = sum(count - ahead.get(device, 0) for device, count in links.items())
-    rooms = {device: count * slower.get(device, 1) for device, count in (reserves or {}).items()}
+    rooms = {device: count * slower.get(device, 1) for device, count in (brought.reserves or {}).items()}
     rooms = {device: count * brought.link_shares.get(device, 1) for device, count in rooms.items()}
-    late = 0.0 if reserves is None else late_bytes(runs, rooms)
+    late = 0.0 if brought.reserves is None else late_bytes(runs, rooms)
     together = sum(brought.links.values()) / rates.root if rates.root else 0.0
     return max(max([*links.values(), in_turn, late], default=0.0) / rates.link, together)
 
 
-def _slower_links(brought: Brought, rates: Rates) -> dict[DeviceId, float]:
+def _slower_links(brought: Traffic, rates: Rates) -> dict[DeviceId, float]:
     """Return how many times as long as ``rates.link`` the link of each accelerator takes."""
     devices = [*brought.used, *(device for device, _ in brought.runs)]
     return {device: rates.link / rates.link_of(device) for device in devices if device != CPU}
 
 
-def waiting_seconds(
-    brought: Brought, rates: Rates, reserves: Mapping[DeviceId, int] | None, host_seconds: float
-) -> float:
+def waiting_seconds(brought: Traffic, rates: Rates, host_seconds: float) -> float:
     """Return how long accelerators wait in a pass for which the host computes so many ``host_seconds``.
 
     While the host or another accelerator is at it, each link runs ahead as far as its one of ``reserves``. What can't
@@ -294,7 +267,8 @@ def waiting_seconds(
     runs = [(device, count * slower.get(device, 1)) for device, count in brought.link_runs]
     read = sum(count for device, count in runs if device == CPU)
     ahead = dict.fromkeys((device for device, _ in runs if device != CPU), 0.0)
-    room = {device: (reserves or {}).get(device, math.inf) * shares.get(device, 1) * slower[device] for device in ahead}
+    reserves = brought.reserves or {}
+    room = {device: reserves.get(device, math.inf) * shares.get(device, 1) * slower[device] for device in ahead}
     waited = 0.0
     for _ in range(_STEADY if read else 0):
         waited = 0.0
@@ -362,7 +336,7 @@ def _together(one: float, other: float) -> float:
     return max(one, other) + _DISTURBANCE * min(one, other)
 
 
-def forwards_for_free(seconds: Mapping[str, float], members: int) -> float:
+def forwards_for_free(seconds: Mapping[str, float], members: float) -> float:
     """Return how many forwards of one token compute while the weights for a pass are brought.
 
     ``seconds`` are a token's, of which a pass has ``members``.

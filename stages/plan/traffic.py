@@ -20,10 +20,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Line
 from offstage.stages.plan.token_time import (
     HOST_TOKENS,
-    ONE_TOKEN,
-    Brought,
-    HostShare,
-    LayerOutput,
+    Traffic,
     expected_seconds,
     forwards_for_free,
     slowest,
@@ -36,18 +33,24 @@ _CALLS_A_MIXTURE, _CALLS_AN_EXPERT = 5, 2
 these. Nominal."""
 
 
+_BESIDE = ("host_read", "crossing")
+"""What a forecast has of a token in bytes where the host computes beside accelerators."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass of decoding, in which each of ``members`` in lockstep has a token for every sequence.
+    """One pass of decoding, in which each of ``members`` in lockstep has so many ``tokens``, one for every sequence.
 
-    Its tokens use a mixture's experts as ``routing`` says. A layer hands ``output`` to the next. One that ``decodes``
-    isn't the first, and needs nothing that only a prompt does. Where ``pages_stay``, what is mapped is in memory then.
-    It is so many ``forwards``, one after the other, each over all weights.
+    All of them use a mixture's experts as ``routing`` says. Of a member a layer hands ``output_bytes`` to the next; 0:
+    so few that they take no time to cross but what any do. One that ``decodes`` isn't the first, and needs nothing that
+    only a prompt does. Where ``pages_stay``, what is mapped is in memory then. It is so many ``forwards``, one after
+    the other, each over all weights.
     """
 
     routing: Routing = SINGLE
     members: int = 1
-    output: LayerOutput = ONE_TOKEN
+    tokens: int = 1
+    output_bytes: int = 0
     decodes: bool = True
     pages_stay: bool = False
     forwards: int = 1
@@ -57,17 +60,25 @@ PLAIN_STEP = Step()
 """One token of one sequence."""
 
 
-def traffic(layout: Layout, step: Step) -> Brought:
-    """Return what ``step`` brings: of experts those that are wanted and in no slot, all of what else is streamed."""
-    outline, routing, found = layout.outline, step.routing, Brought()
+def traffic(layout: Layout, step: Step) -> Traffic:
+    """Return what ``step`` moves: of experts those that are wanted and in no slot, all of what else is streamed."""
+    outline, routing, forwards = layout.outline, step.routing, step.forwards
+    found = Traffic(
+        step.members,
+        layout.reserves,
+        output_bytes=step.output_bytes,
+        host_calls=forwards * calls(layout, routing, on_host=True),
+        device_calls=forwards * calls(layout, routing, on_host=False),
+        computed=computed_bytes(layout, step),
+    )
     kept = hit_rates(outline, layout.offloaded_experts, pools=layout.pools, slots=layout.slots, routing=routing)
     on_host = set(layout.host_layers)
     needed = [(layer, list(lines)) for layer, lines in groupby(_needed(layout, step), key=lambda line: line.layer)]
-    for layer, there in needed * step.forwards:
+    for layer, there in needed * forwards:
         for line in there:
             if line.serving is None or line.serving == "rows":
                 continue
-            share, count = routing.share(*line.routed) if line.routed else 1.0, 1
+            share, count = routing.share(line.routed), 1
             if line.serving == "experts":
                 rate = kept[parent(line.name)]
                 found.note_experts(line.computes, line.used * share, line.bytes * share * (1 - rate), rate=rate)
@@ -85,10 +96,15 @@ def traffic(layout: Layout, step: Step) -> Brought:
             )
         if layer in on_host:
             found.compute_on_host(_read_bytes(layout, there, routing))
+    if on_host:  # to each of its layers the output of another goes, and its own comes back
+        on_cpu = [line for line in layout.lines if line.computes == CPU]
+        found.host_read = forwards * _read_bytes(layout, on_cpu, routing)
+        found.crossings = 2 * len({line.layer for line in on_cpu}) * forwards
+    found.held = _held_bytes(layout, step, found)
     return found
 
 
-def used_bytes(layout: Layout, step: Step, brought: Brought) -> dict[DeviceId, int]:
+def _held_bytes(layout: Layout, step: Step, brought: Traffic) -> dict[DeviceId, int]:
     """Return the bytes that a token reads on each device which computes with what it holds; of experts those it uses.
 
     What waits on the host for an accelerator isn't among them, nor are tables, of which next to nothing is read; what
@@ -101,8 +117,7 @@ def used_bytes(layout: Layout, step: Step, brought: Brought) -> dict[DeviceId, i
         if elsewhere or line.leader in layout.outline.tables:
             continue
         if line.home != CPU or line.leader in on_host:
-            share = step.routing.share(*line.routed) if line.routed else 1
-            used[line.home] += line.bytes * share * step.forwards
+            used[line.home] += line.bytes * step.routing.share(line.routed) * step.forwards
     for device, count in brought.in_slots.items():
         if device in used:
             used[device] += count
@@ -114,36 +129,22 @@ def computed_bytes(layout: Layout, step: Step) -> dict[DeviceId, float]:
 
     Nothing where they are so few that they compute while the weights are read.
     """
-    tokens, found = step.output.tokens * step.forwards, Counter[DeviceId]()
-    if step.output.tokens <= HOST_TOKENS:
+    tokens, found = step.tokens * step.forwards, Counter[DeviceId]()
+    if step.tokens <= HOST_TOKENS:
         return {}
     for line in {(line.leader, line.computes): line for line in _needed(layout, step)}.values():
         if line.name not in layout.outline.lookups:
-            share = SINGLE.share(*line.routed) if line.routed else 1
-            found[line.computes] += line.used * share * tokens  # type: ignore[assignment]
+            found[line.computes] += line.used * SINGLE.share(line.routed) * tokens  # type: ignore[assignment]
     return dict(found)
-
-
-def host_share(layout: Layout, step: Step) -> HostShare | None:
-    """Return what the host computes of a token beside accelerators; null where it computes nothing, or all.
-
-    For each of its layers the output of another goes there, and its own comes back.
-    """
-    if not layout.host_layers:
-        return None
-    there = [line for line in layout.lines if line.computes == CPU]
-    layers = {line.layer for line in there}
-    read = step.forwards * _read_bytes(layout, there, step.routing)
-    return HostShare(read, 2 * len(layers) * step.forwards, step.output)
 
 
 def calls(layout: Layout, routing: Routing, *, on_host: bool) -> float:
     """Return how many calls of modules that hold weights a token makes on the host, or on accelerators, or what takes
     the host as long. An accelerator has all stacked experts of a layer computed at once.
     """
-    shares = {parent(name): routing.share(*experts) for name, experts in layout.outline.listed.items()}
+    shares = {parent(name): routing.share(experts) for name, experts in layout.outline.listed.items()}
     for name, spec in layout.outline.experts.items():
-        each = _CALLS_AN_EXPERT * spec.count * routing.share(spec.count, spec.per_token) if on_host else 0
+        each = _CALLS_AN_EXPERT * spec.count * routing.share((spec.count, spec.per_token)) if on_host else 0
         shares[name] = _CALLS_A_MIXTURE + each
     called = layout.outline.skeleton.calls
     return sum(shares.get(name, 1) for name in called if (layout.execution.get(name, CPU) == CPU) == on_host)
@@ -151,15 +152,12 @@ def calls(layout: Layout, routing: Routing, *, on_host: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is expected of ``step``: what it brings, the bytes that it has ``used`` where they lie, what the host does
-    beside accelerators, and the ``seconds`` of a token by what takes them, at some ``rates``.
+    """What is expected of a step at some ``rates``: what is ``brought``, and the seconds of a token, by what takes them
+    in ``terms``.
     """
 
-    step: Step
     rates: Rates
-    brought: Brought
-    used: dict[DeviceId, int]
-    on_host: HostShare | None
+    brought: Traffic
     terms: dict[str, float]
 
     @property
@@ -171,12 +169,12 @@ class Forecast:
     def link_bytes(self) -> dict[DeviceId, int]:
         """The bytes that go over the link of each accelerator for a token."""
         links = self.brought.links
-        return {device: round(links[device] / self.step.members) for device in in_tier_order(links)}
+        return {device: round(links[device] / self.brought.members) for device in in_tier_order(links)}
 
     @property
     def figures(self) -> dict[str, float | int | str]:
         """What the plan says of it, by name."""
-        brought, members, share = self.brought, self.step.members, self.on_host
+        brought, members = self.brought, self.brought.members
         found: dict[str, float | int | str] = {"streamed_bytes_per_token": round(brought.bytes / members)}
         if brought.unpacked:
             found["packed_bytes_per_token"] = round(brought.packed / members)
@@ -187,10 +185,10 @@ class Forecast:
         if brought.hit_rate is not None:
             found["expert_bytes_per_token"] = round(brought.expert_bytes / members)
             found["expert_hit_rate"] = round(brought.hit_rate, 4)
-        if share is not None:
-            found["host_read_bytes_per_token"] = round(share.read_bytes)
-            found["crossing_bytes_per_token"] = round(share.crossings * self.step.output.bytes)
-            found["crossings_per_token"] = share.crossings
+        if brought.host_read is not None:
+            found["host_read_bytes_per_token"] = round(brought.host_read)
+            found["crossing_bytes_per_token"] = brought.crossings * brought.output_bytes
+            found["crossings_per_token"] = brought.crossings
         found |= {"seconds_per_token": self.seconds, "bound": slowest(self.terms)[0]}
         if brought.bytes:
             found["forwards_for_free"] = round(forwards_for_free(self.terms, members), 2)
@@ -201,20 +199,8 @@ class Forecast:
 
 def forecast(layout: Layout, step: Step, rates: Rates) -> Forecast:
     """Return what is expected of ``step`` where weights lie as ``layout`` says: the one answer to how long it takes."""
-    brought, share = traffic(layout, step), host_share(layout, step)
-    used = used_bytes(layout, step, brought)
-    terms = token_seconds(
-        brought,
-        used,
-        rates=rates,
-        members=step.members,
-        on_host=share,
-        reserves=layout.reserves,
-        host_calls=step.forwards * calls(layout, step.routing, on_host=True),
-        launches=step.forwards * calls(layout, step.routing, on_host=False),
-        computed=computed_bytes(layout, step),
-    )
-    return Forecast(step, rates, brought, used, share, terms)
+    brought = traffic(layout, step)
+    return Forecast(rates, brought, token_seconds(brought, rates))
 
 
 def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, members: float = 1) -> float:
@@ -237,20 +223,15 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, me
     less = max(0.0, used - over_links * share) if moved else 0.0
     saved = Counter({device: less * of_all for device, of_all in shares.items()})
     ahead = 1 - float(plan.forecast.get("expert_bytes_per_token", 0)) / expected if expected else 1.0
-    brought = Brought(streamed, packed, unpacked, computed, unpacked_there=unpacked_there, saved=saved)
-    brought.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
-    brought.runs = [(device, count * ahead) for device, count in computed.items()]
-    on_host = _forecast_share(plan) if plan.host_layers else None
-    seconds = token_seconds(brought, plan.used_bytes, rates=plan.known_rates, members=members, on_host=on_host)
-    return slowest(seconds)[1]
-
-
-def _forecast_share(plan: Plan) -> HostShare:
-    """Return what the host computes of a token beside accelerators, as it was predicted."""
-    read, crossings, crossing = (
-        int(plan.forecast.get(f"{name}_per_token", 0)) for name in ("host_read_bytes", "crossings", "crossing_bytes")
-    )
-    return HostShare(read, crossings, LayerOutput(bytes=round(crossing / crossings) if crossings else 0))
+    found = Traffic(members, held=plan.used_bytes, at_rest=streamed, packed=packed, unpacked=unpacked, used=computed)
+    found.unpacked_there, found.saved = unpacked_there, saved
+    found.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
+    found.runs = [(device, count * ahead) for device, count in computed.items()]
+    if plan.host_layers:
+        found.host_read, crossing = (float(plan.forecast.get(f"{name}_bytes_per_token", 0)) for name in _BESIDE)
+        found.crossings = int(plan.forecast.get("crossings_per_token", 0))
+        found.output_bytes = round(crossing / found.crossings) if found.crossings else 0
+    return slowest(token_seconds(found, plan.known_rates))[1]
 
 
 def _needed(layout: Layout, step: Step) -> Iterable[Line]:
@@ -262,6 +243,4 @@ def _needed(layout: Layout, step: Step) -> Iterable[Line]:
 def _read_bytes(layout: Layout, lines: Iterable[Line], routing: Routing) -> float:
     """Return what a pass reads of ``lines`` where they lie: of tables, looked up by rows, next to nothing."""
     tables = layout.outline.lookups
-    return sum(
-        line.used * (routing.share(*line.routed) if line.routed else 1) for line in lines if line.name not in tables
-    )
+    return sum(line.used * routing.share(line.routed) for line in lines if line.name not in tables)

@@ -20,7 +20,6 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.policies import host_layers
 from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.benchmarks.link_plans import SHAPES, outline_of
@@ -38,14 +37,12 @@ HOSTS = (5, 12, 25, 50, 80, 200)
 def row(name: str, outline: Outline, host: int) -> str:
     """Return the line of the table for a host whose memory gives so many gigabytes a second."""
     budgets, rates = BUDGETS[name], replace(RATES, host=host * GB)
-    output = LayerOutput(bytes=2 * SHAPES[name]["hidden_size"])
-    found = [optimal(outline, budgets, rates), with_host_layers(outline, budgets, rates, step=Step(output=output))]
+    step = Step(output_bytes=2 * SHAPES[name]["hidden_size"])
+    found = [optimal(outline, budgets, rates), with_host_layers(outline, budgets, rates, step=step)]
     search, host_layers._FEW = host_layers._FEW, len(outline.layers)
-    found.append(with_host_layers(outline, budgets, rates, step=Step(output=output)))
+    found.append(with_host_layers(outline, budgets, rates, step=step))
     host_layers._FEW = search
-    exact, fastest, tried = (
-        forecast(lay_out(outline, one, budgets), Step(output=output), rates).seconds for one in found
-    )
+    exact, fastest, tried = (forecast(lay_out(outline, one, budgets), step, rates).seconds for one in found)
     layers = f"{len(found[1].computes):3} of {len(outline.layers)}  {tried:7.3f} s  {len(found[2].computes):3}"
     return f"{name:4} {host:4} GB/s  {exact:7.3f} s  {fastest:7.3f} s  {layers}"
 

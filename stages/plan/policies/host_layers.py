@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.expert_slots import read_bytes
+from offstage.stages.plan.expert_slots import SINGLE
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
 from offstage.stages.plan.placement import Budgets, Placement
 from offstage.stages.plan.policies.even_choice import GOLDEN, turns
 from offstage.stages.plan.policies.optimal import Search
-from offstage.stages.plan.token_time import HostShare
+from offstage.stages.plan.token_time import crossing_seconds
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU
 
@@ -60,7 +60,7 @@ def with_host_layers(outline: Outline, budgets: Budgets, rates: Rates, *, step: 
     exact = search.optimal(outline, budgets)
     if exact.main == CPU or CPU not in exact.homes.values():
         return exact
-    worth = 2 * HostShare(crossings=1, output=step.output).crossing_seconds(rates) * rates.slowest_link
+    worth = 2 * crossing_seconds(step.output_bytes, rates) * rates.slowest_link
     units = _units(outline, budgets, worth)
 
     @cache
@@ -142,5 +142,9 @@ def _unit(outline: Outline, layers: Sequence[Layer], leaders: Iterable[str]) -> 
         layers=tuple(layer.name for layer in layers),
         tensors=frozenset(tensors),
         bytes=sum(outline.sizes[leader] for leader in leaders),
-        read=read_bytes(outline, tensors),
+        read=sum(
+            outline.sizes[name] * SINGLE.share(outline.routed.get(name))
+            for name in tensors
+            if name not in outline.lookups
+        ),
     )

@@ -111,7 +111,7 @@ class Search:
             yield from self._resident(outline, budgets, whole)
             return
         found = self._streamed(outline, budgets)
-        if found and (self.by_blocks or outline.experts or outline.listed):
+        if found and (self.by_blocks or outline.routed):
             yield from found
             return
         filled = sequential(outline, budgets)
@@ -140,7 +140,7 @@ class Search:
 
         That is on accelerators, or where these have no room, on the host.
         """
-        if not (outline.experts or outline.listed):
+        if not outline.routed:
             return
         if not parts.accelerators and (resident := list(parts.resident())):
             yield from resident

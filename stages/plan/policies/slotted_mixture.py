@@ -72,8 +72,7 @@ def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) ->
     on disk too, but for what all experts in slots leave: a row of a table costs less than the experts that have a slot
     in its place.
     """
-    experts = outline.expert_tensors | outline.listed.keys()
-    names = [name for layer in outline.layers for name in layer.owned if name in experts]
+    names = [name for layer in outline.layers for name in layer.owned if name in outline.routed]
     away = replace(dense, homes={**dense.homes, **dict.fromkeys(names, DISK)})
     near = _near(outline, away, budgets) if outline.listed else {}
     held = resident_bytes(outline, {**dense.homes, **near}).get(CPU, 0)

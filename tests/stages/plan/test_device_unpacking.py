@@ -12,7 +12,7 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.table import packed_told
-from offstage.stages.plan.token_time import Brought, token_seconds
+from offstage.stages.plan.token_time import Traffic, token_seconds
 from offstage.stages.plan.traffic import bound_seconds
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan, of
@@ -141,11 +141,12 @@ def test_experts_are_unpacked_in_their_slots() -> None:
 
 
 def test_accelerators_unpack_side_by_side_and_compute_in_turn() -> None:
-    brought = Brought()
+    brought = Traffic(2, held={0: 100, 1: 100})
     for device in (0, 1):
         brought.add("cpu", 10, computes=device, unpacked=20, moved=300)
     assert brought.links == {0: 10, 1: 10}
-    seconds = token_seconds(brought, {0: 100, 1: 100}, rates=RATES, members=2)
+    seconds = token_seconds(brought, RATES)
     assert seconds["device memory"] == (100 + 20 + 300 / 2) / 10**4, "that of one of them, more than all compute with"
-    assert token_seconds(brought, {0: 1000, 1: 1000}, rates=RATES)["device memory"] == 2040 / 10**4
+    alone = replace(brought, members=1, held={0: 1000, 1: 1000})
+    assert token_seconds(alone, RATES)["device memory"] == 2040 / 10**4
     assert (seconds["link"], seconds["unpacking"]) == (10 / 100 / 2, 0)

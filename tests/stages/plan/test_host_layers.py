@@ -19,7 +19,7 @@ from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.stage import PlanStage
 from offstage.stages.plan.table import render
-from offstage.stages.plan.token_time import Brought, LayerOutput, waiting_seconds
+from offstage.stages.plan.token_time import Traffic, waiting_seconds
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
@@ -99,9 +99,7 @@ def test_what_storage_bounds_stays_as_it_is() -> None:
 
 def test_activations_that_are_slow_to_cross_keep_layers_together_on_the_accelerator() -> None:
     model = llama()
-    light, heavy = (
-        with_host_layers(model, BUDGETS, RATES, step=Step(output=LayerOutput(bytes=count))) for count in (4096, 10**9)
-    )
+    light, heavy = (with_host_layers(model, BUDGETS, RATES, step=Step(output_bytes=count)) for count in (4096, 10**9))
     assert len(light.computes) > len(heavy.computes) == 0
 
 
@@ -116,8 +114,8 @@ def test_where_many_share_what_is_brought_less_computes_on_the_host() -> None:
 def test_while_the_host_computes_a_link_runs_ahead_as_far_as_its_reserve_has_room(
     host_seconds: float, waits: float
 ) -> None:
-    brought = Brought(runs=[(CPU, 1.0), (0, 30.0)])
-    assert waiting_seconds(brought, Rates(link=10), {0: 20}, host_seconds) == waits
+    brought = Traffic(runs=[(CPU, 1.0), (0, 30.0)], reserves={0: 20})
+    assert waiting_seconds(brought, Rates(link=10), host_seconds) == waits
 
 
 def test_a_host_that_is_slower_than_the_link_is_only_waited_for() -> None:
@@ -127,8 +125,7 @@ def test_a_host_that_is_slower_than_the_link_is_only_waited_for() -> None:
 
 def test_a_pass_of_many_tokens_computes_less_on_the_host_than_it_reads() -> None:
     one, sixteen, many = (
-        len(with_host_layers(llama(), BUDGETS, RATES, step=Step(output=LayerOutput(tokens=count))).computes)
-        for count in (1, 16, 2048)
+        len(with_host_layers(llama(), BUDGETS, RATES, step=Step(tokens=count)).computes) for count in (1, 16, 2048)
     )
     assert one == sixteen > many == 0
     text = make_plan(llama(), config(stages=["score"], score={"texts": ["word " * 2000]}))
@@ -248,13 +245,12 @@ def test_a_plan_fits_its_budgets_and_is_never_slower_than_that_of_exact(
     rates = Rates(host=host * 10**8, link=link * 10**8, device=100 * GB)
     exact, fastest = (
         optimal(model, budgets, rates),
-        with_host_layers(model, budgets, rates, step=Step(output=LayerOutput(bytes=1000))),
+        with_host_layers(model, budgets, rates, step=Step(output_bytes=1000)),
     )
     if lay_out(model, exact, budgets).shortage(tight=True) is None:
         assert lay_out(model, fastest, budgets).shortage(tight=True) is None
         before, after = (
-            forecast(lay_out(model, one, budgets), Step(output=LayerOutput(bytes=1000)), rates).seconds
-            for one in (exact, fastest)
+            forecast(lay_out(model, one, budgets), Step(output_bytes=1000), rates).seconds for one in (exact, fastest)
         )
         assert after <= before
     assert all(fastest.homes[name] == CPU for layer in fastest.computes for name in model.below(layer))

@@ -22,7 +22,6 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
-from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.traffic import Step, computed_bytes
 from offstage.stages.units import CPU
 from tests.stages.plan.mixtures import mixture, token_bytes
@@ -226,12 +225,12 @@ def test_of_experts_a_token_computes_with_those_that_it_uses_however_many_are_re
     model = mixture("Mixtral")
     tokens = 100
     layout = lay_out(model, Placement(dict.fromkeys(model.sizes, CPU), CPU))
-    step = Step(Routing(tokens), output=LayerOutput(tokens))
+    step = Step(Routing(tokens), tokens=tokens)
     (spec, *_) = model.experts.values()
     looked_up = sum(model.sizes[name] for name in model.lookups)
     assert computed_bytes(layout, step)[CPU] == pytest.approx(tokens * (token_bytes(model) - looked_up))
     assert spec.per_token < spec.count
-    assert computed_bytes(layout, Step(Routing(2), output=LayerOutput(2))) == {}, "they compute while it is read"
+    assert computed_bytes(layout, Step(Routing(2), tokens=2)) == {}, "they compute while it is read"
 
 
 def test_guesses_that_are_judged_in_lockstep_have_a_layers_keys_and_values_each_and_no_cache() -> None:
