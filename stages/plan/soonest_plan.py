@@ -27,8 +27,7 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_device
 from offstage.stages.plan.policies import POLICIES
-from offstage.stages.plan.policies.cpu_offload_gb import cpu_offload_gb
-from offstage.stages.plan.policies.explicit import explicit, override
+from offstage.stages.plan.policies.explicit import cpu_offload_gb, explicit, override
 from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.predict import predict

@@ -16,7 +16,7 @@ looks up a row, then a mixture's layers, of which it uses some experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -25,7 +25,8 @@ from offstage.stages.plan.expert_slots import SINGLE
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
 from offstage.stages.plan.placement import Budgets, Placement
-from offstage.stages.plan.policies.even_choice import GOLDEN, turns
+from offstage.stages.plan.policies.chosen_tensors import GOLDEN, turns
+from offstage.stages.plan.policies.link_shares import partners
 from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.token_time import crossing_seconds
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
@@ -124,24 +125,19 @@ def _units(outline: Outline, budgets: Budgets, worth: float) -> list[_Unit]:
 
 
 def _together(outline: Outline) -> list[_Unit]:
-    """Return all layers in the order of execution, those with a tensor in common as one."""
-    groups: list[tuple[set[str], list[Layer]]] = []
-    for layer in outline.layers:
-        leaders, layers = set(map(outline.skeleton.leader, layer.tensors)), [layer]
-        sharing = [group for group in groups if group[0] & leaders]
-        for others, earlier in sharing:
-            leaders |= others
-            layers = [*earlier, *layers]
-        groups = [*(group for group in groups if group not in sharing), (leaders, layers)]
-    return [_unit(outline, layers, leaders) for leaders, layers in groups]
+    """Return all layers in the order of execution, those that share tensors as one, where the last of them is."""
+    groups: dict[str, list[Layer]] = {}
+    for layer, first in zip(outline.layers, partners(outline, outline.layers).values(), strict=True):
+        groups[first] = [*groups.pop(first, ()), layer]
+    return [_unit(outline, layers) for layers in groups.values()]
 
 
-def _unit(outline: Outline, layers: Sequence[Layer], leaders: Iterable[str]) -> _Unit:
+def _unit(outline: Outline, layers: Sequence[Layer]) -> _Unit:
     tensors = [name for layer in layers for name in layer.tensors]
     return _Unit(
         layers=tuple(layer.name for layer in layers),
         tensors=frozenset(tensors),
-        bytes=sum(outline.sizes[leader] for leader in leaders),
+        bytes=sum(outline.sizes[leader] for leader in set(map(outline.skeleton.leader, tensors))),
         read=sum(
             outline.sizes[name] * SINGLE.share(outline.routed.get(name))
             for name in tensors

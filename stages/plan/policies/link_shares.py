@@ -27,15 +27,15 @@ def share_layers(
     Layers that share a tensor stay on one.
     """
     total = sum(layer.bytes for layer in layers)
-    small, partners = total / len(layers) / _SMALL if layers else 0, _partners(outline, layers)
+    small, together = total / len(layers) / _SMALL if layers else 0, partners(outline, layers)
     given: Counter[DeviceId] = Counter()
     places: dict[str, DeviceId] = {}
     shares: dict[DeviceId, list[Layer]] = {device: [] for device in wanted}
     device = next(iter(wanted))
     for layer in layers:
-        if layer.bytes >= small and partners[layer.name] not in places:
+        if layer.bytes >= small and together[layer.name] not in places:
             device = min(wanted, key=lambda one: (given[one] + layer.bytes) / wanted[one])
-        place = places.setdefault(partners[layer.name], device)
+        place = places.setdefault(together[layer.name], device)
         given[place] += layer.bytes
         shares[place].append(layer)
     return shares
@@ -85,7 +85,7 @@ def _swifter_links(devices: Collection[DeviceId], rates: Rates) -> dict[DeviceId
     return {device: rates.link_of(device) / mean for device in devices}
 
 
-def _partners(outline: Outline, layers: Sequence[Layer]) -> dict[str, str]:
+def partners(outline: Outline, layers: Sequence[Layer]) -> dict[str, str]:
     """Return the first of those layers that share tensors with each layer, itself among them: ties, and borrowers."""
     first = {layer.name: layer.name for layer in layers}
 

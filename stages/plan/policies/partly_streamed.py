@@ -23,8 +23,7 @@ from offstage.stages.plan.filling import fill
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
 from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, resident_bytes
-from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
-from offstage.stages.plan.policies.least_streamed import least_streamed
+from offstage.stages.plan.policies.chosen_tensors import below, fitting, least_streamed, total_bytes
 from offstage.stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
 from offstage.stages.plan.row_blocks import divisible, least_sizes
 from offstage.stages.units import CPU, DISK, DeviceId

@@ -15,7 +15,7 @@ from offstage.stages.plan.expert_slots import LEAST, pools, roomy_slots
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, execution_device, resident_bytes
-from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
+from offstage.stages.plan.policies.chosen_tensors import below, fitting, total_bytes
 from offstage.stages.units import CPU, DISK, DeviceId
 
 

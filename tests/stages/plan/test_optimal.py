@@ -15,7 +15,7 @@ from offstage.stages.plan.placement import (
     held_bytes,
     resident_bytes,
 )
-from offstage.stages.plan.policies.least_streamed import subset_sums
+from offstage.stages.plan.policies.chosen_tensors import subset_sums
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.policies.whole_layers import balanced, sequential
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
