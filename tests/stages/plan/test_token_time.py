@@ -111,7 +111,7 @@ def read(
         (read(5, ahead=False, unpacked=400), 1.4 + 0.8 + 0.25 * 0.5),
         (read(0, tensors=10), 1 + 0.12),
         (read(0, tensors=10, ahead=False), 1 + 0.04),
-        (read(0, tensors=10, mapped=True), 1 + 0.005),
+        (read(0, tensors=10, mapped=True), 1 + 0.013),
         (Traffic(), 1),
     ],
 )
