@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -97,6 +97,22 @@ class AlikeLayers:
             yield line._replace(name=name, layer=layer, leader=line.leader or name)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What a plan says of a load: where each tensor lies (``homes``), by the names that tensors have where it is used.
+
+    Of those ``by_expert`` single experts are read from disk. Those ``packed_on_host`` wait there as they rest on disk,
+    where they rest packed, and those that it ``packs`` are to rest packed in the offload store, where they shrink: the
+    checkpoint has them plain. ``unpacks`` is false where whoever reads what lies on disk can't unpack it.
+    """
+
+    homes: Mapping[str, DeviceId] = field(compare=False)
+    by_expert: Set[str] = frozenset()
+    packed_on_host: Set[str] = frozenset()
+    packs: Set[str] = frozenset()
+    unpacks: bool = True
+
+
 @dataclass(frozen=True)
 class Plan:
     """Where every tensor lies and where every module computes: ``devices`` and ``tensors`` have it.
@@ -172,15 +188,15 @@ class Plan:
         return tuple(dict.fromkeys(on_host))
 
     @property
-    def packs(self) -> tuple[str, ...]:
-        """The tensors that are to rest packed, where they can, which the checkpoint has plain."""
-        ways = ("direct", "packed", "experts") if self.codec else ()
-        return tuple(name for name, how in self.serving.items() if how in ways)
-
-    @property
-    def packed_on_host(self) -> tuple[str, ...]:
-        """The tensors that lie on the host as they rest on disk."""
-        return tuple(name for name, line in self.tensors.items() if line.at_rest and line.home == CPU)
+    def loading(self) -> LoadPlan:
+        """What it says of a load."""
+        packed = ("direct", "packed", "experts") if self.codec else ()
+        return LoadPlan(
+            self.homes,
+            by_expert=frozenset(name for name, how in self.serving.items() if how == "experts"),
+            packed_on_host=frozenset(name for name, line in self.tensors.items() if line.at_rest and line.home == CPU),
+            packs=frozenset(name for name, how in self.serving.items() if how in packed),
+        )
 
     @property
     def budgets(self) -> dict[DeviceId, int | None]:

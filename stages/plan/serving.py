@@ -9,7 +9,6 @@ uses it where a map of its file has it. What rests packed is of no use in a map:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from offstage.stages.units import DeviceId
@@ -35,11 +34,6 @@ def choose_io(asked: str, *, streamed_bytes: int, free_bytes: int) -> Io:
     if asked != "auto":
         return "mmap" if asked == "mmap" else "direct"
     return "mmap" if streamed_bytes <= SHARE_OF_FREE_MEMORY * free_bytes else "direct"
-
-
-def routed(serving: Mapping[str, Serving]) -> tuple[str, ...]:
-    """Return the tensors of which those experts are brought that tokens are routed to."""
-    return tuple(name for name, how in serving.items() if how == "experts")
 
 
 def is_streamed(serving: Serving | None) -> bool:

@@ -27,11 +27,12 @@ from offstage.stages.empty_init.tied import (
     retie_parameters,
 )
 from offstage.stages.machine.devices import AnyDevice, device_id, torch_device
+from offstage.stages.plan.plan import LoadPlan
 from offstage.stages.shard_load.checkpoint_match import Load, prepare
 from offstage.stages.shard_load.offload_folder import OffloadedWeightsLoader
 from offstage.stages.shard_load.offload_store import claim
 from offstage.stages.shard_load.place import PlacedWeights, bind, place
-from offstage.stages.shard_load.sources import LoadPlan, Sources, find_sources
+from offstage.stages.shard_load.sources import Sources, find_sources
 from offstage.stages.shard_load.stored_weights import fill_store
 from offstage.stages.units import CPU, DISK, DeviceId, tier
 

@@ -6,7 +6,7 @@ tensor has one entry, and every step hands all of them on; none is lost because 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -20,6 +20,7 @@ from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, r
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init.skeleton import TensorSpec
 from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
+from offstage.stages.plan.plan import LoadPlan
 from offstage.stages.shard_load.checkpoint_match import Load
 from offstage.stages.shard_load.expert_rows import Rows, locate_rows, read_rows
 from offstage.stages.units import CPU, DISK, DeviceId
@@ -30,22 +31,6 @@ piece. ``by_expert``: from tensors of the checkpoint, one after the other, of wh
 from the offload store, where it is made as it is used. ``packed_copy``: from a packed copy there. ``packed_on_host``:
 it waits on the host as it rests on disk, in the checkpoint or as such a copy. ``computed``: a buffer that no checkpoint
 has, as the model's constructor computed it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What a plan says of a load: where each tensor lies (``homes``), by the names that tensors have where it is used.
-
-    Of those ``by_expert`` single experts are read from disk. Those ``packed_on_host`` wait there as they rest on disk,
-    where they rest packed, and those that it ``packs`` are to rest packed in the offload store where they shrink.
-    ``unpacks`` is false where whoever reads what lies on disk can't unpack it.
-    """
-
-    homes: Mapping[str, DeviceId]
-    by_expert: AbstractSet[str] = frozenset()
-    packed_on_host: AbstractSet[str] = frozenset()
-    packs: AbstractSet[str] = frozenset()
-    unpacks: bool = True
 
 
 @dataclass(frozen=True, slots=True)

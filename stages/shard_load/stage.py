@@ -31,12 +31,12 @@ from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.identity import quantises
 from offstage.stages.empty_init.stage import QUANTISED_NAME
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.serving import routed
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
     from offstage.stages.hosts.stand_ins import Borders
     from offstage.stages.shard_load.checkpoint_match import Load
+    from offstage.stages.shard_load.offload_store import OffloadStore
     from offstage.stages.shard_load.place import PlacedWeights
     from offstage.stages.shard_load.sources import Sources
 
@@ -72,9 +72,7 @@ class ShardLoadInputs:
     that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint`` identifies by its content,
     and ``digests`` by the SHA-256 of every file where that is asked for. Where only the index is looked at, ``place``
     is where it lies: files that were unpacked with times of their own may look alike in two places. ``opened_adapter``
-    is the adapter, which ``adapter`` identifies by its bytes, if there is one. ``routed`` has the tensors of which
-    single experts are read from disk, ``packed`` those that wait on the host as they rest on disk, and ``packs`` those
-    that rest packed in the offload store.
+    is the adapter, which ``adapter`` identifies by its bytes, if there is one.
     """
 
     config: ShardLoadConfig
@@ -84,9 +82,7 @@ class ShardLoadInputs:
     adapter: Mapping[str, str] | None
     skeleton: str
     device_map: str
-    routed: tuple[str, ...]
-    packed: tuple[str, ...]
-    packs: tuple[str, ...]
+    loading: plans.LoadPlan
     ledgers: Mapping[DeviceId, int]
     plan: plans.Plan = field(compare=False)
     model: Mapping[str, Any] = field(compare=False)
@@ -135,9 +131,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             adapter=None if adapter is None else weights_identity(adapter),
             skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
-            routed=routed(found.serving),
-            packed=found.packed_on_host,
-            packs=found.packs,
+            loading=found.loading,
             ledgers={name: one.simulated for name, one in found.devices.items() if one.simulated is not None},
             plan=found,
             model=model,
@@ -249,7 +243,7 @@ def _told_by_file(named: Mapping[str, Any], adapter: Checkpoint | None) -> dict[
 def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sources]]:
     """Return the load of the checkpoint, and that of the adapter if there is one, and what their tensors come from."""
     from offstage.stages.shard_load.checkpoint_match import prepare, prepare_adapted
-    from offstage.stages.shard_load.sources import LoadPlan, find_sources
+    from offstage.stages.shard_load.sources import find_sources
 
     skeleton = inputs.plan.share(context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME))
     model, strict = context.live("empty_init"), inputs.config.strict
@@ -264,14 +258,8 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     loads = loads_of(checkpoint)  # which refuses a checkpoint that isn't the model's before it is quantised
     if checkpoint.copy is not None:
         loads = loads_of(_fill_copy(inputs, context, checkpoint, loads))
-    plan = LoadPlan(
-        inputs.plan.homes,
-        by_expert=frozenset(inputs.routed),
-        packed_on_host=frozenset(inputs.packed),
-        packs=frozenset(inputs.packs),
-    )
     loads = [replace(load, check_finite=inputs.config.check_finite) for load in loads]
-    return [(load, find_sources(load, plan)) for load in loads]
+    return [(load, find_sources(load, inputs.loading)) for load in loads]
 
 
 def _to_be_quantised(inputs: ShardLoadInputs, context: Context) -> Checkpoint:
@@ -290,13 +278,10 @@ def _fill_copy(inputs: ShardLoadInputs, context: Context, checkpoint: Checkpoint
     """Return ``checkpoint`` with what ``loads`` bring of its copy where an offload store has it: quantised now if it
     wasn't there.
     """
-    from offstage.stages.shard_load.offload_store import open_store
     from offstage.stages.shard_load.quantised_store import copy_key, files_for, fill_copy
 
-    key, files = copy_key(checkpoint), files_for(checkpoint, loads)
-    folder = Path(inputs.config.offload_folder or context.cache / "offload" / key)
-    needed = sum(one.file.size for one in files)
-    store = open_store(folder, key, needed_bytes=needed, model=model_name(context.config))
+    files = files_for(checkpoint, loads)
+    store = _open_store(inputs, context, copy_key(checkpoint), sum(one.file.size for one in files))
     return fill_copy(checkpoint, files, store, full=inputs.config.verify == "full")
 
 
@@ -313,16 +298,20 @@ def _divide(model: Any, plan: plans.Plan) -> Borders | None:
 
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: Sources) -> Sources:
     """Return ``sources`` with where the offload store has them; none is opened where nothing must be there."""
-    from offstage.stages.shard_load.offload_store import open_store
     from offstage.stages.shard_load.stored_weights import fill_store
 
     needed = [source.spec.bytes for source in sources.values() if source.wants_store]
     if not needed:
         return sources
-    key, model = load.store_key, model_name(context.config)
-    folder = Path(inputs.config.offload_folder or context.cache / "offload" / key)
-    store = open_store(folder, key, needed_bytes=sum(needed), model=model)
+    store = _open_store(inputs, context, load.store_key, sum(needed))
     return fill_store(load, sources, store, full=inputs.config.verify == "full")
+
+
+def _open_store(inputs: ShardLoadInputs, context: Context, key: str, needed: int) -> OffloadStore:
+    from offstage.stages.shard_load.offload_store import open_store
+
+    folder = Path(inputs.config.offload_folder or context.cache / "offload" / key)
+    return open_store(folder, key, needed_bytes=needed, model=model_name(context.config))
 
 
 def _open_weights(model: Mapping[str, Any], *, depth: Depth = "headers") -> Checkpoint:

@@ -34,10 +34,9 @@ from offstage.stages.empty_init.skeleton import Skeleton
 from offstage.stages.machine.devices import AnyDevice, device_id
 from offstage.stages.plan.functions import map_by_policy
 from offstage.stages.plan.placement import Budgets
-from offstage.stages.plan.serving import routed
 from offstage.stages.shard_load.checkpoint_match import prepare
 from offstage.stages.shard_load.functions import fill_model, homes_of, load_checkpoint_in_model, with_dtype
-from offstage.stages.shard_load.sources import LoadPlan, find_sources
+from offstage.stages.shard_load.sources import find_sources
 from offstage.stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
@@ -155,7 +154,7 @@ def load_checkpoint_and_dispatch(  # the field's signature
     )
     plan = plan_for(skeleton, wanted)
     load = prepare(model, skeleton, checkpoint=open_checkpoint(Path(checkpoint)), strict=strict, partial=not strict)
-    sources = find_sources(load, LoadPlan(plan.homes, by_expert=frozenset(routed(plan.serving))))
+    sources = find_sources(load, plan.loading)
     any_on_disk = any(source.home == DISK for source in sources.values())
     spills = any_on_disk if offload_state_dict is None else offload_state_dict
     placed = fill_model(load, sources, None if offload_folder is None else Path(offload_folder), spills=spills)

@@ -59,7 +59,7 @@ def test_what_is_resident_as_it_is_used_is_not_packed() -> None:
 def test_the_key_decides_and_auto_goes_by_the_rates(codec: str, io: str, storage: str, packs: str | None) -> None:
     plan = make_plan(weights(), config(codec, io, storage=storage))
     assert plan.codec == packs
-    assert bool(plan.packs) == bool(packs)
+    assert bool(plan.loading.packs) == bool(packs)
     expected = 2**18 * (NOMINAL["bfloat16"] if packs else 1) + 512
     if io == "direct":
         assert plan.forecast["streamed_bytes_per_token"] == pytest.approx(expected, rel=1e-3)

@@ -199,14 +199,14 @@ def test_experts_wait_on_the_host_packed_where_storage_would_be_slower(accelerat
     budgets = {"_0": str(2 * beside), "cpu": str(quarter)} if accelerated else {"cpu": str(beside + quarter)}
     slow = Rates(storage=10, host=10**9, link=10**9, device=10**9, unpacking=10**6)
     plan = optimal_plan(model, rates=slow, **budgets)
-    assert set(plan.packed_on_host) == plain.expert_tensors
+    assert set(plan.loading.packed_on_host) == plain.expert_tensors
     assert {plan.serving[name] for name in plain.expert_tensors} == {"experts"}
     assert packed_bytes(plan)["half"]["cpu"] == quarter
     assert plan.devices["cpu"].weights + plan.devices["cpu"].slots <= (plan.budgets["cpu"] or 0)
     assert "storage_bandwidth_bytes_per_second" not in plan.forecast, "nothing of it is read for a token"
     swift = Rates(storage=10**9, host=10**9, link=10**9, device=10**9, unpacking=10**9)
     again = optimal_plan(plain, rates=swift, **budgets)
-    assert not again.packed_on_host
+    assert not again.loading.packed_on_host
 
 
 def test_what_is_not_packed_stays_before_what_is_read_in_fewer_bytes() -> None:

@@ -96,5 +96,5 @@ def test_a_mixture_answers_the_same_from_experts_that_wait_packed_in_memory(
         logits, plan = loaded.model(TOKENS).logits, loaded.plan
     assert torch.equal(logits, expected)
     stacks = {name for name, how in plan.serving.items() if how == "experts" and not name.endswith("bias")}
-    assert set(plan.packed_on_host) == stacks
+    assert set(plan.loading.packed_on_host) == stacks
     assert len(stacks) == 2 * 3

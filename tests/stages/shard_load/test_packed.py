@@ -18,10 +18,11 @@ from offstage.stages.checkpoints.packed import AtRest, MemoryFile, PackedTensor,
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.describe import describe
+from offstage.stages.plan.plan import LoadPlan
 from offstage.stages.shard_load.checkpoint_match import Load, prepare
 from offstage.stages.shard_load.offload_store import open_store
 from offstage.stages.shard_load.place import place
-from offstage.stages.shard_load.sources import LoadPlan, Sources, find_sources
+from offstage.stages.shard_load.sources import Sources, find_sources
 from offstage.stages.shard_load.stored_weights import fill_store
 from offstage.stages.units import DeviceId
 

@@ -24,11 +24,12 @@ from offstage.stages.empty_init.adapted_model import add_adapter
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.merges import sources_in_order
 from offstage.stages.empty_init.names import NamingStep
+from offstage.stages.plan.plan import LoadPlan
 from offstage.stages.shard_load import OffloadedWeightsLoader
 from offstage.stages.shard_load.checkpoint_match import prepare, prepare_adapted
 from offstage.stages.shard_load.expert_rows import locate_rows, read_rows
 from offstage.stages.shard_load.functions import fill_model
-from offstage.stages.shard_load.sources import LoadPlan, find_sources
+from offstage.stages.shard_load.sources import find_sources
 from offstage.stages.shard_load.stage import ShardLoadStage
 from tests.stages.empty_init.test_experts import CONFIGS
 from tests.stages.shard_load.checkpoints import assert_same, load, make_context, save_bin

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.empty_init.describe import describe
+from offstage.stages.plan.plan import LoadPlan
 from offstage.stages.shard_load.checkpoint_match import Load, prepare
 from offstage.stages.shard_load.offload_store import open_store
 from offstage.stages.shard_load.place import place
-from offstage.stages.shard_load.sources import LoadPlan, Sources, find_sources
+from offstage.stages.shard_load.sources import Sources, find_sources
 from offstage.stages.shard_load.stored_weights import fill_store
 from offstage.stages.units import DeviceId
 from tests.conftest import LONG_FORM

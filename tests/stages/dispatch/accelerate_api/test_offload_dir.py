@@ -13,13 +13,13 @@ from offstage.stages.dispatch.accelerate_api.offload_dir import locate_weights
 from offstage.stages.dispatch.accelerate_api.streamed_model import Wanted, plan_for
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton
-from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.plan import LoadPlan, Plan
 from offstage.stages.plan.serving import Serving
 from offstage.stages.shard_load.checkpoint_match import prepare
 from offstage.stages.shard_load.expert_rows import read_rows
 from offstage.stages.shard_load.functions import fill_model
 from offstage.stages.shard_load.offload_store import read_index
-from offstage.stages.shard_load.sources import DiskWeights, LoadPlan, find_sources
+from offstage.stages.shard_load.sources import DiskWeights, find_sources
 from tests.stages.plan.plans import with_lines
 from tests.stages.shard_load.checkpoints import assert_same
 from tests.stages.shard_load.test_rows import empty_mixture, make_mixture
