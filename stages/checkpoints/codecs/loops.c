@@ -927,24 +927,29 @@ static void multiply_some(const Product *all, int64_t begin, int64_t end, const 
     }
 }
 
-/* The rows begin to end, for which there is room, times all rows given. */
-static void multiply_panel(const Product *all, int64_t begin, int64_t end, float *room) {
+/* The rows begin to end, which are unpacked to values with room for sums behind them, times all rows given. */
+static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, float *values) {
     int64_t columns = all->columns, whole = all->count / AT_ONCE * AT_ONCE;
-    float *sums = room + (end - begin) * columns;
-    for (int64_t row = begin; row < end; row++) unpack_row(all, row, room + (row - begin) * columns);
+    float *sums = values + (end - begin) * columns;
     for (int64_t first = 0; first < whole; first += SHARING)
-        multiply_some(all, begin, end, room, first, whole - first < SHARING ? whole - first : SHARING, sums);
+        multiply_some(all, begin, end, values, first, whole - first < SHARING ? whole - first : SHARING, sums);
     for (int64_t first = whole; first < all->count; first++)
         for (int64_t row = begin; row < end; row++)
             all->made[first * all->rows + place_of(all, row)] =
-                multiply_one(room + (row - begin) * columns, all->given + first * columns, columns);
+                multiply_one(values + (row - begin) * columns, all->given + first * columns, columns);
 }
+
+/* How many rows of values there is room for, and for the sums behind them. */
+INLINE int64_t rows_of(const Product *all, int64_t room) { return room / (all->columns + SHARING * LANES); }
 
 /* The rows begin to end times all rows given, of which a few don't make it worth the while to unpack anything. */
 static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, float *room) {
     if (all->count >= AT_ONCE)
-        for (int64_t row = begin, panel = all->room / (all->columns + SHARING * LANES); row < end; row += panel)
-            multiply_panel(all, row, row + panel < end ? row + panel : end, room);
+        for (int64_t first = begin, last; first < end; first = last) {
+            last = first + rows_of(all, all->room) < end ? first + rows_of(all, all->room) : end;
+            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * all->columns);
+            multiply_unpacked(all, first, last, room);
+        }
     else
         for (int64_t row = begin; row < end; row++)
             for (int64_t at = 0; at < all->count; at++)
@@ -958,7 +963,7 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, flo
    inputs or as table tells them, has scales and, above, zeros. These rest one less than they mean where above_run is set.
    Codes of AWQ are told by inside. */
 
-enum { WIDE = 64, GIVEN = 4 };
+enum { WIDE = 64, GIVEN = 4, MANY = 12 };
 
 typedef struct {
     float scales[WIDE], zeros[WIDE];
@@ -1100,13 +1105,28 @@ static void multiply_tile(const Product *all, const Group *groups, int64_t first
     }
 }
 
+/* Unpack wide rows from first on, for MANY rows given or more. */
+static void unpack_columns(const Product *all, const Group *groups, int64_t first, int64_t wide, float *made) {
+    float values[LANES][WIDE];
+    for (int64_t input = 0; input < all->columns; input += LANES) {
+        values_of_columns(all->work, groups, input, first, wide, values);
+        for (int64_t row = 0; row < wide; row++)
+            for (int lane = 0; lane < LANES; lane++) made[row * all->columns + input + lane] = values[lane][row];
+    }
+}
+
 static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, float *room) {
     Group *groups = (Group *)room;
     for (int64_t first = begin; first < end; first += WIDE) {
         int64_t wide = end - first < WIDE ? end - first : WIDE;
         unpack_groups(all->work, first, wide, groups);
-        for (int64_t from = 0; from < all->count; from += GIVEN)
-            multiply_tile(all, groups, first, wide, from, all->count - from < GIVEN ? all->count - from : GIVEN);
+        if (all->count >= MANY) {
+            unpack_columns(all, groups, first, wide, (float *)(groups + all->work->across));
+            multiply_unpacked(all, first, first + wide, (float *)(groups + all->work->across));
+        }
+        else
+            for (int64_t from = 0; from < all->count; from += GIVEN)
+                multiply_tile(all, groups, first, wide, from, all->count - from < GIVEN ? all->count - from : GIVEN);
     }
 }
 

@@ -40,8 +40,8 @@ _AT_ONCE = 4
 """From so many rows given on a weight is unpacked, some of its rows at a time; fewer read it as one does."""
 _SHARING = 32
 """How many rows given share what was unpacked while it is in a core's first cache."""
-_WIDE = 64
-"""How many rows of a weight that rests in columns are multiplied side by side."""
+_WIDE, _MANY = 64, 12
+"""How many rows of a weight in columns are multiplied side by side; from how many rows given on it is unpacked."""
 _SHARES = 4
 """In so many steps each thread takes rows: one that another process holds up has fewer."""
 _LINE = 64
@@ -114,12 +114,13 @@ class Product:
         The bits are the same for any number of them.
         """
         product, together = _ProductArguments.from_buffer_copy(self._arguments), _TOGETHER
-        room = self._room or 0
+        room, unpacks = self._room or 0, count >= (_AT_ONCE if self._room is None else _MANY)
         if self._room is not None:
             together = _WIDE
-        elif count >= _AT_ONCE:
+        elif unpacks:
             together *= max(1, min(_PANEL_VALUES // self._columns, self._rows // (4 * threads)) // together)
-            room = together * (self._columns + _SHARING * LANES)
+        if unpacks:
+            room += together * (self._columns + _SHARING * LANES)
         if room:
             rooms = np.empty(threads * room + _LINE // 4, np.float32)  # whole lines of a cache are read at once
             product.rooms = -(-rooms.ctypes.data // _LINE) * _LINE
