@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -31,7 +31,6 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.plan import HostPlan, Plan
 from offstage.stages.plan.request.choose import ALIKE
 from offstage.stages.plan.request.requests import lockstep_is_chosen, read_request
-from offstage.stages.units import DISK
 
 _WORTH_MOVING = 0.999
 """What of a token's seconds must be left for blocks to move: hosts that are alike have as many, but for a reason."""
@@ -44,12 +43,16 @@ PlanOf = Callable[[int, Partition], Plan]
 
 @dataclass(frozen=True, slots=True)
 class PlannedHost:
-    """What planning goes by of one host: its ``machine`` and figures, and the budgets that it was given."""
+    """What planning goes by of one host: its ``machine`` and figures, and the budgets that it was given.
+
+    ``capabilities`` are what its last bits hang on, where it is there.
+    """
 
     machine: Hardware
     rates: Rates
     kernels: Kernels
     max_memory: Mapping[str, str] | None
+    capabilities: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -138,19 +141,22 @@ def divide(
     sent, busy = _network_seconds(skeleton, chain, partition.hosts, network)
     return Division(
         partition,
-        tuple(_host_plan(partition, host, plan) for host, plan in enumerate(plans)),
+        tuple(_host_plan(partition, host, plan, hosts[host].capabilities) for host, plan in enumerate(plans)),
         max(busy, _token_seconds(plans, members, sent=sent)),
         min(float(plan.forecast.get("forwards_for_free", 0)) for plan in plans),
     )
 
 
-def _host_plan(partition: Partition, host: int, plan: Plan) -> HostPlan:
+def _host_plan(partition: Partition, host: int, plan: Plan, capabilities: Mapping[str, str]) -> HostPlan:
     return HostPlan(
         blocks=partition.told(host),
         weights={device: one.weights for device, one in plan.devices.items() if one.weights},
-        peaks={device: one.own_bytes for device, one in plan.devices.items() if device != DISK and one.own_bytes},
+        device_map=plan.device_map,
+        budgets={device: one.budget for device, one in plan.devices.items() if one.is_used},
+        predicted={device: one.own_parts for device, one in plan.devices.items() if one.is_used},
         seconds=float(plan.forecast["seconds_per_token"]),
         streamed_bytes=int(plan.forecast["streamed_bytes_per_token"]),
+        capabilities=capabilities,
     )
 
 
