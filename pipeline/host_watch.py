@@ -60,22 +60,27 @@ class HostWatch:
     def interrupted(self) -> str | None:
         """Do the same where this one was interrupted. Where torchrun did that, return which host it did that for.
 
-        It interrupts all as it sees one end. Those say so then; the one that ended says nothing.
+        It interrupts all as it sees one end. Those say so then; the one that ended says nothing, and where torchrun
+        served the store beside it, that is gone.
         """
-        beats = {host: self._beat_of(host) for host in self._others} if _LAUNCHER in os.environ else {}
+        self._stopped.set()
+        launched, beats = _LAUNCHER in os.environ, dict[int, int | None]()
+        try:
+            beats |= {host: self._beat_of(host) for host in self._others} if launched else {}
+        except RuntimeError:
+            self._lost = self._lost or f"{self._server} went away"
         began = time.monotonic()
         self.fail("interrupted")
-        if self._lost is not None or time.monotonic() - began < _PATIENCE_SECONDS / 2:
-            return self._lost if beats else None
-        silent = [host for host, beat in beats.items() if beat is not None and self._beat_of(host) == beat]
-        return f"{self.name(silent[0])} went away, and torchrun ended the others" if silent else None
+        if launched and self._lost is None and time.monotonic() - began > _PATIENCE_SECONDS / 2:
+            with suppress(RuntimeError):
+                silent = [host for host, beat in beats.items() if beat is not None and self._beat_of(host) == beat]
+                return f"{self.name(silent[0])} went away, and torchrun ended the others" if silent else None
+        return self._lost if launched else None
 
     def _beat_of(self, host: int) -> int | None:
-        """Return which time it was that ``host`` last said that it is at work; null where it isn't, or nobody knows."""
-        with suppress(RuntimeError):
-            said = self._said(host)
-            return said.get("beat") if said.get("state") == _RUNNING else None
-        return None
+        """Return which time it was that ``host`` last said that it is at work; null where it isn't."""
+        said = self._said(host)
+        return said.get("beat") if said.get("state") == _RUNNING else None
 
     def leave(self) -> None:
         """Be missed by nobody, as the process ends; who serves the store stays until the others have left."""

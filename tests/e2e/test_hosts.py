@@ -153,13 +153,21 @@ def test_a_second_run_of_hosts_builds_nothing(tmp_path: Path) -> None:
     assert all(stage["cached"] for record in last for stage in record["stages"])
 
 
-@pytest.mark.parametrize("stage", in_ci("score", of=["score", "forward"]))
-def test_scores_and_forwards_are_those_of_one_host(tmp_path: Path, stage: str) -> None:
-    texts = f"{stage}.texts=[Once upon a time, The end]"
-    hosts = run_forks(tmp_path / "two", *[(f"stages={stage}", texts, "max_memory.cpu=2MB")] * 2)
+ASKED = {
+    "score": ["stages=score"],
+    "forward": ["stages=forward"],
+    "embed": ["stages=forward", "forward.pooling=mean", "model.class=AutoModel"],
+}
+
+
+@pytest.mark.parametrize("asked", in_ci("score", of=ASKED))
+def test_scores_and_forwards_are_those_of_one_host(tmp_path: Path, asked: str) -> None:
+    stage = ASKED[asked][0].removeprefix("stages=")
+    given = [*ASKED[asked], f"{stage}.texts=[Once upon a time, The end]"]
+    hosts = run_forks(tmp_path / "two", *[[*given, "max_memory.cpu=2MB"]] * 2)
     assert [code for code, _, _ in hosts] == [0, 0], hosts
     first, second = by_rank(tmp_path / "two")
-    assert first["outputs"] == second["outputs"] == alone(tmp_path / "one", f"stages={stage}", texts)["outputs"]
+    assert first["outputs"] == second["outputs"] == alone(tmp_path / "one", *given)["outputs"]
 
 
 @pytest.mark.long_form
@@ -170,6 +178,18 @@ def test_a_run_of_hosts_is_replayed_by_one(tmp_path: Path) -> None:
     folder = next(iter(records_in(tmp_path))).parent
     done = subprocess.run([*replay, str(folder)], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long_form
+def test_a_run_of_hosts_is_replayed_by_as_many(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, 2, *ARGUMENTS)
+    assert code == 0, err
+    recorded = next(iter(records_in(tmp_path))).parent
+    replay = ["--no-python", sys.executable, "-c", "from offstage.pipeline.commands import replay; replay()"]
+    with deadline(), start(tmp_path, 2, [*replay, str(recorded)]) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert out.count("tokens    the same") == 1, "the first host alone shows what came out"
 
 
 REFUSED = {
