@@ -20,10 +20,7 @@ from tests.stages.hosts.divided_models import CONFIGS
 ROOT = Path(__file__).parents[3]
 IN_CI = [("llama", "disk"), ("t5", "disk"), ("mixtral", "disk"), ("mamba", "memory"), ("gemma2", "memory")]
 IN_CI += [("llama", "simulated"), ("llama", "fp8")]
-CASES = [(name, lies) for name in CONFIGS for lies in ("memory", "disk")]
-CASES += [
-    (name, "simulated") for name in ("llama", "tied", "gemma2", "t5")
-]  # not a mixture's floats, see test_alignment
+CASES = [(name, lies) for name in CONFIGS for lies in ("memory", "disk", "simulated")]
 CASES += [(name, "fp8") for name in ("llama", "tied", "mixtral", "qwen3_moe")]
 
 
