@@ -20,7 +20,7 @@ from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_ord
 LISTED = 8
 """How many names an error lists before it counts the rest."""
 
-_CALLED = {"cache": "KV cache", "slots": "expert cache"}
+_CALLED = {"cache": "KV cache", "slots": "expert cache", "allocator": "torch's allocator"}
 """What a refusal calls parts of a ledger."""
 
 

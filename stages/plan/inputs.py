@@ -21,7 +21,8 @@ from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.process_memory import STEP_BYTES
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan import options
-from offstage.stages.plan.budgets import Allowance, allow, rooms
+from offstage.stages.plan.allocator import AllocatorCost, allocator_cost
+from offstage.stages.plan.budgets import NO_COST, Allowance, allow, rooms
 from offstage.stages.plan.expert_slots import SINGLE, Routing
 from offstage.stages.plan.figures import host_is_described
 from offstage.stages.plan.hosts import Division
@@ -52,7 +53,7 @@ class Demand:
     budgets that is resolved beside them. ``step`` is a pass of its decoding. The host reads what it streams by ``io``.
 
     ``size`` is how many go together where that is the plan's to choose, else null. ``requests`` are all that may be
-    asked, the first of which is decoded in such steps.
+    asked, the first of which is decoded in such steps. ``allocator`` is what torch's takes beside on an accelerator.
     """
 
     size: int | None
@@ -61,6 +62,7 @@ class Demand:
     step: Step
     io: Io
     requests: tuple[Request, ...] = field(compare=False)
+    allocator: AllocatorCost = field(default=NO_COST, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,7 @@ def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay:
 def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: MemoryNeeds, step: Step) -> Demand:
     """Return what a request comes to whose ``needs`` are known."""
     on_device = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
+    allocator = allocator_cost(outline, needs) if machine.accelerators else NO_COST
     host_computes = given.execution == options.FASTEST or not machine.accelerators
     allowance = allow(
         given.max_memory,
@@ -249,10 +252,11 @@ def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, need
         needed=on_device,
         host_needed=needs.host_bytes if host_computes else 0,
         unpacking=outline.unpacking_bytes,
+        allocator=allocator,
     )
     streaming = _streaming(machine, outline, allowance, needs)
     step = replace(step, pages_stay=choose_io("auto", **streaming) == "mmap")
-    return Demand(None, needs, allowance, step, choose_io(given.storage.io, **streaming), ())
+    return Demand(None, needs, allowance, step, choose_io(given.storage.io, **streaming), (), allocator)
 
 
 def _assumed_of_host(config: Config) -> tuple[str, ...]:
@@ -292,5 +296,6 @@ def _most_held(outline: Outline, demand: Demand, machine: Hardware, device: Devi
     """Return bytes that no plan of such a request comes to on ``device``, whatever it places there."""
     most = demand.allowance.budgets.get(device)
     weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
-    process = machine.process_bytes[device] + (outline.unpacking_bytes if device == CPU else 0)
+    process = machine.process_bytes[device]
+    process += outline.unpacking_bytes if device == CPU else demand.allocator.beside(weights)
     return weights + max(outline.sizes.values(), default=0) + demand.needs.bytes + process

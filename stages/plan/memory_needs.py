@@ -24,12 +24,14 @@ from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId
 class BlockCache:
     """The bytes that ``block`` keeps of a request: after the prompts' forward, and in the end.
 
-    The first may be more: a window's keys are a view of the whole prompt's until the next token comes.
+    The first may be more: a window's keys are a view of the whole prompt's until the next token comes. They are those
+    of so many ``tensors``, keys and values of each call.
     """
 
     block: str
     prompted: int
     finished: int
+    tensors: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ def block_caches(outline: Outline, geometry: Geometry, request: Request, *, widt
             block,
             prompted=round(sequences * spec.after_prompt(prompt, encoded=request.prompt)),
             finished=round(sequences * spec.after_token(request.length, encoded=request.prompt)),
+            tensors=2 * request.members * request.forwards,
         )
         for spec in specs
         for block in spec.blocks
