@@ -22,7 +22,7 @@ from offstage.stages.machine.caching_allocator import (
     CachingAllocator,
 )
 from offstage.stages.plan.layout import Layout
-from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds
+from offstage.stages.plan.memory_needs import COPIES, BlockCache, MemoryNeeds
 from offstage.stages.plan.outline import Outline
 from offstage.stages.units import DeviceId
 
@@ -57,9 +57,19 @@ def allocator_bytes(layout: Layout, device: DeviceId, *, caches: Iterable[BlockC
     room = layout.rooms[device]
     asked = [(line.bytes, COMPUTING) for line in layout.lines if line.home == device and line.name == line.leader]
     asked += [(room.reserve, COMPUTING), (room.slots, COMPUTING), (room.unpacking, COMPUTING)]
-    for cache in caches:
-        asked += [(max(cache.prompted, cache.finished) // cache.tensors, COMPUTING)] * cache.tensors
+    asked += _tensors(caches)
     return reserved_beside([*asked, *_in_pool_apart(room.unpacking)], activation_bytes)
+
+
+def _tensors(caches: Iterable[BlockCache]) -> list[Asked]:
+    """Return the tensors of ``caches`` that lie where their blocks compute: of what waits on the host the largest."""
+    found, passing = list[Asked](), 0
+    for cache in caches:
+        if cache.waits:
+            passing = max(passing, cache.most)
+        else:
+            found += [(cache.most // cache.tensors, COMPUTING)] * cache.tensors
+    return [*found, *[(passing, COMPUTING)] * COPIES]
 
 
 def _in_pool_apart(unpacking: int) -> list[Asked]:
@@ -93,8 +103,5 @@ def allocator_cost(outline: Outline, needs: MemoryNeeds) -> AllocatorCost:
     sizes = [(outline.sizes[spec.name], COMPUTING) for spec in outline.skeleton.unique]
     weights = sum(size for size, _ in sizes)
     whole = reserved_beside(sizes, 0)
-    caches = [
-        (max(one.prompted, one.finished) // one.tensors, COMPUTING) for one in needs.caches for _ in range(one.tensors)
-    ]
-    fixed = reserved_beside(caches, needs.activation_bytes)
+    fixed = reserved_beside(_tensors(needs.caches), needs.activation_bytes)
     return AllocatorCost(fixed, whole / max(1, weights), whole)

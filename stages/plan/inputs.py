@@ -27,7 +27,7 @@ from offstage.stages.plan.expert_slots import SINGLE, Routing
 from offstage.stages.plan.figures import host_is_described
 from offstage.stages.plan.hosts import Division
 from offstage.stages.plan.lossless import LosslessPacking, with_copies
-from offstage.stages.plan.memory_needs import MemoryNeeds, compute_dtype, memory_needs, most
+from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds, block_caches, compute_dtype, memory_needs, most
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.choose import why_not_in_lockstep
 from offstage.stages.plan.request.geometry import Geometry, Request, read_geometry
@@ -238,19 +238,29 @@ def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay:
         decodes=request.length > 0,
         pages_stay=pages_stay,
         forwards=request.forwards,
+        waiting=_waiting(outline, geometry, request),
     )
+
+
+def _waiting(outline: Outline, geometry: Geometry, request: Request) -> tuple[BlockCache, ...]:
+    """Return those caches of ``request`` that wait on the host, as large as they are half-way through the answers."""
+    if not request.cache_on_host:
+        return ()
+    half_way = replace(request, length=(min(request.prompt, request.length) + request.length) // 2)
+    caches = block_caches(outline, geometry, half_way, width=int(DTYPE_BYTES[compute_dtype(outline)]))
+    return tuple(cache for cache in caches if cache.waits)
 
 
 def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: MemoryNeeds, step: Step) -> Demand:
     """Return what a request comes to whose ``needs`` are known."""
-    on_device = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
+    on_device = needs.device_cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
     allocator = allocator_cost(outline, needs) if machine.accelerators else NO_COST
     host_computes = given.execution == options.FASTEST or not machine.accelerators
     allowance = allow(
         given.max_memory,
         machine,
         needed=on_device,
-        host_needed=needs.host_bytes if host_computes else 0,
+        host_needed=needs.host_bytes if host_computes else needs.apart_bytes,
         unpacking=outline.unpacking_bytes,
         allocator=allocator,
     )

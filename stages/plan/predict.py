@@ -65,7 +65,7 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
     accelerator that computes.
     """
     main = layout.placement.main
-    caches = cache_bytes(needs.caches, lambda block: _computes(layout, block))
+    caches = cache_bytes(needs.caches, layout.block_device)
     computed = {line.computes for line in layout.lines}
     found: ByPart = {}
     for device, room in layout.rooms.items():
@@ -83,7 +83,7 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
             held["assistant"] = needs.assistant_bytes
         held |= {"process": process_bytes[device]} if device in computed and process_bytes.get(device) else {}
         if device != CPU:
-            mine = [cache for cache in needs.caches if _computes(layout, cache.block) == device]
+            mine = [cache for cache in needs.caches if layout.block_device(cache.block) == device]
             held[ALLOCATOR] = allocator_bytes(layout, device, caches=mine, activation_bytes=held["activations"])
     host, staged, bounced = found[CPU], _staged_bytes(layout), _bounced(layout)
     host["reserve"] = staged.pop(CPU, 0)
@@ -159,8 +159,3 @@ def _held_for(simulated: Collection[DeviceId], held: ByPart, needs: MemoryNeeds)
     beside = sum(sum(parts.values()) - parts["activations"] - parts[ALLOCATOR] for parts in there)
     computes = any(parts["activations"] for parts in there) and not held[CPU]["activations"]
     return {SIMULATED: beside + (needs.activation_bytes + needs.scratch_bytes if computes else 0)}
-
-
-def _computes(layout: Layout, name: str) -> DeviceId:
-    inside = (layout.by_name[tensor].computes for tensor in layout.outline.below(name))
-    return next(inside, layout.placement.main)

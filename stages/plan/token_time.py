@@ -73,7 +73,8 @@ class Brought:
     they move so many bytes in their memories. To have it brought for itself the host takes as long as for so many
     ``calls``, for accelerators as for so many ``launches``. Of what waits on disk so much can't come ahead, since it is
     known ``when_called``; so much is ``unpacked_when_called`` by the host. Of experts it brings so many
-    ``expert_bytes``, and finds others ``in_slots``; so much of them is ``experts_used``.
+    ``expert_bytes``, and finds others ``in_slots``; so much of them is ``experts_used``. Of ``caches`` that wait on the
+    host so many bytes come to each device, each block's as it computes.
     """
 
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
@@ -91,6 +92,7 @@ class Brought:
     expert_bytes: float = 0
     experts_used: float = 0
     in_slots: Counter[DeviceId] = field(default_factory=Counter)
+    caches: Counter[DeviceId] = field(default_factory=Counter)
 
     def add(
         self,
@@ -225,16 +227,17 @@ def token_seconds(
     computed = computed or {}
     cores = computed.get(CPU, 0) / rates.host / HOST_TOKENS
     computing = max(there / rates.host, cores) if on_host else there / rates.host
+    caches = sum(count / rates.link_of(device) for device, count in brought.caches.items() if count) / members
     apart = sum(count / rates.device_of(device) for device, count in computed.items() if device != CPU)
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
-        "link": link_seconds(brought, rates, reserves) / members,
+        "link": link_seconds(brought, rates, reserves) / members + caches,
         HOST: (there + brought.used.get(CPU, 0)) / rates.host + host_calls / rates.calls,
         HOST_CORES: cores + host_calls / rates.calls,
         DEVICE: _read_on_devices(brought, held, members, rates) / rates.device,
         DEVICE_CORES: apart / DEVICE_TOKENS,
         LAUNCHING: (launches + brought.launches / members) / rates.launches,
-        CROSSING: on_host.crossing_seconds(rates) if on_host else 0.0,
+        CROSSING: caches + (on_host.crossing_seconds(rates) if on_host else 0.0),
         WAITING: waiting_seconds(brought, rates, reserves, computing * members) / members if on_host else 0.0,
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
         BRINGING: brought.calls / rates.calls / members,

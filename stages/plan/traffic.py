@@ -16,6 +16,7 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import SINGLE, Routing, hit_rates
 from offstage.stages.plan.layout import Layout
+from offstage.stages.plan.memory_needs import BlockCache
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Line
 from offstage.stages.plan.token_time import (
@@ -42,7 +43,8 @@ class Step:
 
     Its tokens use a mixture's experts as ``routing`` says. A layer hands ``output`` to the next. One that ``decodes``
     isn't the first, and needs nothing that only a prompt does. Where ``pages_stay``, what is mapped is in memory then.
-    It is so many ``forwards``, one after the other, each over all weights.
+    It is so many ``forwards``, one after the other, each over all weights. It brings the caches that are ``waiting`` on
+    the host.
     """
 
     routing: Routing = SINGLE
@@ -51,6 +53,7 @@ class Step:
     decodes: bool = True
     pages_stay: bool = False
     forwards: int = 1
+    waiting: tuple[BlockCache, ...] = ()
 
 
 PLAIN_STEP = Step()
@@ -85,6 +88,9 @@ def traffic(layout: Layout, step: Step) -> Brought:
             )
         if layer in on_host:
             found.compute_on_host(_read_bytes(layout, there, routing))
+    for cache in step.waiting:
+        if (device := layout.block_device(cache.block)) != CPU:
+            found.caches[device] += cache.finished
     return found
 
 
@@ -187,6 +193,8 @@ class Forecast:
         if brought.hit_rate is not None:
             found["expert_bytes_per_token"] = round(brought.expert_bytes / members)
             found["expert_hit_rate"] = round(brought.hit_rate, 4)
+        if brought.caches:
+            found["cache_bytes_per_token"] = round(brought.caches.total() / members)
         if share is not None:
             found["host_read_bytes_per_token"] = round(share.read_bytes)
             found["crossing_bytes_per_token"] = round(share.crossings * self.step.output.bytes)
@@ -240,6 +248,7 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, me
     brought = Brought(streamed, packed, unpacked, computed, unpacked_there=unpacked_there, saved=saved)
     brought.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
     brought.runs = [(device, count * ahead) for device, count in computed.items()]
+    brought.caches[plan.main_device] = round(float(plan.forecast.get("cache_bytes_per_token", 0)) * members)
     on_host = _forecast_share(plan) if plan.host_layers else None
     seconds = token_seconds(brought, plan.used_bytes, rates=plan.known_rates, members=members, on_host=on_host)
     return slowest(seconds)[1]
