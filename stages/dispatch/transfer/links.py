@@ -62,7 +62,7 @@ class SynchronousLink:
         """Return none: nothing is waited for later."""
         return 0.0
 
-    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
         """Copy now."""
         for source, target in pieces:
             target.copy_(source)
@@ -106,7 +106,7 @@ class HostLink(SynchronousLink):
     def __init__(self) -> None:
         super().__init__(HostMemory)
 
-    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
         """Copy now, in this thread alone: torch would start threads of its own in each of ours."""
         for source, target in pieces:
             np.copyto(target.numpy(), source.numpy())
