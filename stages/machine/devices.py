@@ -177,6 +177,21 @@ def full(device: DeviceId | None, count: int) -> BudgetError:
     )
 
 
+def current_device() -> int | None:
+    """Return the index of the accelerator on which this thread has kernels run that don't ask where their operands lie;
+    null where there is none, or none is in use.
+    """
+    here = torch.accelerator.current_accelerator()
+    if here is None or (here.type == "cuda" and not torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return None
+    return int(torch.accelerator.current_device_index())
+
+
+def set_current_device(index: int) -> None:
+    """Have such kernels of this thread run on the accelerator ``index``."""
+    torch.accelerator.set_device_index(index)
+
+
 def device_id(device: AnyDevice) -> DeviceId:
     """Return the device id of ``device``: the index of an accelerator, whatever its kind is called."""
     try:
