@@ -244,3 +244,9 @@ def test_two_engines_are_told_side_by_side() -> None:
     assert table[4] == "the tokens are the same"
     other = [{"offstage": ours, "llama.cpp": {**theirs, "tokens": [1, 3]}}]
     assert llama_cpp.lines("q8_0", other)[4] == "the tokens are others"
+
+
+def test_each_section_that_needs_a_gpu_is_tried_without_one_by_the_same_command() -> None:
+    gpu = importlib.import_module("tests.benchmarks.gpu")
+    modules = [{name: one.command.split()[1] for name, one in table.items()} for table in (gpu.SECTIONS, gpu.TRIALS)]
+    assert modules[0] == modules[1]
