@@ -106,13 +106,15 @@ class RunInputs:
 class RunMemory:
     """Bytes by device: what was allowed, predicted and measured, and over time as pairs of seconds and bytes.
 
-    ``simulated`` is what stands in for accelerators that aren't there.
+    ``simulated`` is what stands in for accelerators that aren't there. ``reserved`` is what torch's allocator had of
+    each accelerator at most: what is more than was ``measured`` is rounding, what was kept for later, and fragments.
     """
 
     budget: Bytes = field(default_factory=dict)
     predicted: Bytes = field(default_factory=dict)
     measured: Bytes = field(default_factory=dict)
     simulated: Bytes = field(default_factory=dict, metadata=_SPARSE)
+    reserved: Bytes = field(default_factory=dict, metadata=_SPARSE)
     series: Mapping[str, tuple[tuple[int | float, int | float], ...]] = field(default_factory=dict, metadata=_SPARSE)
 
 

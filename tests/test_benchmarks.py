@@ -248,3 +248,9 @@ def test_two_engines_are_told_side_by_side() -> None:
     assert llama_cpp.capped_lines("q8_0", 0.4, capped)[3] == "ratio      3.00 times as fast"
     capped.append({"offstage": {"seconds": 0.2}, "llama.cpp": {"seconds": None}})
     assert llama_cpp.capped_lines("q8_0", 0.4, capped)[1:] == ["offstage   0.200", "llama.cpp  died"]
+
+
+def test_each_section_that_needs_a_gpu_is_tried_without_one_by_the_same_command() -> None:
+    gpu = importlib.import_module("tests.benchmarks.gpu")
+    modules = [{name: one.command.split()[1] for name, one in table.items()} for table in (gpu.SECTIONS, gpu.TRIALS)]
+    assert modules[0] == modules[1]

@@ -168,6 +168,11 @@ class CacheSpec:
     encoded_bytes: float = 0
     window: int | None = None
 
+    @property
+    def grows_alone(self) -> bool:
+        """Whether keys and values of all positions are all that it is."""
+        return self.window is None and not self.state_bytes and not self.encoded_bytes
+
     def after_prompt(self, positions: int, *, encoded: int) -> float:
         """Return the bytes of one block and sequence after the first forward: of all ``positions``.
 

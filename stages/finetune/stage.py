@@ -16,6 +16,7 @@ from offstage.stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneIn
 from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, WHOLE_RUN, earlier
 from offstage.stages.inference.inputs import gather_model, inference_sources
 from offstage.stages.inference.progress import earlier_told, read_rows
+from offstage.stages.inference.repeats import measured_memory
 from offstage.stages.inputs.finetune_options import TEXT, FinetuneOptions, check_training
 from offstage.stages.inputs.texts import read_text
 from offstage.stages.plan.plan import FILE_NAME as PLAN
@@ -109,7 +110,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
         told = f"loss {rows[0]['loss']:.4f} → {rows[-1]['loss']:.4f} in {len(rows)} step{'s' * (len(rows) > 1)}"
         return Report(
             summary=told + (f", {rate:.1f} tokens a second" if rate else "") + earlier_told(data["metrics"], "steps"),
-            memory={"measured": data["measured"]},
+            memory=measured_memory(data),
             metrics=data["metrics"],
             experts=data["experts"],
             outputs=tuple(_outputs(artifact, rows)),

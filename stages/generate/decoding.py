@@ -25,6 +25,7 @@ from offstage.stages.generate import decode, options, prompts
 from offstage.stages.generate.assistant import Assistant
 from offstage.stages.generate.batches import Asked, make_batches
 from offstage.stages.generate.detokenizer import Detokenizer, decode_after
+from offstage.stages.generate.host_cache import host_cache
 from offstage.stages.generate.inputs import GenerateInputs
 from offstage.stages.generate.judged import Judged
 from offstage.stages.generate.logprobs import ChosenLogprobs
@@ -35,7 +36,7 @@ from offstage.stages.generate.transcript import LiveTranscript, before_answer
 from offstage.stages.inference.padding import make_batch
 from offstage.stages.inference.progress import Progress, Row
 from offstage.stages.inference.tokens import check_words
-from offstage.stages.inputs.generate_options import LOOKUP
+from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED
 from offstage.stages.inputs.prompt_processor import PromptProcessor
 from offstage.stages.inputs.prompts import MOST, prompt_inputs
 
@@ -300,6 +301,8 @@ class Decoding:
                 )
         stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
         call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
+        if call.get(CACHE, self._default(CACHE)) == OFFLOADED:
+            call |= self._host_cache(call, asked["input_ids"].shape[1])
         if self._assistant is not None and speculation is None:
             call["assistant_model"] = self._assistant.for_prompt(given)
         loop = speculation.decode if speculation is not None else None
@@ -307,6 +310,18 @@ class Decoding:
             return decode.decode_with_transformers(
                 model, asked, call, device=device, clock=clock, logprobs=logprobs, loop=loop
             )
+
+    def _host_cache(self, call: dict[str, Any], prompt: int) -> dict[str, Any]:
+        """Return what ``call`` is given for a cache on the host, in place of the option that transformers has for that.
+
+        Where the host computes all, the cache is there already.
+        """
+        call.pop(CACHE, None)
+        if (own := getattr(self._dispatched.model, "generation_config", None)) is not None:
+            own.cache_implementation = None
+        streamer = self._dispatched.streamer
+        new = call.get("max_new_tokens") or max(0, (call.get("max_length") or 0) - prompt)
+        return host_cache(self._dispatched.model, streamer.pinned, room=prompt + new) if streamer.is_apart else {}
 
 
 def _agreed(reason: str | None, progress: Progress) -> str | None:

@@ -17,14 +17,14 @@ from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.empty_init.identity import read_config
 from offstage.stages.generate.prompts import token_ids
 from offstage.stages.generate.shared_cache import why_not_shared
-from offstage.stages.inputs.generate_options import LOOKUP, OWN_KEYS, GenerateOptions, is_count
+from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED, OWN_KEYS, GenerateOptions, is_count
 from offstage.stages.inputs.prompts import Prompt, check_seed
 
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""
 
-CACHES = ("dynamic", "static")
-"""The values of ``cache_implementation`` whose caches stay where the model computes."""
+CACHES = ("dynamic", "static", OFFLOADED)
+"""The values of ``cache_implementation`` that a run can have: the first two stay where the model computes."""
 
 
 _COUNTS = {"max_new_tokens": "tokens", "num_beams": "beams", "num_return_sequences": "sequences"}
@@ -105,6 +105,9 @@ def check_own_options(
         seen.append(prompt.options)
         own = dict(prompt.options)
         yield from check_seed(f"{name}.seed", own.pop("seed", 0))
+        caches = {given.options.get(CACHE), own.get(CACHE, given.options.get(CACHE))}
+        if len(caches) > 1 and OFFLOADED in caches:
+            yield Fault(f"{name}.{CACHE}", f"{OFFLOADED!r} is for all prompts or none: a plan leaves room for one kind")
         both = given.of_prompt(own)
         for fault in list(check_options(both, model)) or check_served(both, model):
             yield Fault(f"{name}{fault.key.removeprefix('generate')}", fault.message, fault.error)
@@ -149,8 +152,10 @@ def _removed(options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    if options.get("cache_implementation") not in (None, *CACHES):
-        yield "cache_implementation", f"is no cache that a run can have; give {' or '.join(CACHES)}, or leave it out"
+    if options.get(CACHE) not in (None, *CACHES):
+        yield CACHE, f"is no cache that a run can have; give {' or '.join(CACHES)}, or leave it out"
+    if options.get(CACHE) == OFFLOADED and (why := _why_not_on_host(model)):
+        yield CACHE, f"asks for keys and values that wait on the host, and {why}; leave it out"
     if options.get("stop_strings") and load_tokenizer(ModelSource.of(model)) is None:
         yield "stop_strings", "needs a tokenizer, and the checkpoint has none; set model.tokenizer"
     for name, processor in _processors(options):
@@ -174,7 +179,7 @@ def _unguessable(
     refused = {
         "num_beams": (options.get("num_beams") or 1) > 1,
         "num_return_sequences": (options.get("num_return_sequences") or 1) > 1,
-        "cache_implementation": options.get("cache_implementation") not in (None, "dynamic"),
+        CACHE: options.get(CACHE) not in (None, "dynamic"),
         "use_cache": options.get("use_cache") is False,
         LOOKUP: len(guessing) > 1,
     }
@@ -188,6 +193,17 @@ def _unguessable(
             guessing[-1],
             f"asks for several forwards over one cache, and {why}; leave it out, or set generate.speculation=batched",
         )
+
+
+def _why_not_on_host(model: Mapping[str, Any]) -> str | None:
+    """Return why a cache of the model can't wait on the host; null where it can."""
+    name = _architecture(model)
+    kind = getattr(transformers, name, None)
+    if read_config(ModelSource.of(model).folder).get("is_encoder_decoder"):
+        return f"{name} has an encoder's beside its own"
+    if kind is not None and not kind._supports_default_dynamic_cache():
+        return f"{name} has a cache of a kind of its own"
+    return None
 
 
 def _untold(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

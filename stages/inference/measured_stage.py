@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from offstage.pipeline.measure import read_measure
 from offstage.pipeline.stage import Artifact, Context, Inputs, Report, Stage
-from offstage.stages.inference.repeats import kept_samples, lacking, take_samples, with_figures
+from offstage.stages.inference.repeats import kept_samples, lacking, measured_memory, take_samples, with_figures
 from offstage.stages.inference.timed_samples import TimedSample
 
 if TYPE_CHECKING:  # sessions come with torch, which a run that is served from the cache does without
@@ -75,7 +75,7 @@ class MeasuredStage(Stage[Inputs]):
         outputs = self.outputs(data)
         return Report(
             summary=self.told(outputs, data["metrics"]),
-            memory={"measured": data["measured"]},
+            memory=measured_memory(data),
             metrics=data["metrics"],
             experts=data.get("experts", {}),
             outputs=tuple(outputs),

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SAMPLES = "samples"
 """The folder of the cache in which samples lie: an artifact for each beyond the first, which its stage's has."""
 FILE_NAME = "sample.json"
+RESERVED = "reserved"
+"""What torch's allocator had of accelerators, in an artifact and in a record."""
 Outputs = Sequence[Mapping[str, Any]]
 """What came out, as a record has it."""
 Pass = Callable[[str], tuple[TimedSample, Outputs]]
@@ -80,6 +82,11 @@ def take_samples(
             kept, taken, _ = store.obtain(SAMPLES, _key(artifact, len(found)), take)
             found.append(taken or read_sample(kept.json(FILE_NAME), is_earlier=True))
     return found
+
+
+def measured_memory(stored: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return what devices held at most, as an artifact has it ``stored``; and what was reserved on accelerators."""
+    return {name: stored[name] for name in ("measured", RESERVED) if name in stored}
 
 
 class _Passes:

@@ -32,7 +32,7 @@ from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
 from offstage.stages.inference.cost import Metrics, expert_uses, run_metrics
 from offstage.stages.inference.inputs import InferenceInputs
 from offstage.stages.inference.progress import Progress, Row, say_earlier
-from offstage.stages.inference.repeats import Outputs, Pass
+from offstage.stages.inference.repeats import RESERVED, Outputs, Pass
 from offstage.stages.inference.timed_samples import TimedSample
 from offstage.stages.machine.probes import read_speed
 from offstage.stages.machine.processor import ProcessorMeter
@@ -206,6 +206,7 @@ def save_result(
     If there is a trace, ``trace.json`` is written beside it.
     """
     ends = {"metrics": metrics, "measured": dict(measured), "experts": expert_uses(dispatched)}
+    ends |= {RESERVED: reserved} if (reserved := _reserved_peaks(dispatched)) else {}
     write_text(file, json.dumps({**(found or {}), **ends}, allow_nan=False) + "\n")
     if dispatched.streamer.trace is not None:
         dispatched.streamer.trace.save(file.with_name(TRACE_NAME))
@@ -217,6 +218,14 @@ def measured_peaks(context: Context, dispatched: Dispatched) -> dict[str, int]:
     if torch.cuda.is_available():
         peaks |= {str(i): torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())}
     return peaks | {str(device): peak for device, peak in dispatched.devices.peaks.items()}
+
+
+def _reserved_peaks(dispatched: Dispatched) -> dict[str, int]:
+    """Return what torch's allocator had of every accelerator at most, in bytes: of a simulated one by its rules."""
+    reserved = {}
+    if torch.cuda.is_available():
+        reserved = {str(i): torch.cuda.max_memory_reserved(i) for i in range(torch.cuda.device_count())}
+    return reserved | {str(device): peak for device, peak in dispatched.devices.reserved.items()}
 
 
 def held_now(dispatched: Dispatched) -> dict[str, int]:

@@ -23,6 +23,11 @@ GUESSED = "num_assistant_tokens"
 GUESSES = 20
 """How many transformers has guessed at once where nothing is said."""
 
+CACHE, OFFLOADED = "cache_implementation", "offloaded"
+"""The option that says which cache there is, and its value for one that waits on the host."""
+KEPT_POSITIONS = 64
+"""Of a cache on the host memory is taken for so many positions at once."""
+
 _ONE_CACHE = ("static", "offloaded_static")
 """The values of ``cache_implementation`` of which a model has one."""
 
@@ -87,6 +92,11 @@ class GenerateOptions:
         return 1 if alone else "auto"
 
     @property
+    def keeps_cache_on_host(self) -> bool:
+        """Whether keys and values wait on the host."""
+        return bool(self.options.get(CACHE) == OFFLOADED)
+
+    @property
     def lockstep_is_chosen(self) -> bool:
         """Whether how many go together is ours to choose: a model that can't have them so is no fault then."""
         return self.batches_together == AUTO
@@ -107,7 +117,7 @@ class GenerateOptions:
             yield (
                 "with assistant_model and speculation=batched prompts are answered one at a time; leave one of them out"
             )
-        cache = self.options.get("cache_implementation")
+        cache = self.options.get(CACHE)
         if cache in _ONE_CACHE:
             yield (
                 f"a model has one {cache} cache, and each batch needs one of its own; leave "

@@ -6,7 +6,6 @@ that the ledger counts; a copy that would go over raises, as a full device would
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import weakref
@@ -23,6 +22,7 @@ from offstage.stages.machine.aligned_memory import (
     private_bytes,
     room_for,
 )
+from offstage.stages.machine.caching_allocator import COMPUTING, Block, CachingAllocator
 from offstage.stages.units import DeviceId, format_bytes, parse_device
 
 AnyDevice = int | str | torch.device
@@ -32,16 +32,17 @@ AnyDevice = int | str | torch.device
 class Ledger:
     """The bytes of tensors on one simulated accelerator: ``held`` now, ``peak`` so far, at most ``capacity``.
 
-    A copy is counted until its storage dies: a view of it keeps it on the device, as it would on a real one.
+    A copy is counted until its storage dies: a view of it keeps it on the device, as it would on a real one. What torch
+    would have reserved there for what is counted, ``allocator`` says; it gives as much as it is asked for.
     """
 
     def __init__(self, device: DeviceId, capacity: int) -> None:
         self.device, self.capacity, self.peak = device, capacity, 0
-        self._numbers = itertools.count()
-        self._counted: dict[int, int] = {}  # address → the number of what is counted there
+        self.allocator = CachingAllocator()
+        self._counted: dict[int, Block] = {}  # address → the block of what is counted there
         self._held = 0
-        # (address, number, bytes) of storages that died: in any thread, and in the middle of any statement
-        self._freed: deque[tuple[int, int, int]] = deque()
+        # (address, block, bytes) of storages that died: in any thread, and in the middle of any statement
+        self._freed: deque[tuple[int, Block, int]] = deque()
         self._lock = threading.RLock()
 
     @property
@@ -49,9 +50,10 @@ class Ledger:
         """The bytes held now."""
         with self._lock:
             while self._freed:
-                address, number, count = self._freed.popleft()
+                address, block, count = self._freed.popleft()
                 self._held -= count
-                if self._counted.get(address) == number:  # else something new lies there by now
+                self.allocator.free(block)
+                if self._counted.get(address) is block:  # else something new lies there by now
                     del self._counted[address]
             return self._held
 
@@ -72,12 +74,15 @@ class Ledger:
         """Return whether ``tensor`` lies on the device."""
         return self.held > 0 and tensor.untyped_storage().data_ptr() in self._counted
 
-    def allocate(self, size: int) -> Bytes:
-        """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them."""
+    def allocate(self, size: int, *, stream: int = COMPUTING) -> Bytes:
+        """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them.
+
+        They are of the pool of ``stream``.
+        """
         with self._lock:
             self._check(size)
             memory = private_bytes(size)
-            self._count(memory, memory.ctypes.data, size)
+            self._count(memory, memory.ctypes.data, size, stream)
         return memory
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -96,15 +101,15 @@ class Ledger:
                 f" {format_bytes(count)} more don't fit; give it {self._held + count} bytes or more"
             )
 
-    def _count(self, owner: object, address: int, count: int) -> None:
-        """Count ``count`` bytes at ``address`` for as long as ``owner`` lives."""
+    def _count(self, owner: object, address: int, count: int, stream: int = COMPUTING) -> None:
+        """Count ``count`` bytes at ``address``, of the pool of ``stream``, for as long as ``owner`` lives."""
         if not count:
             return
         with self._lock:
-            number = self._counted[address] = next(self._numbers)
+            block = self._counted[address] = self.allocator.allocate(count, stream)
             self._held += count
             self.peak = max(self.peak, self.held)
-        weakref.finalize(owner, self._freed.append, (address, number, count)).atexit = False
+        weakref.finalize(owner, self._freed.append, (address, block, count)).atexit = False
 
 
 class Devices:
@@ -154,6 +159,11 @@ class Devices:
         return {device: ledger.held for device, ledger in self._ledgers.items()}
 
     @property
+    def reserved(self) -> dict[DeviceId, int]:
+        """What torch would have reserved at most on each simulated accelerator for that, in bytes."""
+        return {device: ledger.allocator.peak_reserved for device, ledger in self._ledgers.items()}
+
+    @property
     def peaks(self) -> dict[DeviceId, int]:
         """The peak of each simulated accelerator, in bytes of what was put there or counted."""
         return {device: ledger.peak for device, ledger in self._ledgers.items()}
@@ -165,6 +175,21 @@ def full(device: DeviceId | None, count: int) -> BudgetError:
         f"max_memory.{device}: accelerator {device} is full: {format_bytes(count)} more of weights don't fit beside"
         " what it holds, this process's or another's; lower the budget, or free memory there"
     )
+
+
+def current_device() -> int | None:
+    """Return the index of the accelerator on which this thread has kernels run that don't ask where their operands lie;
+    null where there is none, or none is in use.
+    """
+    here = torch.accelerator.current_accelerator()
+    if here is None or (here.type == "cuda" and not torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return None
+    return int(torch.accelerator.current_device_index())
+
+
+def set_current_device(index: int) -> None:
+    """Have such kernels of this thread run on the accelerator ``index``."""
+    torch.accelerator.set_device_index(index)
 
 
 def device_id(device: AnyDevice) -> DeviceId:

@@ -149,8 +149,8 @@ def measure(accelerator: str) -> dict[str, int] | None:
     except SystemExit as end:
         if end.code:
             return None
-    records = list(Path().glob("outputs/runs/*/*/run.json"))
-    found = _read(records[0]) if records else None
+    records, plans = list(Path().glob("outputs/runs/*/*/run.json")), list(Path().glob("outputs/cache/plan/*/plan.json"))
+    found = _read(records[0], plans[0]) if records and plans else None
     return None if found is None else asdict(replace(found, context=context))
 
 
@@ -166,10 +166,16 @@ def _context_bytes() -> int:
     return _in_steps(before - after - torch.cuda.memory_reserved(0))
 
 
-def _read(record: Path) -> ProcessMemory | None:
-    """Return what the run of this ``record`` held beside what was predicted of weights and request."""
+def _read(record: Path, plan: Path) -> ProcessMemory | None:
+    """Return what the run of this ``record`` held beside what its ``plan`` predicted of weights and request.
+
+    What torch reserves beside what it is asked for is no part of what is measured.
+    """
     try:
-        memory = json.loads(record.read_text())["memory"]
+        memory, devices = json.loads(record.read_text())["memory"], json.loads(plan.read_text())["devices"]
+        for name, device in devices.items():
+            if name in memory["predicted"]:
+                memory["predicted"][name] -= device["ledger"].get("allocator", 0)
         beside = {name: int(held) - int(memory["predicted"][name]) for name, held in memory["measured"].items()}
         return ProcessMemory(_in_steps(beside["cpu"] + PROCESS_BYTES), _in_steps(beside.get("0", 0)))
     except (ValueError, KeyError, TypeError):

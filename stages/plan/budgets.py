@@ -12,9 +12,12 @@ from dataclasses import dataclass, field, replace
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.machine.hardware import Hardware, coarse_step
 from offstage.stages.machine.host_memory import Host
+from offstage.stages.plan.allocator import AllocatorCost
 from offstage.stages.plan.outline import Layer
 from offstage.stages.plan.placement import Placement
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order, parse_device, parse_size
+
+NO_COST = AllocatorCost()
 
 MARGIN = 0.05
 """The share of a device's free memory that automatic budgets leave to whoever else takes of it."""
@@ -104,16 +107,20 @@ def allow(
     needed: int = 0,
     host_needed: int | None = None,
     unpacking: int = 0,
+    allocator: AllocatorCost = NO_COST,
 ) -> Allowance:
     """Return what every device may hold. An empty or null ``max_memory`` is automatic.
 
     ``needed`` is what this request takes beside weights where it computes (KV cache, activations), in bytes; an
     automatic budget of any device that may compute leaves it free: that of the host ``host_needed``, by default as much
-    where no accelerator computes, and what ``unpacking`` takes there.
+    where no accelerator computes, and what ``unpacking`` takes there; that of an accelerator what torch's ``allocator``
+    takes.
     An accelerator that is listed but not there is passed over, and a note says so.
     """
     on_host = (0 if machine.accelerators else needed) if host_needed is None else host_needed
-    allowance = _given(max_memory, machine) if max_memory else _automatic(machine, needed, on_host, unpacking)
+    allowance = (
+        _given(max_memory, machine) if max_memory else _automatic(machine, needed, on_host, unpacking, allocator)
+    )
     return replace(allowance, notes=(*allowance.notes, *_simulated(machine)))
 
 
@@ -148,13 +155,14 @@ def size_of(device: DeviceId, machine: Hardware) -> int | None:
     return machine.host.total_bytes if device == CPU else None
 
 
-def _automatic(machine: Hardware, needed: int, host_needed: int, unpacking: int) -> Allowance:
+def _automatic(machine: Hardware, needed: int, host_needed: int, unpacking: int, allocator: AllocatorCost) -> Allowance:
     terms: dict[str, dict[str, int]] = {}
     for index in range(len(machine.accelerators)):
         free = machine.free(index)
         process = machine.accelerators[index].process_bytes
         taken = {"process": -process} if process else {}
-        terms[str(index)] = {"free": free, **taken, "request": -needed, "margin": -_margin(index, machine)}
+        found = {"free": free, **taken, "request": -needed, "margin": -_margin(index, machine)}
+        terms[str(index)] = found | {"allocator": -allocator.within(sum(found.values()))}
     free = machine.free(CPU)
     terms["cpu"] = {
         "available": free,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from offstage.pipeline.errors import BudgetError, ConfigError, closest
 from offstage.stages.empty_init.skeleton import longest_prefix
+from offstage.stages.inputs.generate_options import CACHE, OFFLOADED
 from offstage.stages.machine.hardware import Hardware
 from offstage.stages.machine.host_memory import Host
 from offstage.stages.plan.budgets import least_available
@@ -20,7 +21,7 @@ from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_ord
 LISTED = 8
 """How many names an error lists before it counts the rest."""
 
-_CALLED = {"cache": "KV cache", "slots": "expert cache"}
+_CALLED = {"cache": "KV cache", "slots": "expert cache", "allocator": "torch's allocator"}
 """What a refusal calls parts of a ledger."""
 
 
@@ -140,9 +141,12 @@ def _excess(one: DevicePlan, device: DeviceId, *, room: int, host: Host) -> str:
     reserve = max(one.ledger["reserve"], one.reserve)
     most = one.ledger["weights"] + reserve + one.ledger.get("slots", 0) - (one.own_bytes - room)
     advice = f"the most that works{key} is {most} bytes ({format_bytes(most)})"
+    advice = advice if most > 0 else f"it needs {format_bytes(-most)} more without any weights"
+    if device != CPU and one.ledger.get("cache", 0) > one.own_bytes - room:
+        advice += f"; or have the KV cache wait on the host: generate.{CACHE}={OFFLOADED}"
     return (
         f"{limit}: the plan takes {format_bytes(one.own_bytes)} on {_place(device)} ({terms}), which has"
-        f" {format_bytes(room)}; {advice if most > 0 else f'it needs {format_bytes(-most)} more without any weights'}"
+        f" {format_bytes(room)}; {advice}"
     )
 
 

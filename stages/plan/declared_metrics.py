@@ -26,6 +26,8 @@ PLAN_METRICS = (
     _predicted("expert_bytes_per_token", "bytes"),
     # It assumes uniform routing: that all experts are wanted alike.
     _predicted("expert_hit_rate", "share", "expert cache hit rate", of="expert_hit_rate"),
+    # What comes of a cache on the host, half-way through the answers.
+    _predicted("cache_bytes_per_token", "bytes"),
     _predicted("host_read_bytes_per_token", "bytes"),
     _predicted("crossing_bytes_per_token", "bytes"),
     _predicted("crossings_per_token", "count"),

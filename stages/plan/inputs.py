@@ -21,12 +21,13 @@ from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.process_memory import STEP_BYTES
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan import options
-from offstage.stages.plan.budgets import Allowance, allow, rooms
+from offstage.stages.plan.allocator import AllocatorCost, allocator_cost
+from offstage.stages.plan.budgets import NO_COST, Allowance, allow, rooms
 from offstage.stages.plan.expert_slots import SINGLE, Routing
 from offstage.stages.plan.figures import host_is_described
 from offstage.stages.plan.hosts import Division
 from offstage.stages.plan.lossless import LosslessPacking, with_copies
-from offstage.stages.plan.memory_needs import MemoryNeeds, compute_dtype, memory_needs, most
+from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds, block_caches, compute_dtype, memory_needs, most
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.choose import why_not_in_lockstep
 from offstage.stages.plan.request.geometry import Geometry, Request, read_geometry
@@ -51,7 +52,7 @@ class Demand:
     budgets that is resolved beside them. ``step`` is a pass of its decoding. The host reads what it streams by ``io``.
 
     ``size`` is how many go together where that is the plan's to choose, else null. ``requests`` are all that may be
-    asked, the first of which is decoded in such steps.
+    asked, the first of which is decoded in such steps. ``allocator`` is what torch's takes beside on an accelerator.
     """
 
     size: int | None
@@ -60,6 +61,7 @@ class Demand:
     step: Step
     io: Io
     requests: tuple[Request, ...] = field(compare=False)
+    allocator: AllocatorCost = field(default=NO_COST, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,23 +238,35 @@ def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay:
         decodes=request.length > 0,
         pages_stay=pages_stay,
         forwards=request.forwards,
+        waiting=_waiting(outline, geometry, request),
     )
+
+
+def _waiting(outline: Outline, geometry: Geometry, request: Request) -> tuple[BlockCache, ...]:
+    """Return those caches of ``request`` that wait on the host, as large as they are half-way through the answers."""
+    if not request.cache_on_host:
+        return ()
+    half_way = replace(request, length=(min(request.prompt, request.length) + request.length) // 2)
+    caches = block_caches(outline, geometry, half_way, width=int(DTYPE_BYTES[compute_dtype(outline)]))
+    return tuple(cache for cache in caches if cache.waits)
 
 
 def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: MemoryNeeds, step: Step) -> Demand:
     """Return what a request comes to whose ``needs`` are known."""
-    on_device = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
+    on_device = needs.device_cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
+    allocator = allocator_cost(outline, needs) if machine.accelerators else NO_COST
     host_computes = given.execution == options.FASTEST or not machine.accelerators
     allowance = allow(
         given.max_memory,
         machine,
         needed=on_device,
-        host_needed=needs.host_bytes if host_computes else 0,
+        host_needed=needs.host_bytes if host_computes else needs.apart_bytes,
         unpacking=outline.unpacking_bytes,
+        allocator=allocator,
     )
     streaming = _streaming(machine, outline, allowance, needs)
     step = replace(step, pages_stay=choose_io("auto", **streaming) == "mmap")
-    return Demand(None, needs, allowance, step, choose_io(given.storage.io, **streaming), ())
+    return Demand(None, needs, allowance, step, choose_io(given.storage.io, **streaming), (), allocator)
 
 
 def _assumed_of_host(config: Config) -> tuple[str, ...]:
@@ -292,5 +306,6 @@ def _most_held(outline: Outline, demand: Demand, machine: Hardware, device: Devi
     """Return bytes that no plan of such a request comes to on ``device``, whatever it places there."""
     most = demand.allowance.budgets.get(device)
     weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
-    process = machine.process_bytes[device] + (outline.unpacking_bytes if device == CPU else 0)
+    process = machine.process_bytes[device]
+    process += outline.unpacking_bytes if device == CPU else demand.allocator.beside(weights)
     return weights + max(outline.sizes.values(), default=0) + demand.needs.bytes + process

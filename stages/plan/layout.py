@@ -202,6 +202,11 @@ class Layout:
         least = self.placement.least_blocks
         return block_rows(self.outline, brought, self.execution, self.reserves, least=least)
 
+    def block_device(self, block: str) -> DeviceId:
+        """Return where ``block`` computes; what has no weights does so on the main device."""
+        inside = (self.by_name[tensor].computes for tensor in self.outline.below(block))
+        return next(inside, self.placement.main)
+
     @property
     def host_layers(self) -> tuple[str, ...]:
         """The layers that compute on the host because they lie there, beside accelerators."""

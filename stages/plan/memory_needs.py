@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from operator import mul
 
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment
+from offstage.stages.inputs.generate_options import KEPT_POSITIONS
 from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import Geometry, Request
@@ -24,12 +25,26 @@ from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId
 class BlockCache:
     """The bytes that ``block`` keeps of a request: after the prompts' forward, and in the end.
 
-    The first may be more: a window's keys are a view of the whole prompt's until the next token comes.
+    The first may be more: a window's keys are a view of the whole prompt's until the next token comes. They are those
+    of so many ``tensors``, keys and values of each call. What ``grows`` may wait on the host; what ``waits`` does, and
+    comes to where the block computes for its attention.
     """
 
     block: str
     prompted: int
     finished: int
+    tensors: int = 2
+    grows: bool = False
+    waits: bool = False
+
+    def on_host(self) -> BlockCache:
+        """Return it as one that waits."""
+        return replace(self, waits=True)
+
+    @property
+    def most(self) -> int:
+        """The most that it is at once."""
+        return max(self.prompted, self.finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,16 @@ class MemoryNeeds:
         return sum(cache_bytes(self.caches, lambda _: CPU).values())
 
     @property
+    def apart_bytes(self) -> int:
+        """What of the caches is on the host whatever computes."""
+        return sum(cache.most for cache in self.caches if cache.waits)
+
+    @property
+    def device_cache_bytes(self) -> int:
+        """The most that all caches take at once of an accelerator that computes every block."""
+        return cache_bytes(self.caches, lambda _: 0).get(0, 0)
+
+    @property
     def bytes(self) -> int:
         """All of it."""
         parts: Iterable[int] = (getattr(self, name) for name in _PARTS)
@@ -68,6 +93,8 @@ class MemoryNeeds:
         return self.bytes - self.offloaded_bytes
 
 
+COPIES = 2
+"""How often an accelerator has what comes of a block's cache: as it came, and as it is used."""
 _PARTS = tuple(one.name for one in fields(MemoryNeeds) if one.name != "caches")
 
 
@@ -210,22 +237,37 @@ def block_caches(outline: Outline, geometry: Geometry, request: Request, *, widt
     return tuple(
         BlockCache(
             block,
-            prompted=round(sequences * spec.after_prompt(prompt, encoded=request.prompt)),
-            finished=round(sequences * spec.after_token(request.length, encoded=request.prompt)),
+            prompted=round(sequences * spec.after_prompt(_in_steps(prompt, waits), encoded=request.prompt)),
+            finished=round(sequences * spec.after_token(_in_steps(request.length, waits), encoded=request.prompt)),
+            tensors=2 * request.members * request.forwards,
+            grows=spec.grows_alone,
+            waits=waits,
         )
         for spec in specs
+        for waits in (request.cache_on_host and spec.grows_alone,)
         for block in spec.blocks
     )
 
 
+def _in_steps(positions: int, waits: bool) -> int:
+    """Return for how many positions memory is taken, on the host where the cache ``waits``."""
+    return -(-positions // KEPT_POSITIONS) * KEPT_POSITIONS if waits else positions
+
+
 def cache_bytes(caches: Iterable[BlockCache], device_of: Callable[[str], DeviceId]) -> dict[DeviceId, int]:
-    """Return the most bytes that ``caches`` take at once on each device, where that of a block is ``device_of`` it."""
-    prompted, finished = Counter[DeviceId](), Counter[DeviceId]()
+    """Return the most bytes that ``caches`` take at once on each device, where that of a block is ``device_of`` it.
+
+    Of those that wait on the host an accelerator has one block's as they come, and as they are used.
+    """
+    prompted, finished, passing = Counter[DeviceId](), Counter[DeviceId](), Counter[DeviceId]()
     for cache in caches:
         device = device_of(cache.block)
+        if cache.waits and device != CPU:
+            passing[device] = max(passing[device], COPIES * cache.most)
+            device = CPU
         prompted[device] += cache.prompted
         finished[device] += cache.finished
-    return dict(prompted | finished)
+    return dict((prompted | finished) + passing)
 
 
 def _guess(outline: Outline, geometry: Geometry, *, width: int) -> CacheSpec:

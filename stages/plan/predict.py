@@ -10,6 +10,7 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.probes import CHUNK_BYTES, PINNED_BYTES, bounce_buffers
 from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.allocator import allocator_bytes
 from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.memory_needs import MemoryNeeds, cache_bytes
 from offstage.stages.plan.plan import SIMULATED, Plan
@@ -18,6 +19,9 @@ from offstage.stages.units import CPU, DISK, DeviceId
 
 ByPart = dict[DeviceId, dict[str, int]]
 """The bytes of each device at its peak, by what they are for: those of its budget come first."""
+
+ALLOCATOR = "allocator"
+"""The part of an accelerator's peak that torch reserves there beside what is asked of it."""
 
 NOMINAL_PROCESS: Mapping[DeviceId, int] = {CPU: PROCESS_BYTES}
 """What a process holds beside weights and request that nothing is known of."""
@@ -61,7 +65,7 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
     accelerator that computes.
     """
     main = layout.placement.main
-    caches = cache_bytes(needs.caches, lambda block: _computes(layout, block))
+    caches = cache_bytes(needs.caches, layout.block_device)
     computed = {line.computes for line in layout.lines}
     found: ByPart = {}
     for device, room in layout.rooms.items():
@@ -78,6 +82,9 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
         if device == main and needs.assistant_bytes:
             held["assistant"] = needs.assistant_bytes
         held |= {"process": process_bytes[device]} if device in computed and process_bytes.get(device) else {}
+        if device != CPU:
+            mine = [cache for cache in needs.caches if layout.block_device(cache.block) == device]
+            held[ALLOCATOR] = allocator_bytes(layout, device, caches=mine, activation_bytes=held["activations"])
     host, staged, bounced = found[CPU], _staged_bytes(layout), _bounced(layout)
     host["reserve"] = staged.pop(CPU, 0)
     host |= {"staging": min(sum(staged.values()), PINNED_BYTES)} if main != CPU else {}
@@ -149,11 +156,6 @@ def _held_for(simulated: Collection[DeviceId], held: ByPart, needs: MemoryNeeds)
     One of them computes at a time, on the host, so the widest moment of a forward counts once for all.
     """
     there = [held[device] for device in simulated]
-    beside = sum(sum(parts.values()) - parts["activations"] for parts in there)
+    beside = sum(sum(parts.values()) - parts["activations"] - parts[ALLOCATOR] for parts in there)
     computes = any(parts["activations"] for parts in there) and not held[CPU]["activations"]
     return {SIMULATED: beside + (needs.activation_bytes + needs.scratch_bytes if computes else 0)}
-
-
-def _computes(layout: Layout, name: str) -> DeviceId:
-    inside = (layout.by_name[tensor].computes for tensor in layout.outline.below(name))
-    return next(inside, layout.placement.main)

@@ -11,6 +11,7 @@ from offstage.pipeline.errors import BudgetError
 from offstage.stages.machine.hardware import Hardware, given_names, ledgers
 from offstage.stages.plan import budgets, options, plan as plans
 from offstage.stages.plan.budgets import Allowance
+from offstage.stages.plan.cache_home import cache_notes
 from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
@@ -200,6 +201,8 @@ def _plan_for(inputs: PlanInputs, placed: _Placed, demand: Demand) -> PlanOption
     needs = inputs.needs(demand, block_sizes(outline, plan.block_rows))
     plan = predict(layout, plan, needs, inputs.rates, step=demand.step, process_bytes=inputs.process_bytes)
     seconds = float(plan.forecast["seconds_per_token"])
+    advice = cache_notes(layout, needs, inputs.rates, seconds=seconds, members=demand.step.members)
+    plan = replace(plan, notes=(*plan.notes, *advice))
     if size is not None and not inputs.lockstep:
         full, rest = divmod(inputs.count, size)
         seconds *= full

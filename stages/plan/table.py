@@ -25,6 +25,7 @@ _PARTS = {
     "KV cache": ("cache",),
     "activations": ("activations", "scratch", "results", "learning", "offloaded", "assistant"),
     "process": ("process",),
+    "allocator": ("allocator",),
 }
 """What is shown of a device's ledger, and the parts that each column sums; the budget is one of what stands before."""
 _LEAST_NAME = 14

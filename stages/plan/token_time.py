@@ -75,7 +75,8 @@ class Traffic:
     To have it brought for itself the host takes as long as for so many ``calls``, for accelerators as for so many
     ``launches``. Of what waits on disk so much can't come ahead, since it is known ``when_called``; so much is
     ``unpacked_when_called`` by the host. Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``;
-    so much of them is ``experts_used``.
+    so much of them is ``experts_used``. Of ``caches`` that wait on the host so many bytes come to each device, each
+    block's as it computes.
 
     A token reads what is ``held`` on each device that computes with it. Where accelerators compute and the host beside
     them, that reads ``host_read`` of it, else null, and activations go there or come back in so many ``crossings``,
@@ -108,6 +109,7 @@ class Traffic:
     expert_bytes: float = 0
     experts_used: float = 0
     in_slots: Counter[DeviceId] = field(default_factory=Counter)
+    caches: Counter[DeviceId] = field(default_factory=Counter)
 
     def add(
         self,
@@ -192,17 +194,18 @@ def token_seconds(brought: Traffic, rates: Rates) -> dict[str, float]:
     members, beside = brought.members, brought.host_read is not None
     there = brought.held.get(CPU, 0) if brought.host_read is None else brought.host_read
     cores = brought.computed.get(CPU, 0) / rates.host / HOST_TOKENS
+    caches = sum(count / rates.link_of(device) for device, count in brought.caches.items() if count) / members
     apart = sum(count / rates.device_of(device) for device, count in brought.computed.items() if device != CPU)
     waiting = waiting_seconds(brought, rates, max(there / rates.host, cores) * members) / members if beside else 0.0
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
-        "link": link_seconds(brought, rates) / members,
+        "link": link_seconds(brought, rates) / members + caches,
         HOST: (there + brought.used.get(CPU, 0)) / rates.host + brought.host_calls / rates.calls,
         HOST_CORES: cores + brought.host_calls / rates.calls,
         DEVICE: _read_on_devices(brought, rates) / rates.device,
         DEVICE_CORES: apart / DEVICE_TOKENS,
         LAUNCHING: (brought.device_calls + brought.launches / members) / rates.launches,
-        CROSSING: brought.crossings * crossing_seconds(brought.output_bytes, rates),
+        CROSSING: caches + brought.crossings * crossing_seconds(brought.output_bytes, rates),
         WAITING: waiting,
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
         BRINGING: brought.calls / rates.calls / members,

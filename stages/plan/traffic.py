@@ -16,6 +16,7 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import SINGLE, Routing, hit_rates
 from offstage.stages.plan.layout import Layout
+from offstage.stages.plan.memory_needs import BlockCache
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Line
 from offstage.stages.plan.token_time import (
@@ -44,7 +45,7 @@ class Step:
     All of them use a mixture's experts as ``routing`` says. Of a member a layer hands ``output_bytes`` to the next; 0:
     so few that they take no time to cross but what any do. One that ``decodes`` isn't the first, and needs nothing that
     only a prompt does. Where ``pages_stay``, what is mapped is in memory then. It is so many ``forwards``, one after
-    the other, each over all weights.
+    the other, each over all weights. It brings the caches that are ``waiting`` on the host.
     """
 
     routing: Routing = SINGLE
@@ -54,6 +55,7 @@ class Step:
     decodes: bool = True
     pages_stay: bool = False
     forwards: int = 1
+    waiting: tuple[BlockCache, ...] = ()
 
 
 PLAIN_STEP = Step()
@@ -100,6 +102,9 @@ def traffic(layout: Layout, step: Step) -> Traffic:
         on_cpu = [line for line in layout.lines if line.computes == CPU]
         found.host_read = forwards * _read_bytes(layout, on_cpu, routing)
         found.crossings = 2 * len({line.layer for line in on_cpu}) * forwards
+    for cache in step.waiting:
+        if (device := layout.block_device(cache.block)) != CPU:
+            found.caches[device] += cache.finished
     found.held = _held_bytes(layout, step, found)
     return found
 
@@ -185,6 +190,8 @@ class Forecast:
         if brought.hit_rate is not None:
             found["expert_bytes_per_token"] = round(brought.expert_bytes / members)
             found["expert_hit_rate"] = round(brought.hit_rate, 4)
+        if brought.caches:
+            found["cache_bytes_per_token"] = round(brought.caches.total() / members)
         if brought.host_read is not None:
             found["host_read_bytes_per_token"] = round(brought.host_read)
             found["crossing_bytes_per_token"] = brought.crossings * brought.output_bytes
@@ -227,6 +234,7 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, me
     found.unpacked_there, found.saved = unpacked_there, saved
     found.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
     found.runs = [(device, count * ahead) for device, count in computed.items()]
+    found.caches[plan.main_device] = round(float(plan.forecast.get("cache_bytes_per_token", 0)) * members)
     if plan.host_layers:
         found.host_read, crossing = (float(plan.forecast.get(f"{name}_bytes_per_token", 0)) for name in _BESIDE)
         found.crossings = int(plan.forecast.get("crossings_per_token", 0))

@@ -2,11 +2,13 @@
 
     python -m tests.benchmarks.gpu --folder /tmp/offstage-gpu
     python -m tests.benchmarks.gpu --only tests paths
+    python -m tests.benchmarks.gpu --simulated --folder /tmp/offstage-simulated
 
 Each section is a command of its own; one that fails or takes too long is told and stops nothing. What is done lies in
 ``gpu.json`` in the folder, and isn't done again when the benchmark is begun once more, unless it is named; ``gpu.md``
 is the same as a table, with the last lines of each section. Needs a GPU, room for checkpoints of 15 GB in the folder,
-and for reads from disk the right to drop the page cache.
+and for reads from disk the right to drop the page cache. With ``--simulated`` each section is tried from end to end
+where there is no GPU, on small models: nothing of it then fails for a reason that has nothing to do with one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.offload import say
-from tests.benchmarks.sides import need_accelerator
+from tests.benchmarks.sides import add_simulated, need_accelerator
 
 LAST_LINES = 30
 LINK = "-m tests.benchmarks.link --folder {folder}"
@@ -57,6 +59,18 @@ SECTIONS: Mapping[str, Section] = {
     "activations": Section("-m tests.benchmarks.activations --places cuda --batch 256 --rounds 3", 600),
 }
 
+_TRIED = "-m tests.benchmarks.link --folder {folder} --simulated 0.1b --rounds 1 --tokens 3"
+TRIALS: Mapping[str, Section] = {
+    "tests": Section("-m pytest tests/cuda -q -p no:cacheprovider", 300),
+    "paths": Section("-m tests.benchmarks.gpu_paths --simulated llama mixtral --random 1", 300),
+    "parts": Section("-m tests.benchmarks.part_overhead --blocks 2 --rounds 1 --passes 2", 60),
+    "1.1b": Section(_TRIED, 600),
+    "7b from the host": Section(f"{_TRIED} --tiers host", 600),
+    "7b from disk": Section(f"{_TRIED} --tiers disk", 600),
+    "activations": Section("-m tests.benchmarks.activations --places simulated --batch 2 --iterations 1", 300),
+}
+"""The same sections without a GPU."""
+
 
 def run(section: Section, folder: Path) -> SectionResult:
     """Run ``section`` and return how it went."""
@@ -75,8 +89,8 @@ def run(section: Section, folder: Path) -> SectionResult:
 
 def machine() -> dict[str, str]:
     """Return what the figures are of."""
-    device = torch.cuda.get_device_properties(0)
-    return {"device": device.name, "torch": torch.__version__, "python": platform.python_version()}
+    name = torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else "simulated: they say nothing"
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def table(results: Mapping[str, SectionResult]) -> str:
@@ -96,14 +110,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-gpu"))
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
+    add_simulated(parser)
     given = parser.parse_args()
-    need_accelerator(parser)
+    need_accelerator(parser, simulated=given.simulated)
+    sections = TRIALS if given.simulated else SECTIONS
     given.folder.mkdir(parents=True, exist_ok=True)
     kept = given.folder / "gpu.json"
     before = json.loads(kept.read_text()) if kept.exists() else {}
     results = {name: SectionResult(**found) for name, found in before.items()}
     for name in given.only or [name for name in SECTIONS if name not in results]:
-        results[name] = run(SECTIONS[name], given.folder)
+        results[name] = run(sections[name], given.folder)
         say(f"{name}: exit code {results[name].code}, {results[name].seconds} s\n{results[name].said}")
         kept.write_text(json.dumps({each: asdict(found) for each, found in results.items()}, indent=1))
         kept.with_suffix(".md").write_text(table(results))

@@ -21,23 +21,22 @@ from typing import Any
 import torch
 
 from tests.benchmarks.offload import say
-from tests.benchmarks.sides import need_accelerator
+from tests.benchmarks.sides import SIMULATED, add_simulated, need_accelerator
 from tests.e2e.pipelines import dispatched
 from tests.e2e.test_equals_transformers import MODELS, auto, save_random
 from tests.e2e.test_same_answer import ROWS, padded, random_map
 from tests.stages.dispatch.placed_models import tensors_of
 
-DEVICE = torch.device("cuda", 0)
 LAYERS = {"layers", "h", "block", "blocks"}
 """What the lists of layers are called."""
 OPTIONS: Mapping[str, Any] = {"max_new_tokens": 8, "pad_token_id": 0}
 ROOM = {0: "2GB", "cpu": "2GB"}
 
 
-def answers(model: Any) -> list[torch.Tensor]:
+def answers(model: Any, device: torch.device) -> list[torch.Tensor]:
     """Return the logits of one row, and the tokens of it and of a padded batch, greedy and sampled."""
-    tokens, mask = (each.to(DEVICE) for each in padded())
-    one = torch.tensor([ROWS[0]], device=DEVICE)
+    tokens, mask = (each.to(device) for each in padded())
+    one = torch.tensor([ROWS[0]], device=device)
     decoder = {"decoder_input_ids": one[:, :1]} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         found = [model(input_ids=one, **decoder).logits]
@@ -60,19 +59,20 @@ def maps(model: torch.nn.Module, count: int, seed: str) -> Iterator[tuple[str, A
         yield f"random {number}", {**random_map(model, chance, others=(0, "cpu")), **begins}
 
 
-def faults(name: str, count: int) -> Iterator[str]:
+def faults(name: str, count: int, *, simulated: bool) -> Iterator[str]:
     """Yield what is wrong with each path of the architecture ``name``."""
+    device = torch.device("cpu") if simulated else torch.device("cuda", 0)
+    machine = {"hardware": SIMULATED} if simulated else {}
     with TemporaryDirectory() as folder:
         checkpoint = Path(folder, name)
         save_random(checkpoint)
-        plain = auto(checkpoint).from_pretrained(checkpoint).to(DEVICE)
-        expected = answers(plain)
+        plain = auto(checkpoint).from_pretrained(checkpoint).to(device)
+        expected = answers(plain, device)
         for path, placed in maps(plain, count, name):
-            live = dispatched(
-                checkpoint, Path(folder, "outputs"), device_map=placed, max_memory=ROOM, storage={"io": "direct"}
-            )
+            options = {"device_map": placed, "max_memory": ROOM, "storage": {"io": "direct"}, **machine}
+            live = dispatched(checkpoint, Path(folder, "outputs"), **options)
             try:
-                found = zip(WHAT, answers(live.model), expected, strict=True)
+                found = zip(WHAT, answers(live.model, device), expected, strict=True)
                 others = [what for what, got, wanted in found if not torch.equal(got, wanted)]
                 if others:
                     yield f"{path}: other {', '.join(others)}"
@@ -88,11 +88,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=[*MODELS], metavar="ARCHITECTURE", help=", ".join(MODELS))
     parser.add_argument("--random", type=int, default=3, help="so many placements at random")
+    add_simulated(parser)
     given = parser.parse_args()
-    need_accelerator(parser)
+    need_accelerator(parser, simulated=given.simulated)
     wrong = 0
     for name in given.architectures:
-        began, found = time.perf_counter(), list(faults(name, given.random))
+        began, found = time.perf_counter(), list(faults(name, given.random, simulated=given.simulated))
         for fault in found:
             say(f"{name}, {fault}")
         wrong += len(found)

@@ -26,22 +26,30 @@ from typing import Any
 import torch
 
 from offstage.pipeline.kept_memory import WITHOUT_CUDNN_ATTENTION
-from offstage.stages.dispatch.transfer.cuda_link import CudaLink
 from offstage.stages.dispatch.transfer.link import pin
+from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.machine.aligned_memory import private_bytes
+from offstage.stages.machine.devices import Devices
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say
-from tests.benchmarks.sides import accelerate_command, need_accelerator, offstage_command, record_in
+from tests.benchmarks.sides import (
+    SIMULATED,
+    accelerate_command,
+    add_simulated,
+    need_accelerator,
+    offstage_command,
+    record_in,
+)
 from tests.benchmarks.storage import direct_read_bandwidth
 
 TIERS = {"host": "cpu", "disk": "disk"}
 COPY_BYTES, COPIES = 256 * 2**20, 16
 
 
-def pinned_copy_bandwidth(device: torch.device) -> float:
-    """Return bytes a second of copies from registered host memory to ``device``, one after the other."""
-    link, memory = CudaLink(device), private_bytes(COPY_BYTES)
+def pinned_copy_bandwidth(*, simulated: bool = False) -> float:
+    """Return bytes a second of copies from registered host memory to accelerator 0, one after the other."""
+    link, memory = open_link(Devices({0: 2 * COPY_BYTES} if simulated else {}), 0), private_bytes(COPY_BYTES)
     unpin = pin(link, memory)
     source = torch.frombuffer(memory, dtype=torch.uint8)
     target, _ = link.memory(COPY_BYTES).lend(0, COPY_BYTES)
@@ -103,11 +111,12 @@ def run_tier(tier: str, checkpoint: Path, work: Path, *, tokens: int, options: l
 
 def run_round(arguments: argparse.Namespace, checkpoint: Path, work: Path, number: int) -> dict[str, Any]:
     """Run each tier once, with the limits of link and storage measured beside it."""
-    limits = {"host": pinned_copy_bandwidth(torch.device("cuda", 0))}
+    limits = {"host": pinned_copy_bandwidth(simulated=arguments.simulated)}
+    forget = (lambda: None) if arguments.simulated else drop_page_cache
     if "disk" in arguments.tiers:
-        drop_page_cache()
+        forget()
         limits["disk"] = direct_read_bandwidth(checkpoint)
-        drop_page_cache()
+        forget()
     say(f"round {number + 1}  pinned copies       {limits['host'] / 1e9:.2f} GB/s")
     if "disk" in limits:
         say(f"round {number + 1}  raw direct reads    {limits['disk'] / 1e9:.2f} GB/s")
@@ -124,7 +133,7 @@ def run_round(arguments: argparse.Namespace, checkpoint: Path, work: Path, numbe
         for device in ("0", "cpu"):
             predicted, measured = (side["peaks"][kind][device] / 1e9 for kind in ("predicted", "measured"))
             say(f"round {number + 1}  peak of {device:4} {measured:.2f} GB, predicted {predicted:.2f} GB")
-        theirs = run_theirs(tier, checkpoint, work, tokens=arguments.tokens)
+        theirs = None if arguments.simulated else run_theirs(tier, checkpoint, work, tokens=arguments.tokens)
         if theirs is not None:
             sides[f"{tier}, accelerate"] = theirs
             same = "the same tokens" if theirs.get("tokens") == side["tokens"] else "other tokens"
@@ -158,8 +167,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     parser.add_argument("--option", action="append", default=[], help="an override for offstage")
+    add_simulated(parser)
     arguments = parser.parse_args()
-    need_accelerator(parser, ": there is no link to measure")
+    need_accelerator(parser, ": there is no link to measure", simulated=arguments.simulated)
+    machine = [f"hardware.{key}={json.dumps(value)}".replace('"', "") for key, value in SIMULATED.items()]
+    arguments.option += machine if arguments.simulated else []
     checkpoint = make(arguments.size, arguments.folder / arguments.size)
     work = arguments.folder / "work"
     work.mkdir(exist_ok=True)

@@ -49,7 +49,7 @@ class InstantLink(SynchronousLink):
         """Return a moment that has come."""
         return self
 
-    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
         """Do nothing."""
         return after
 

@@ -137,9 +137,24 @@ def accelerate_command(
     return [sys.executable, "-c", ACCELERATE, *arguments]
 
 
-def need_accelerator(parser: argparse.ArgumentParser, advice: str = "") -> None:
-    """End the command of ``parser`` with exit code 2 where there is no accelerator; it says so, and the ``advice``."""
-    if not torch.cuda.is_available():
+SIMULATED: Mapping[str, Any] = {
+    "devices": [{"memory": "80GB"}],
+    "rates": {"storage": "1GB", "host": "10GB", "link": "12GB", "device": "800GB", "unpacking": "4GB", "calls": 15000},
+}
+"""The machine of a benchmark that is tried where no accelerator is: its figures say nothing."""
+
+
+def add_simulated(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the option to go by a simulated accelerator."""
+    parser.add_argument("--simulated", action="store_true", help="try it without an accelerator: figures say nothing")
+
+
+def need_accelerator(parser: argparse.ArgumentParser, advice: str = "", *, simulated: bool = False) -> None:
+    """End the command of ``parser`` with exit code 2 where there is no accelerator; it says so, and the ``advice``.
+
+    One that is ``simulated`` does as well.
+    """
+    if not simulated and not torch.cuda.is_available():
         parser.exit(_NO_ACCELERATOR, f"no accelerator here{advice}\n")
 
 

@@ -155,6 +155,16 @@ def test_a_llama_on_two_accelerators_in_turn_decodes_with_its_keys_on_both(tmp_p
     live.streamer.remove()
 
 
+@two_accelerators
+def test_kernels_that_go_by_the_current_accelerator_run_on_that_of_their_layer(setup: Callable[..., Setup]) -> None:
+    stage, seen = setup("host", 0, 1), list[int]()
+    for layer in stage.model:
+        layer[0].register_forward_pre_hook(lambda _module, _args: seen.append(torch.cuda.current_device()))
+    stage.model(inputs().to("cuda:0"))
+    assert seen == [0, 1, 0, 1]
+    assert torch.cuda.current_device() == 0
+
+
 def _home(name: str) -> DeviceId:
     """Return where a tensor lies: of each layer its norms, by which it computes there, and all else elsewhere."""
     parts = name.split(".")

@@ -18,7 +18,7 @@ TOKENS = "generate.max_new_tokens=6"
 DEVICES = 4
 
 
-def machine(*, memory: str = "6MB", ledger: str | None = None) -> str:
+def machine(*, memory: str = "60MB", ledger: str | None = None) -> str:
     """Return an override: four accelerators, the last of which holds only ``ledger``, whatever it says."""
     last = f"{{memory: {memory}, ledger: {ledger}}}" if ledger else f"{{memory: {memory}}}"
     return f"hardware.devices=[{', '.join([f'{{memory: {memory}}}'] * (DEVICES - 1) + [last])}]"
@@ -64,7 +64,7 @@ def test_the_host_is_predicted_with_what_the_simulated_accelerators_hold(
 
 
 def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(offstage_here: Run) -> None:
-    given = ("hardware.devices=[{memory: 6MB}]", "max_memory={0: 2MB, cpu: 2MB}", "device_map=sequential")
+    given = ("hardware.devices=[{memory: 60MB}]", "max_memory={0: 2MB, cpu: 2MB}", "device_map=sequential")
     done = offstage_here(*given, TOKENS)
     assert done.code == 0, done.err
     metrics = done.record["metrics"]
@@ -87,7 +87,7 @@ def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Ru
 
 
 def test_a_plan_that_an_accelerator_cannot_hold_is_refused_before_a_weight_is_read(offstage_here: Run) -> None:
-    done = offstage_here(machine(memory="2MB"), budgets("2.4MB", "2MB"), "device_map=balanced", TOKENS)
+    done = offstage_here(machine(memory="24MB"), budgets("2.4MB", "2MB"), "device_map=balanced", TOKENS)
     assert done.code == BUDGET_EXIT
     assert "max_memory.0: the plan takes" in done.err
     assert "the most that works is" in done.err
@@ -110,10 +110,10 @@ def test_a_config_alone_is_enough_to_plan_for_a_machine(
 
 
 def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_are(offstage_here: Run) -> None:
-    devices = "[{memory: 6MB, name: RTX 4090, link: 200MB}, {memory: 6MB, name: RTX 3060, rates: {link: 50MB}}]"
+    devices = "[{memory: 60MB, name: RTX 4090, link: 200MB}, {memory: 60MB, name: RTX 3060, rates: {link: 50MB}}]"
     rates = "hardware.rates={storage: 1MB, host: 10GB, link: 200MB, device: 10GB}"
     given = (rates, "max_memory={0: 2MB, 1: 2MB, cpu: 7MB}", TOKENS)
-    alike = offstage_here(*given, "hardware.devices=[{memory: 6MB}, {memory: 6MB}]")
+    alike = offstage_here(*given, "hardware.devices=[{memory: 60MB}, {memory: 60MB}]")
     unlike = offstage_here(*given, f"hardware.devices={devices}")
     assert (alike.code, unlike.code) == (0, 0), unlike.err
     assert unlike.tokens == alike.tokens
@@ -131,7 +131,7 @@ def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_
 
 
 def test_a_key_of_the_hardware_that_nobody_reads_is_refused_with_its_place(offstage_here: Run) -> None:
-    done = offstage_here("hardware.devices=[{memory: 6MB, nam: x}]", "+hardware.hosst={memory: 1GB}")
+    done = offstage_here("hardware.devices=[{memory: 60MB, nam: x}]", "+hardware.hosst={memory: 1GB}")
     assert done.code == 2
     assert "hardware.devices[0].nam: unknown key (did you mean 'name'?); here may stand memory, name" in done.err
     assert "hardware.hosst: unknown key (did you mean 'host'?); here may stand devices, host, rates" in done.err

@@ -243,7 +243,7 @@ def test_models_that_have_nothing_to_multiply_so_are_refused(tmp_path: Path) -> 
                 tmp_path / "plain.gguf", "llama", LlamaConfig(**SMALL, **HEADS), kinds=["f16", "q2_k"], tokens=320
             )
         )
-    devices = [{"name": "small", "memory": "40MB"}]
+    devices = [{"name": "small", "memory": "400MB"}]
     (tmp_path / "llama").mkdir()
     with pytest.raises(ConfigError, match="multiplies on the host alone, and by this plan accelerator 0 computes"):
         offstage.load(

@@ -201,7 +201,8 @@ class ExpertSlots:
         for piece in pieces:
             if piece not in entry.pieces:
                 layout = self._layers[expert[0]].layout(expert[1], piece)
-                transfer = entry.pieces[piece] = Transfer(bank.room.region(entry.slot, expert, piece))
+                region = bank.room.region(entry.slot, expert, piece)
+                transfer = entry.pieces[piece] = Transfer(region, is_awaited=not is_likely)
                 self._coming[expert] = None
                 self._mover.fetch(layout, transfer, urgency=self._urgency)
                 self.uses[expert[0]].streamed_bytes += layout.rest_bytes

@@ -1,4 +1,8 @@
-"""Inputs go to where a module computes, and the model's output to where its input was."""
+"""Inputs go to where a module computes, and the model's output to where its input was.
+
+What computes on an accelerator has that as the current one meanwhile: torch's own operators go by where their operands
+lie, but not all kernels of others do (Triton's, those of the Hub).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from torch import nn
 
 from offstage.stages.dispatch.streaming.lockstep import current_call
 from offstage.stages.dispatch.transfer.values import first_device, send_to_device
+from offstage.stages.machine.devices import current_device, set_current_device
 
 
 def move_inputs(
@@ -53,6 +58,28 @@ def move_inputs(
     for name, device in entries.items():
         module = model.get_submodule(name)
         yield module.register_forward_pre_hook(align(device), with_kwargs=True).remove
+        yield from _have_current(module, device) if device.type != "cpu" else ()
         if device.type == "cpu" != main.type:
             yield module.register_forward_hook(bring_back).remove
     yield model.register_forward_hook(return_home, with_kwargs=True, always_call=True).remove
+
+
+def _have_current(module: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Have ``device`` be the current accelerator in calls of ``module``; yield what undoes it."""
+    before: dict[object, list[int]] = {}  # of the calls under way
+
+    def enter(_module: nn.Module, _args: Any) -> None:
+        current = current_device()
+        if current is not None and device.index is not None:
+            before.setdefault(current_call(), []).append(current)
+            set_current_device(device.index)
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        under_way = before.get(current_call())
+        if under_way:  # there is none where the call failed before it was noted
+            set_current_device(under_way.pop())
+        if not under_way:
+            before.pop(current_call(), None)
+
+    yield module.register_forward_pre_hook(enter).remove
+    yield module.register_forward_hook(leave, always_call=True).remove

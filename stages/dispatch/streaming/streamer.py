@@ -32,11 +32,12 @@ from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, strea
 from offstage.stages.dispatch.streaming.transport import OpenLink, Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
+from offstage.stages.dispatch.transfer.link import pin
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.hosts.stand_ins import Borders
-from offstage.stages.machine.aligned_memory import HostBlock
+from offstage.stages.machine.aligned_memory import Bytes, HostBlock, private_bytes
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
@@ -138,6 +139,17 @@ class Streamer:
     def is_awaited(self) -> bool:
         """Whether another thread waits to call the model."""
         return self._passes.lock.is_awaited
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether anything computes in memory that isn't the host's own."""
+        return bool(self._transport.apart)
+
+    def pinned(self, size: int) -> Bytes:
+        """Return so many bytes of host memory that the accelerators copy from by themselves, until it is gone."""
+        memory = private_bytes(size)
+        pin(self._transport.link(self._transport.apart[0]), memory)
+        return memory
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context of calls that keep in the modules of the model nothing that later ones see."""

@@ -1,9 +1,9 @@
 """What torch keeps for each thread, that calls which take turns in one thread would share.
 
-Autocast and inference mode, and which of torch's functions and operators are overridden, and by what. While a mode
-(``TorchFunctionMode``) or a subclass of tensors answers a function, torch has it off, so that what it calls isn't
-answered by it again. A call that gives its turn away in the midst of any of these would leave it so for the others.
-So it is with the generators of random numbers, which all threads share.
+Autocast and inference mode, the current accelerator, and which of torch's functions and operators are overridden, and
+by what. While a mode (``TorchFunctionMode``) or a subclass of tensors answers a function, torch has it off, so that
+what it calls isn't answered by it again. A call that gives its turn away in the midst of any of these would leave it so
+for the others. So it is with the generators of random numbers, which all threads share.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as operators
 
+from offstage.stages.machine.devices import current_device, set_current_device
+
 _C: Any = torch._C
 _ACCELERATOR = torch.accelerator.current_accelerator()
 _DEVICES = ("cpu", *([] if _ACCELERATOR is None else [_ACCELERATOR.type]))
 
 
 class ThreadState(NamedTuple):
-    """The state of a thread: modes innermost last, and whether ``autocast`` is on, and its dtype, for each device."""
+    """The state of a thread: modes innermost last, and whether ``autocast`` is on, and its dtype, for each device.
+
+    ``device`` is the index of the current accelerator, null where none is in use.
+    """
 
     overridden: Any
     function_modes: tuple[Any, ...]
@@ -30,6 +35,7 @@ class ThreadState(NamedTuple):
     autocast: tuple[tuple[bool, torch.dtype], ...]
     keeps_casts: bool
     inference: bool
+    device: int | None
 
     @classmethod
     def current(cls) -> ThreadState:
@@ -41,6 +47,7 @@ class ThreadState(NamedTuple):
             tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES),
             torch.is_autocast_cache_enabled(),
             torch.is_inference_mode_enabled(),
+            current_device(),
         )
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -71,6 +78,8 @@ class ThreadState(NamedTuple):
         _exchange(now.function_modes, self.function_modes, _pop_mode, _push_mode)
         _exchange(now.operator_modes, self.operator_modes, operators._pop_mode, operators._push_mode)
         _C._set_torch_function_state(self.overridden)
+        if self.device not in (None, now.device):
+            set_current_device(self.device)
         if (now.autocast, now.keeps_casts) != (self.autocast, self.keeps_casts):
             torch.clear_autocast_cache()  # what was cast is known by its weight alone, whatever dtype it is in
             torch.set_autocast_cache_enabled(self.keeps_casts)

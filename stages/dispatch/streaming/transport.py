@@ -22,7 +22,7 @@ from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import Bytes, HostBlock
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.sources import DiskWeights
-from offstage.stages.units import DeviceId
+from offstage.stages.units import DeviceId, in_tier_order
 
 OpenLink = Callable[[Devices, DeviceId], Link]
 
@@ -44,6 +44,12 @@ class Transport:
     open: OpenLink = open_link
     unpackers: dict[DeviceId, DeviceUnpacker] = field(default_factory=dict)
     _links: dict[DeviceId, Link] = field(default_factory=dict)
+
+    @property
+    def apart(self) -> list[DeviceId]:
+        """The devices that compute something in memory of their own, in order."""
+        computing = {part.execution for part in self.plan.parts.values()}
+        return [device for device in in_tier_order(computing) if self.devices.is_apart(device)]
 
     def link(self, device: DeviceId) -> Link:
         """Return the link to ``device``."""

@@ -212,7 +212,7 @@ class WeightCache:
             beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
             traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + size)
             region = self._ring.beyond(size)
-        entry = self._held[part] = _RingEntry(Transfer(region), is_beyond)
+        entry = self._held[part] = _RingEntry(Transfer(region, is_awaited=True), is_beyond)
         self._mover.fetch(self._layouts[part], entry.transfer)
         return entry
 

@@ -1,4 +1,5 @@
-"""The link to a CUDA device: streams of its own for copies and for unpacking, and events between them and computing.
+"""The link to a CUDA device: streams of its own for copies, urgent ones, and unpacking, and events between these and
+computing.
 
 Nothing here is decided; see ``link`` for what is asked, and the tests of ``mover`` for who asks it when.
 """
@@ -83,6 +84,7 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._urgent = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._unpacking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._known: dict[int, torch.cuda.Stream] = {}
         self._last = self._current()
@@ -143,14 +145,15 @@ class CudaLink:
             return torch.cuda.stream(stream)
         return _OnStream(stream, self._current())
 
-    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
-        """Have the copy stream copy ``pieces`` when ``after`` has happened."""
+    def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
+        """Have a copy stream copy ``pieces`` when ``after`` has happened: that of what is ``urgent`` goes first."""
         done = _event(blocking=True, timed=True)  # whoever waits for it sleeps
-        with self._on(self._copies):
-            self._copies.wait_event(cast("torch.cuda.Event", after))
+        stream = self._urgent if urgent else self._copies
+        with self._on(stream):
+            stream.wait_event(cast("torch.cuda.Event", after))
             for source, target in pieces:
                 target.copy_(source, non_blocking=True)
-            done.record(self._copies)
+            done.record(stream)
         return done
 
     def unpack(

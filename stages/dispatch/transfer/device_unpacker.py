@@ -27,7 +27,7 @@ from offstage.stages.checkpoints.device_codec import (
 from offstage.stages.checkpoints.open_files import OpenFiles
 from offstage.stages.checkpoints.packed import MemoryFile, PackedBlock, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_block
-from offstage.stages.dispatch.transfer.link import Event, Link, Moved, pin
+from offstage.stages.dispatch.transfer.link import Event, Link, Moved, Order, pin
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.machine.aligned_memory import align_up, buffer_bytes
 from offstage.stages.units import DEVICE_ALIGNMENT
@@ -113,7 +113,7 @@ class DeviceUnpacker:
                 after=(copied, after),
                 scratch_bytes=block_scratch(codec, tensor, block),
             )
-            moved = Moved(self._number, landing.free, sum(map(len, data)), stored, waited_seconds, is_unpacking=True)
+            moved = Moved(self._number, landing.free, sum(map(len, data)), stored, waited_seconds, Order.UNPACKING)
             return moved, copied
 
     @contextmanager

@@ -1,8 +1,9 @@
 """The link: what the pipeline needs to know of an accelerator.
 
-All work for an accelerator is asked for and done later, in one order for computing, in another for copies, and in a
-third for unpacking. What ties the orders together are events: computing that was asked for after ``follow`` begins when
-the event has happened, and a copy begins when the event ``after`` has. No waiting stops the thread that asks.
+All work for an accelerator is asked for and done later, in one order for computing, in another for copies, in a third
+for copies that a forward waits for, and in a fourth for unpacking. What ties the orders together are events: computing
+that was asked for after ``follow`` begins when the event has happened, and a copy begins when the event ``after`` has.
+No waiting stops the thread that asks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,11 +32,19 @@ Event = object | None
 """A moment in the order of an accelerator's work; each link knows its own kind."""
 
 
+class Order(IntEnum):
+    """One of the orders of a link's work, beside computing: each is a stream of an accelerator."""
+
+    COPYING = 0
+    URGENT = 1
+    UNPACKING = 2
+
+
 class Moved(NamedTuple):
     """What a job has brought, or asked a link for: when it is ``done``, and what it took.
 
-    ``number`` is its place in the order of a link's copies, or of what is unpacked behind it where it ``is_unpacking``:
-    who follows the last one follows all. Negative: there is nothing to follow.
+    ``number`` is its place in the ``order`` of what it asked for: who follows the last one of an order follows all of
+    that. Negative: there is nothing to follow.
     """
 
     number: int = -1
@@ -42,7 +52,7 @@ class Moved(NamedTuple):
     copied_bytes: int = 0
     stored_bytes: int = 0
     waited_seconds: float = 0.0
-    is_unpacking: bool = False
+    order: Order = Order.COPYING
 
 
 class Link(Protocol):
@@ -66,10 +76,11 @@ class Link(Protocol):
         was asked last. It is the accelerator's time: the thread that runs the model doesn't wait.
         """
 
-    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
         """Have each of ``pieces`` copied after ``after``; return when all are.
 
-        Copies are done in the order in which they were asked for. Until then what they copy must stay as it is.
+        Copies are done in the order in which they were asked for, those that are ``urgent`` in an order of their own:
+        none of the others is before them. Until then what they copy must stay as it is.
         """
 
     def unpack(

@@ -11,6 +11,7 @@ import torch
 from offstage.stages.dispatch.transfer.arena import HostMemory, Memory
 from offstage.stages.dispatch.transfer.link import Event, Link, Operators, Piece
 from offstage.stages.machine.aligned_memory import Bytes, outside_inference
+from offstage.stages.machine.caching_allocator import UNPACKING
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.operator_threads import alone
 from offstage.stages.units import DEVICE_ALIGNMENT, DeviceId
@@ -39,8 +40,12 @@ class SynchronousLink:
 
     in_place = False
 
-    def __init__(self, memory: Callable[[int], Memory[torch.Tensor]]) -> None:
-        self._memory = memory
+    def __init__(
+        self,
+        memory: Callable[[int], Memory[torch.Tensor]],
+        scratch: Callable[[int], Memory[torch.Tensor]] | None = None,
+    ) -> None:
+        self._memory, self._scratch = memory, scratch or memory
 
     def memory(self, size: int) -> Memory[torch.Tensor]:
         """Return ``size`` bytes of the accelerator's memory."""
@@ -57,7 +62,7 @@ class SynchronousLink:
         """Return none: nothing is waited for later."""
         return 0.0
 
-    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
         """Copy now."""
         for source, target in pieces:
             target.copy_(source)
@@ -73,7 +78,7 @@ class SynchronousLink:
         scratch_bytes: int,
     ) -> Event:
         """Unpack now, in this thread alone; a ledger counts what the operators take meanwhile."""
-        scratch = self._memory(max(1, scratch_bytes))
+        scratch = self._scratch(max(1, scratch_bytes))
         with alone():
             operators(data, target)
         del scratch
@@ -101,7 +106,7 @@ class HostLink(SynchronousLink):
     def __init__(self) -> None:
         super().__init__(HostMemory)
 
-    def copy(self, pieces: Sequence[Piece], *, after: Event) -> Event:
+    def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
         """Copy now, in this thread alone: torch would start threads of its own in each of ours."""
         for source, target in pieces:
             np.copyto(target.numpy(), source.numpy())
@@ -112,7 +117,8 @@ def open_link(devices: Devices, device: DeviceId) -> Link:
     """Return the link to the accelerator ``device``."""
     ledger, there = devices.ledger(device), devices.torch_device(device)
     if ledger is not None:
-        return SynchronousLink(partial(HostMemory, allocate=ledger.allocate, alignment=DEVICE_ALIGNMENT))
+        apart = partial(HostMemory, allocate=partial(ledger.allocate, stream=UNPACKING), alignment=DEVICE_ALIGNMENT)
+        return SynchronousLink(partial(HostMemory, allocate=ledger.allocate, alignment=DEVICE_ALIGNMENT), apart)
     if there.type != "cuda":
         return SynchronousLink(partial(FreshMemory, there))
     from offstage.stages.dispatch.transfer.cuda_link import CudaLink

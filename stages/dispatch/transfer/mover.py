@@ -25,7 +25,7 @@ from offstage.stages.checkpoints.open_files import untraced
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
 from offstage.stages.dispatch.transfer.file_reader import FileReader
-from offstage.stages.dispatch.transfer.link import Event, Link, Moved
+from offstage.stages.dispatch.transfer.link import Event, Link, Moved, Order
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
@@ -34,6 +34,8 @@ from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.units import CPU, DeviceId
 
+_ORDERS = (Order.COPYING, Order.URGENT)
+"""The order of copies, and that of those that are awaited."""
 _Job = tuple[Callable[[], Moved], SharedBuffer | None]
 """What a thread does, and the buffer that it shares with others that do so."""
 
@@ -42,10 +44,12 @@ _Job = tuple[Callable[[], Moved], SharedBuffer | None]
 class Transfer:
     """Something on its way into a region, or there: the work of threads to fill it, and what was asked for at once.
 
-    The region is null once it has been given up, so that work which was cancelled holds no memory.
+    The region is null once it has been given up, so that work which was cancelled holds no memory. One that
+    ``is_awaited`` a forward needs now: its copies go before those of all that is only on its way.
     """
 
     region: torch.Tensor | None
+    is_awaited: bool = False
     work: list[Future[Moved]] = field(default_factory=list)
     asked: list[Moved] = field(default_factory=list)
 
@@ -204,7 +208,8 @@ class Mover:
             moved = Moved(copied_bytes=size)
         else:
             with self._ordering:
-                moved = Moved(next(self._order), self.link.copy(pieces, after=after), size)
+                done = self.link.copy(pieces, after=after, urgent=transfer.is_awaited)
+                moved = Moved(next(self._order), done, size, order=_ORDERS[transfer.is_awaited])
         self._watch("copy", began, moved)
         return moved
 
@@ -242,20 +247,20 @@ class Mover:
         )
 
     def _follow(self, found: Sequence[Moved]) -> None:
-        """Have computing follow the last copy and the last unpacking of what was ``found`` to bring something.
+        """Have computing follow the last of each order in what was ``found`` to bring something.
 
         What was read and copied counts from then on, and how long reads waited.
         """
-        last: list[Moved | None] = [None, None]
+        last: dict[Order, Moved] = {}
         for moved in found:
             self.traffic.storage_bytes += moved.stored_bytes
             if not self.link.in_place:
                 self.traffic.link_bytes += moved.copied_bytes
                 self.traffic.link_seconds += moved.waited_seconds
-            before = last[moved.is_unpacking]
+            before = last.get(moved.order)
             if moved.number >= 0 and (before is None or moved.number > before.number):
-                last[moved.is_unpacking] = moved
-        for moved in filter(None, last):
+                last[moved.order] = moved
+        for moved in last.values():
             self.link.follow(moved.done)
 
     def abandon(self, transfer: Transfer) -> None:

@@ -64,9 +64,9 @@ class Request:
     are ``judged`` in lockstep with the token before them, over one cache. ``assistant_bytes`` are what a second model
     takes beside, ``assistant_cache`` its keys and values among them, of which each member has some. ``moments`` are
     those of a forward that is known at its very shape, and ``caches`` what it leaves, where that isn't known of the
-    model. All in all there are ``rows`` of prompts, the longest of ``routed`` tokens, and each is decoded in so many
-    ``steps``; 0 where that isn't known. These change nothing of the room that it takes: requests that differ in them
-    alone are alike.
+    model. ``cache_on_host`` says that keys and values wait there. All in all there are ``rows`` of prompts, the longest
+    of ``routed`` tokens, and each is decoded in so many ``steps``; 0 where that isn't known. These change nothing of
+    the room that it takes: requests that differ in them alone are alike.
     """
 
     sequences: int = 1
@@ -85,6 +85,7 @@ class Request:
     assistant_cache: int = 0
     moments: tuple[Moment, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
+    cache_on_host: bool = False
     rows: int = field(default=1, compare=False)
     routed: int = field(default=0, compare=False)
     steps: int = field(default=0, compare=False)

@@ -165,6 +165,7 @@ def _answers(
         kept=round_up(new) if keeps else 0,
         assistant_bytes=sum(second),
         assistant_cache=second[1],
+        cache_on_host=all(one.keeps_cache_on_host for one in asked),
         routed=round_up(tokens),
         steps=round_up(max(0, new - 1)),
     )

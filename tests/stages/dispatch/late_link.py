@@ -1,11 +1,11 @@
 """An accelerator on which everything happens late, for tests of who waits for what.
 
-Copies, unpacking and computing are queues, each worked off by a thread of its own, with pauses. They see memory as a
-device does, by its address: nothing that they were asked for keeps a region or a buffer as it is. A copy first fills
-its target with poison, and reads its source at the very end. Computing reads its weights from its beginning to its end,
-which is a while later. So computing that doesn't wait for its weights reads poison, a region that is taken too early is
-poisoned under the computing that still reads it, what is given up on its way and arrives all the same lands in what
-came after it, and a buffer that is used again too early arrives with the next read's bytes.
+Copies, urgent ones, unpacking and computing are queues, each worked off by a thread of its own, with pauses. They see
+memory as a device does, by its address: nothing that they were asked for keeps a region or a buffer as it is. A copy
+first fills its target with poison, and reads its source at the very end. Computing reads its weights from its beginning
+to its end, which is a while later. So computing that doesn't wait for its weights reads poison, a region that is taken
+too early is poisoned under the computing that still reads it, what is given up on its way and arrives all the same
+lands in what came after it, and a buffer that is used again too early arrives with the next read's bytes.
 """
 
 from __future__ import annotations
@@ -74,9 +74,15 @@ class LateLink:
     in_place = False
 
     def __init__(
-        self, *, copy_pause: float = 0.002, compute_pause: float = 0.002, unpack_pause: float | None = None
+        self,
+        *,
+        copy_pause: float = 0.002,
+        compute_pause: float = 0.002,
+        unpack_pause: float | None = None,
+        urgent_pause: float | None = None,
     ) -> None:
         self.copies, self.computing = Stream(copy_pause), Stream(compute_pause)
+        self.urgent = Stream(compute_pause if urgent_pause is None else urgent_pause)
         self.unpacking = Stream(copy_pause if unpack_pause is None else unpack_pause)
         self._kernel_seconds = compute_pause
         self.memories: list[LateMemory] = []
@@ -110,7 +116,7 @@ class LateLink:
         waited, self._stalled = self._stalled, 0.0
         return waited
 
-    def copy(self, pieces: Sequence[Piece], *, after: object) -> threading.Event:
+    def copy(self, pieces: Sequence[Piece], *, after: object, urgent: bool = False) -> threading.Event:
         spans, done = [(s.data_ptr(), t.data_ptr(), s.nbytes) for s, t in pieces], threading.Event()
         for begin, _, count in spans:
             if not any(m.ctypes.data <= begin and begin + count <= m.ctypes.data + m.nbytes for m in self.pinned):
@@ -127,7 +133,7 @@ class LateLink:
             done.set()
 
         assert all(source.nbytes == target.nbytes for source, target in pieces)
-        self.copies.add(work)
+        (self.urgent if urgent else self.copies).add(work)
         return done
 
     def unpack(
@@ -169,7 +175,7 @@ class LateLink:
 
     def close(self) -> None:
         self._closing = True
-        for stream in (self.computing, self.copies, self.unpacking):
+        for stream in (self.computing, self.copies, self.urgent, self.unpacking):
             idle = threading.Event()
             stream.add(idle.set)
             idle.wait()
@@ -178,6 +184,7 @@ class LateLink:
         self.close()
         self.computing.end()
         self.copies.end()
+        self.urgent.end()
         self.unpacking.end()
 
     def launch(self, weight: torch.Tensor, expected: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ def test_links_bring_packed_bytes_within_every_budget(checkpoint, cache, expecte
     for _ in range(DRAWS):
         budgets: dict[Any, str] = {device: f"{chance.randint(least, most)}KB" for device in range(accelerators)}
         budgets["cpu"] = f"{chance.choice([0, 400, 3000])}KB"
-        hardware = {"devices": [{"name": "small", "memory": "4MB"}] * accelerators, "rates": RATES}
+        hardware = {"devices": [{"name": "small", "memory": "100MB"}] * accelerators, "rates": RATES}
         try:
             loaded = offstage.load(checkpoint, cache=cache, max_length=64, max_memory=budgets, hardware=hardware)
         except BudgetError:

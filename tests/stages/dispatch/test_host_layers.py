@@ -50,7 +50,7 @@ def test_tokens_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
     plain.save_pretrained(checkpoint, max_shard_size="30KB")
     size = sum(parameter.nbytes for parameter in plain.parameters())
     budgets = dict.fromkeys(range(accelerators), size // 4) | {"cpu": int(host * size)}
-    hardware = {"devices": [{"memory": "1MB"}] * accelerators, "rates": RATES}
+    hardware = {"devices": [{"memory": "100MB"}] * accelerators, "rates": RATES}
     options: dict[str, Any] = {"max_memory": budgets, "hardware": hardware, "execution": "fastest", "max_length": 64}
     with offstage.load(checkpoint, cache=tmp_path / "cache", **options) as loaded:
         computing = set(loaded.plan.execution.values())

@@ -79,7 +79,7 @@ def options(name: str, devices: int, way: str, plain: Any, draw: random.Random) 
         "device_map": way if way == "optimal" else in_turn(plain, devices, draw),
         "max_memory": {**shares, CPU: round(whole * draw.uniform(0.0, 1.2))} if way == "optimal" else loose,
         "hardware": {
-            "devices": [{"name": str(device), "memory": "8MB"} for device in range(devices)],
+            "devices": [{"name": str(device), "memory": "100MB"} for device in range(devices)],
             "rates": {
                 "storage": "50GB",
                 "host": "50GB",

@@ -24,7 +24,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 OFFLOADED = {
     "device_map": {"cpu_offload_gb": 0.00002},
     "max_memory": {0: "1MB", "cpu": "1MB"},
-    "hardware": {"devices": [{"name": "small", "memory": "2MB"}]},
+    "hardware": {"devices": [{"name": "small", "memory": "100MB"}]},
 }
 ON_DISK = {"": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu"}
 

@@ -49,7 +49,7 @@ def drawn(name: str) -> list[dict[Any, float]]:
 
 def options_of(budget: Mapping[Any, float], model: Any) -> dict[str, Any]:
     size = sum(parameter.nbytes for parameter in model.parameters())
-    hardware = {"devices": [{"name": "small", "memory": "20MB"}]} if 0 in budget else {}
+    hardware = {"devices": [{"name": "small", "memory": "100MB"}]} if 0 in budget else {}
     slow = {"rates": {"storage": "10MB"}}
     limits = {device: str(int(size * share)) for device, share in budget.items()}
     return {"max_memory": limits, "hardware": {**hardware, **slow}, "storage": {"codec": "zstd"}}

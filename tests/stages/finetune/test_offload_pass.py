@@ -32,7 +32,7 @@ class LazyLink:
     def computed(self) -> None:
         return None
 
-    def copy(self, pieces: Sequence[Piece], *, after: object) -> object:
+    def copy(self, pieces: Sequence[Piece], *, after: object, urgent: bool = False) -> object:
         ((source, target),) = pieces
         ends = [(weakref.ref(end.untyped_storage()), end.storage_offset(), end.nbytes) for end in (source, target)]
 

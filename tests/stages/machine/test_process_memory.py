@@ -153,11 +153,25 @@ def test_it_is_what_a_run_held_less_weights_and_request_in_coarse_steps(
 ) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"memory": {"measured": measured, "predicted": predicted}}))
-    assert module._read(path) == expected
+    assert module._read(path, _plan(tmp_path)) == expected
+
+
+def test_what_torch_reserves_beside_is_no_part_of_what_was_measured(tmp_path: Path) -> None:
+    path, memory = tmp_path / "run.json", {"measured": {"cpu": 1, "0": 9 * 10**6}, "predicted": {"cpu": 0, "0": 10**7}}
+    path.write_text(json.dumps({"memory": memory}))
+    found = module._read(path, _plan(tmp_path, allocator=9 * 10**6))
+    assert found is not None
+    assert found.device == 8 * 10**6
+
+
+def _plan(folder: Path, **ledger: int) -> Path:
+    path = folder / "plan.json"
+    path.write_text(json.dumps({"devices": {"0": {"ledger": ledger}}}))
+    return path
 
 
 @pytest.mark.parametrize("record", [{"memory": None}, []])
 def test_a_record_without_memory_says_nothing(record: object, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(record))
-    assert module._read(path) is None
+    assert module._read(path, _plan(tmp_path)) is None

@@ -118,8 +118,8 @@ def test_a_device_that_max_memory_does_not_list_holds_nothing() -> None:
 
 
 def test_shares_are_of_the_device() -> None:
-    plan = make_plan(stack(3), config(max_memory={"0": "50%"}, hardware=two_accelerators("60")))
-    assert plan.budgets[0] == 30
+    plan = make_plan(stack(3), config(max_memory={"0": "50%"}, hardware=two_accelerators("60MB")))
+    assert plan.budgets[0] == 30 * 10**6
     assert plan.device_map == {"": 0}
 
 
@@ -224,13 +224,14 @@ def test_a_host_that_truly_cannot_is_refused_by_its_own_limit_and_the_least_name
 
 def test_an_accelerator_that_cannot_hold_the_plan_is_refused() -> None:
     with pytest.raises(
-        BudgetError, match=r"max_memory\.0: the plan takes 30 B on accelerator 0 .*most that works is 20"
+        BudgetError,
+        match=r"max_memory\.0: the plan takes 41.94 MB on accelerator 0 .*torch's allocator.*most that works is 21",
     ):
-        make_plan(stack(3), config(max_memory={"0": "30"}, hardware=two_accelerators("20")))
+        make_plan(stack(3, 9 * 2**20), config(max_memory={"0": "30MiB"}, hardware=two_accelerators("35MB")))
 
 
 def test_simulated_accelerators_have_ledgers_and_a_note() -> None:
-    devices = {"devices": [{"memory": "100"}, {"memory": "100", "ledger": "7"}, {"memory": "100"}]}
+    devices = {"devices": [{"memory": "9MB"}, {"memory": "9MB", "ledger": "7"}, {"memory": "9MB"}]}
     plan = make_plan(stack(3), config(max_memory={"0": "20", "1": "20"}, hardware=devices))
     assert of(plan, "simulated") == {0: 20, 1: 7, 2: 0}
     assert plan.notes == ("3 simulated accelerators: times are those of the cpu",)

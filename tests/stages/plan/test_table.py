@@ -70,7 +70,7 @@ def with_a_request(**budgets: str) -> Plan:
 def test_what_each_device_holds_is_shown_by_what_it_is_for_and_the_sum() -> None:
     plan = with_a_request(**{"0": "200MB", "1": "100MB", "cpu": "300MB"})
     shown = cells(render(plan))
-    titles = ["MB on", "weights", "reserve", "of budget", "KV cache", "activations", "process", "sum"]
+    titles = ["MB on", "weights", "reserve", "of budget", "KV cache", "activations", "process", "allocator", "sum"]
     assert list(shown) == titles
     assert shown["MB on"] == ["0", "1", "cpu", "disk"]
     assert (shown["weights"], shown["reserve"]) == (["100.0", "100.0", "200.0", ""], ["100.0", "", "", ""])

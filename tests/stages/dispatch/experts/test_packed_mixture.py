@@ -15,7 +15,7 @@ from tests.stages.dispatch.experts.packed_mixture import CONFIG, save_packed_mix
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [0, 0, 2, 7, 1, 8, 2, 8]])
 PROMPTS = {"input_ids": TOKENS, "attention_mask": (TOKENS != 0).long()}
 EXPERTS = [f"model.layers.{layer}.mlp.experts" for layer in range(CONFIG.num_hidden_layers)]
-ACCELERATED = {"max_memory": {0: "1MB", "cpu": "2MB"}, "hardware": {"devices": [{"name": "small", "memory": "2MB"}]}}
+ACCELERATED = {"max_memory": {0: "1MB", "cpu": "2MB"}, "hardware": {"devices": [{"name": "small", "memory": "90MB"}]}}
 TIERS: Mapping[str, dict[str, Any]] = {
     "all in memory": {},
     "all on disk": {"device_map": {"": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu"}},

@@ -137,7 +137,7 @@ def options_of(setting: Setting, folder: Path, whole: int) -> dict[str, Any]:
     if setting.place == "half":
         return {**least, "device_map": "optimal", "max_memory": {"cpu": whole // 2}}
     if setting.place == "simulated":
-        device = {"name": "a", "memory": "8MB"}
+        device = {"name": "a", "memory": "100MB"}
         budgets = {0: whole // 2, "cpu": whole // 2}
         return {**least, "device_map": "optimal", "max_memory": budgets, "hardware": {"devices": [device]}}
     return ON_DISK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from offstage.stages.calls.results import kept_cache
 from offstage.stages.dispatch.dispatch_plan import make_dispatch_plan
 from offstage.stages.dispatch.streaming.inputs import move_inputs
+from offstage.stages.dispatch.streaming.thread_state import ThreadState
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton
 from offstage.stages.units import CPU, DeviceId
@@ -131,3 +133,57 @@ def test_what_the_host_computes_beside_accelerators_goes_to_the_main_one_at_once
     for unhook in hooks:
         unhook()
     assert model(ids) == "cpu"
+
+
+class Current:
+    """The current accelerator of a machine that has two."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.index = 0
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: self.index)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", partial(setattr, self, "index"))
+
+
+class Asks(nn.Module):
+    """Asks which accelerator is the current one, as a kernel does that doesn't look at its operands."""
+
+    def __init__(self, current: Current, *, fails: bool = False) -> None:
+        super().__init__()
+        self.current, self.fails, self.seen = current, fails, list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.current.index)
+        if self.fails:
+            raise RuntimeError("it fails")
+        return x
+
+
+def test_what_computes_on_an_accelerator_has_it_as_the_current_one_and_gives_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = Current(monkeypatch)
+    model = nn.Sequential(Asks(current), Asks(current), Asks(current), Asks(current, fails=True))
+    entries = {str(place): torch.device("meta", place % 2) for place in range(4)}
+    hooks = list(move_inputs(model, entries, main=torch.device("meta", 0)))
+    with pytest.raises(RuntimeError, match="it fails"):
+        model(torch.ones(1))
+    assert [module.seen for module in model] == [[0], [1], [0], [1]]
+    assert current.index == 0
+    for unhook in hooks:
+        unhook()
+    with pytest.raises(RuntimeError, match="it fails"):
+        model(torch.ones(1))
+    assert [module.seen[-1] for module in model] == [0, 0, 0, 0]
+
+
+def test_calls_that_take_turns_each_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = Current(monkeypatch)
+    with torch.no_grad():  # as calls in lockstep are
+        before = ThreadState.current()
+        current.index = 1
+        with before.in_place():
+            assert current.index == 0
+        assert current.index == 1
+        before.restore()
+        assert current.index == 0

@@ -20,7 +20,7 @@ ACCELERATORS = {
                    "model.layers.0": "disk", "model.layers.1": 1, "model.layers.2": "cpu",
                    "model.norm": 1, "lm_head": "disk"},
     "max_memory": {0: "1MB", 1: "1MB", "cpu": "1GB"}, "storage": {"io": "direct"},
-    "hardware": {"devices": [{"name": "a", "memory": "1MB"}, {"name": "b", "memory": "1MB"}]},
+    "hardware": {"devices": [{"name": "a", "memory": "100MB"}, {"name": "b", "memory": "100MB"}]},
 }  # fmt: skip
 IN_CI = ("llama", "qwen3_moe", "t5", "mistral, which slides", "recurrent_gemma", "llama, dynamic rope")
 SETTINGS = int(os.environ.get("OFFSTAGE_GRID", "0"))

@@ -31,7 +31,7 @@ DIRECT, MAPPED, ON_HOST = ON_DISK, {"device_map": "disk", "storage": {"io": "mma
 SIMULATED = {
     "device_map": "balanced",
     "max_memory": {0: "60kB", "cpu": "1GB"},
-    "hardware": {"devices": [{"name": "a", "memory": "8MB"}]},
+    "hardware": {"devices": [{"name": "a", "memory": "100MB"}]},
 }
 
 

@@ -58,7 +58,9 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: fake.stream("copies"))
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda _device, priority=0: fake.stream("urgent" if priority < 0 else "copies")
+    )
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: fake.current)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
@@ -93,6 +95,16 @@ def test_a_copy_waits_on_its_own_stream_and_computing_on_the_current_one(cuda: F
         "host waits for blocking event",
     ]
     assert cuda.entered[-1] == "main"
+
+
+def test_what_is_awaited_is_copied_on_a_stream_that_goes_first(cuda: FakeCuda) -> None:
+    link: Any = CudaLink(DEVICE)
+    link.copy([(torch.ones(1), Target(cuda))], after=link.computed(), urgent=True)
+    assert cuda.log[1:] == [
+        "urgent waits for event",
+        "copy on urgent, non_blocking=True",
+        "blocking event recorded on urgent",
+    ]
 
 
 def test_what_is_over_counts_as_stalled_once_by_the_time_of_the_device(cuda: FakeCuda) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from offstage.stages.dispatch.transfer.link import Piece
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.pinned_buffers import Buffer
 from tests.stages.dispatch.late_link import LateLink, LateMemory
@@ -17,11 +18,16 @@ from tests.stages.dispatch.transfer.test_late_orders import faults
 
 CASES = (6, 56, 59, 82, 86, 102, 119, *range(60))
 """Those first that find what few do."""
-_lend, _unpack = LateMemory.lend, LateLink.unpack
+_lend, _unpack, _copy = LateMemory.lend, LateLink.unpack, LateLink.copy
 
 
 def follow_nothing(self: Mover, found: Sequence[Any]) -> None:
     """Have computing begin before what it computes with has come."""
+
+
+def hurry(self: LateLink, pieces: Sequence[Piece], *, after: object, urgent: bool = False) -> threading.Event:
+    """Have what is awaited be copied before what its region was used for last is over."""
+    return _copy(self, pieces, after=None if urgent else after, urgent=urgent)
 
 
 def come_at_once(self: LateLink) -> threading.Event:
@@ -55,6 +61,7 @@ def watch_the_tensor(self: LateMemory, begin: int, length: int) -> tuple[torch.T
 
 MUTATIONS: Mapping[str, tuple[type, str, Callable[..., Any]]] = {
     "computing doesn't wait for a copy": (Mover, "_follow", follow_nothing),
+    "an awaited copy doesn't wait for computing": (LateLink, "copy", hurry),
     "a copy doesn't wait for computing": (LateLink, "computed", come_at_once),
     "a region is given back early": (Mover, "abandon", give_back_early),
     "unpacking is on a stream that waits for nothing": (LateLink, "unpack", unpack_beside),

@@ -8,6 +8,7 @@ beside others, seen after they were let go, and passes end before their time, or
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
@@ -21,12 +22,14 @@ from offstage.stages.checkpoints.packed import MemoryFile, PackedTensor
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.device_unpacker import open_unpacker
 from offstage.stages.dispatch.transfer.link import pin
-from offstage.stages.dispatch.transfer.part_layout import Source
+from offstage.stages.dispatch.transfer.mover import Mover, Transfer
+from offstage.stages.dispatch.transfer.part_layout import Source, lay_out
+from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import HostBlock
 from tests.long_form import in_ci
 from tests.stages.dispatch.late_link import LateLink
-from tests.stages.dispatch.transfer.test_mover import cache_over
+from tests.stages.dispatch.transfer.test_mover import cache_over, on_disk
 from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, held
 
 SHORT, LONG = range(16), range(16, 2000)
@@ -40,7 +43,7 @@ class Scene:
 
     def __init__(self, chance: random.Random, folder: Path, stack: ExitStack) -> None:
         pauses = {name: chance.choice(PAUSES) for name in ("copy_pause", "compute_pause")}
-        pauses |= {"unpack_pause": chance.choice([*PAUSES, 0.02])}
+        pauses |= {"unpack_pause": chance.choice([*PAUSES, 0.02]), "urgent_pause": chance.choice([*PAUSES, 0.02])}
         self.link, self.wanted = LateLink(**pauses), list[list[torch.Tensor]]()
         stack.callback(self.link.end)
         codec = chance.choice(CODECS)
@@ -142,6 +145,65 @@ def faults(seed: int, folder: Path) -> list[str]:
             one.play(chance)
         link = one.link
     return link.wrong
+
+
+class Regions:
+    """Tensors that wait on the host or on disk, each with a region; the last is awaited, and the link's copies stand
+    still until ``go_on``.
+    """
+
+    def __init__(self, where: str, folder: Path, stack: ExitStack) -> None:
+        self.tensors = [torch.randn(30_000).half() for _ in range(4)]
+        self.link, gate = LateLink(), threading.Event()
+        block, self.go_on = HostBlock([tensor.nbytes for tensor in self.tensors]), gate.set
+        stack.callback(self.link.end)
+        stack.callback(pin(self.link, block.memory))
+        places: list[Source] = [block.hold(tensor) for tensor in self.tensors]
+        if where == "disk":
+            places = [part[0] for part in on_disk([[tensor] for tensor in self.tensors], folder / "weights")]
+        buffers = PinnedBuffers(self.link, count=6, size=2**18)
+        self.mover = Mover(self.link, places, device=0, buffers=buffers, traffic=Traffic())
+        for closing in (buffers.close, self.mover.close, self.go_on):
+            stack.callback(closing)
+        self.link.copies.add(gate.wait)
+        memory, self.layouts = self.link.memory(4 * 2**17), [lay_out([place], link_room=2**20) for place in places]
+        regions = [memory.lend(place * 2**17, layout.size)[0] for place, layout in enumerate(self.layouts)]
+        self.transfers = [Transfer(region, is_awaited=region is regions[-1]) for region in regions]
+        for layout, transfer in zip(self.layouts, self.transfers, strict=True):
+            self.mover.fetch(layout, transfer)
+
+    def compute(self, places: range) -> None:
+        """Wait for those together, and compute with them."""
+        self.mover.wait([self.transfers[place] for place in places], "those")
+        for place in places:
+            region = self.transfers[place].region
+            assert region is not None
+            self.link.launch(self.layouts[place].views(region)[0], self.tensors[place])
+
+
+everywhere = pytest.mark.parametrize("where", ["host", "disk"])
+
+
+@everywhere
+def test_what_is_awaited_is_not_behind_what_is_only_on_its_way(where: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        regions = Regions(where, tmp_path, stack)
+        regions.compute(range(3, 4))
+        assert regions.link.computed().wait(10), "the others haven't begun"
+        regions.go_on()
+        regions.compute(range(3))
+    assert regions.link.wrong == []
+
+
+@everywhere
+def test_computing_follows_both_what_is_awaited_and_what_was_asked_for_ahead(where: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        regions = Regions(where, tmp_path, stack)
+        wait(regions.transfers[-1].work)
+        regions.compute(range(4))
+        assert not regions.link.computed().wait(0.1), "it waits for what was asked for ahead, too"
+        regions.go_on()
+    assert regions.link.wrong == []
 
 
 @pytest.mark.parametrize("cases", in_ci(SHORT, of=[SHORT, LONG]))

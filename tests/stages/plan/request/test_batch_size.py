@@ -69,12 +69,12 @@ def test_no_batch_takes_the_place_of_weights_that_a_budget_has() -> None:
 
 
 def test_where_budgets_are_worked_out_weights_give_way_only_where_that_is_sooner() -> None:
-    machine = {"devices": [{"memory": "4.4GB"}], "host": {"memory": "64GiB"}}
+    machine = {"devices": [{"memory": "4.5GB"}], "host": {"memory": "64GiB"}}
     slow, fast = (planned("", model(40), rates=Rates(link=rate), hardware=machine) for rate in (MB, 10**13))
     assert (slow.batch_size, slow.devices[0].weights) == (16, 4000 * MB), "passes over what is there cost less"
     assert (fast.batch_size or 0) >= 96
     assert fast.devices[0].weights < 4000 * MB
-    assert max(sum(plan.predicted[0].values()) for plan in (slow, fast)) <= 4400 * MB * 0.95
+    assert max(sum(plan.predicted[0].values()) for plan in (slow, fast)) <= 4500 * MB * 0.95
 
 
 def test_a_batch_that_leaves_no_weights_on_the_accelerator_does_not_move_the_work_to_a_host_without_room() -> None:

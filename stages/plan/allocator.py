@@ -1,0 +1,107 @@
+"""What torch's allocator takes of an accelerator beside what is asked of it.
+
+That is what blocks are rounded up by, what is left over in segments, and what the pool of one stream has that no other
+gets.
+
+Weights, reserve, slots and caches are taken one after the other by the allocator's own rules, each with its size. Of
+activations no plan knows the sizes: beside the segments that they fill there are some that they fill in part, as
+simulated generations were seen to need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offstage.stages.machine.caching_allocator import (
+    COMPUTING,
+    LARGE_SEGMENT,
+    SMALL_BYTES,
+    SMALL_SEGMENT,
+    UNPACKING,
+    CachingAllocator,
+)
+from offstage.stages.plan.layout import Layout
+from offstage.stages.plan.memory_needs import COPIES, BlockCache, MemoryNeeds
+from offstage.stages.plan.outline import Outline
+from offstage.stages.units import DeviceId
+
+_IN_PART = 2
+"""The large segments that activations fill in part: the last one, and that of what is freed and taken again."""
+
+Asked = tuple[int, int]
+"""So many bytes, asked for by a stream."""
+
+
+def reserved_beside(asked: Iterable[Asked], activation_bytes: int) -> int:
+    """Return what is reserved beyond the bytes that are ``asked`` for, one after the other, and those of activations.
+
+    >>> reserved_beside([(3 * 2**20, COMPUTING)], 0) // 2**20
+    17
+    """
+    allocator, wanted = CachingAllocator(), 0
+    for size, stream in asked:
+        if size:
+            allocator.allocate(size, stream)
+            wanted += size
+    in_part = min(1, activation_bytes) * SMALL_SEGMENT
+    in_part += _IN_PART * LARGE_SEGMENT if activation_bytes > SMALL_BYTES else 0
+    return allocator.reserved - wanted + in_part
+
+
+def allocator_bytes(layout: Layout, device: DeviceId, *, caches: Iterable[BlockCache], activation_bytes: int) -> int:
+    """Return what the accelerator ``device`` has reserved at its peak beyond what its ledger counts, in bytes.
+
+    ``caches`` are those of the blocks that it computes.
+    """
+    room = layout.rooms[device]
+    asked = [(line.bytes, COMPUTING) for line in layout.lines if line.home == device and line.name == line.leader]
+    asked += [(room.reserve, COMPUTING), (room.slots, COMPUTING), (room.unpacking, COMPUTING)]
+    asked += _tensors(caches)
+    return reserved_beside([*asked, *_in_pool_apart(room.unpacking)], activation_bytes)
+
+
+def _tensors(caches: Iterable[BlockCache]) -> list[Asked]:
+    """Return the tensors of ``caches`` that lie where their blocks compute: of what waits on the host the largest."""
+    found, passing = list[Asked](), 0
+    for cache in caches:
+        if cache.waits:
+            passing = max(passing, cache.most)
+        else:
+            found += [(cache.most // cache.tensors, COMPUTING)] * cache.tensors
+    return [*found, *[(passing, COMPUTING)] * COPIES]
+
+
+def _in_pool_apart(unpacking: int) -> list[Asked]:
+    """Return what segments the pool of the stream takes that unpacks: temporaries of both sizes, in part."""
+    return [(1, UNPACKING), *([(SMALL_BYTES + 1, UNPACKING)] if unpacking > SMALL_BYTES else [])] if unpacking else []
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorCost:
+    """What torch's allocator takes beside a model's weights: ``fixed`` bytes, and a ``share`` of each byte of them.
+
+    Beside all of them it takes ``whole``.
+    """
+
+    fixed: int = 0
+    share: float = 0.0
+    whole: int = 0
+
+    def beside(self, weights: int) -> int:
+        """Return what it takes beside so many bytes of weights."""
+        return self.fixed + min(self.whole, round(self.share * max(0, weights)))
+
+    def within(self, room: int) -> int:
+        """Return what of ``room`` it takes where weights fill the rest."""
+        left = max(0, room - self.fixed)
+        return self.fixed + min(self.whole, round(left * self.share / (1 + self.share)))
+
+
+def allocator_cost(outline: Outline, needs: MemoryNeeds) -> AllocatorCost:
+    """Return what torch's allocator takes beside weights of the model, and beside a request that ``needs`` so much."""
+    sizes = [(outline.sizes[spec.name], COMPUTING) for spec in outline.skeleton.unique]
+    weights = sum(size for size, _ in sizes)
+    whole = reserved_beside(sizes, 0)
+    fixed = reserved_beside(_tensors(needs.caches), needs.activation_bytes)
+    return AllocatorCost(fixed, whole / max(1, weights), whole)

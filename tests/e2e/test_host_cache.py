@@ -1,0 +1,113 @@
+"""``generate.cache_implementation=offloaded``: keys and values wait on the host, in the budget and in the forecast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.e2e.conftest import Finished
+
+Run = Callable[..., Finished]
+BUDGET_EXIT = 4
+ON_HOST = "+generate.cache_implementation=offloaded"
+PROMPT = f"generate.prompts=[{[place % 90 + 3 for place in range(400)]},{[place % 80 + 3 for place in range(300)]}]"
+LINK = 100 * 10**6
+RATES = f"+hardware.rates={{storage: 1GB, host: 10GB, link: {LINK}, device: 100GB}}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose cache is far larger than a layer: 16 kB a token and layer, of twelve."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("wide")
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=16,
+        head_dim=64, vocab_size=100, max_position_embeddings=2048,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def asked(checkpoint: Path, *, memory: str = "1GB", **budgets: str) -> tuple[str, ...]:
+    given = {"0": "4MB", "cpu": "20MB", **budgets}
+    return (
+        f"model.path={checkpoint}",
+        PROMPT,
+        "generate.max_new_tokens=5",
+        f"hardware.devices=[{{memory: {memory}}}]",
+        f"max_memory={{{', '.join(f'{name}: {size}' for name, size in given.items())}}}",
+        RATES,
+    )
+
+
+def planned(run: Run, *given: str) -> dict[str, Any]:
+    done = run(*given, "stages=plan_only")
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(Path(done.record["stages"][-1]["artifact"], "plan.json").read_text())
+    return found
+
+
+def test_a_device_without_room_for_the_cache_is_refused_and_has_it_on_the_host_with_the_same_tokens(
+    offstage_here: Run, checkpoint: Path
+) -> None:
+    together = "generate.lockstep=2"
+    there, waiting = (planned(offstage_here, *asked(checkpoint), together, *more) for more in ((), (ON_HOST,)))
+    held, needed = (sum(plan["devices"]["0"]["ledger"].values()) for plan in (there, waiting))
+    memory = (held + needed) // 2
+    assert held - needed > 10 * 10**6
+    refused = offstage_here(*asked(checkpoint, memory=str(memory)), together)
+    assert refused.code == BUDGET_EXIT
+    assert "generate.cache_implementation=offloaded" in refused.err
+    expected = offstage_here(*asked(checkpoint), together)
+    found = offstage_here(*asked(checkpoint, memory=str(memory)), together, ON_HOST)
+    assert (found.code, found.tokens) == (0, expected.tokens), found.err
+
+
+def test_the_host_has_the_caches_bytes_the_device_those_of_two_layers_and_a_token_the_time_of_its_crossing(
+    offstage_here: Run, checkpoint: Path
+) -> None:
+    there, waiting = (
+        planned(offstage_here, *asked(checkpoint), "generate.lockstep=1", *more) for more in ((), (ON_HOST,))
+    )
+    layer = 2 * 16 * 64 * 4 * 448
+    assert waiting["devices"]["cpu"]["ledger"]["cache"] == 12 * layer
+    assert waiting["devices"]["0"]["ledger"]["cache"] == 2 * layer
+    assert 11 * layer < there["devices"]["0"]["ledger"]["cache"] <= 12 * layer
+    crossing = waiting["forecast"]["cache_bytes_per_token"]
+    assert crossing == 12 * layer
+    seconds = waiting["forecast"]["seconds_per_token"] - there["forecast"]["seconds_per_token"]
+    assert seconds == pytest.approx(crossing / LINK, rel=0.05)
+
+
+def test_the_plan_says_which_is_better_there_weights_or_the_cache(offstage_here: Run, checkpoint: Path) -> None:
+    def notes(*given: str) -> str:
+        return " ".join(planned(offstage_here, *asked(checkpoint), "generate.lockstep=1", *given)["notes"])
+
+    roomy = "max_memory={0: 20MB}"
+    assert "KV cache" not in notes(roomy), "all weights are there"
+    assert "waits on the host; in place of as many bytes of weights" not in notes(ON_HOST), "it has none to spare"
+    slow = RATES.replace("storage: 1GB", "storage: 10MB")
+    streamed = ("max_memory={0: 1MB, cpu: 300kB}", slow)
+    assert "generate.cache_implementation=offloaded" in notes(*streamed)
+    assert "KV cache" not in notes(*streamed, ON_HOST)
+
+
+@pytest.mark.parametrize("more", [(), ("generate.lockstep=2",), ("generate.num_beams=2",)])
+def test_streamed_weights_go_with_it(more: tuple[str, ...], offstage_here: Run, checkpoint: Path) -> None:
+    given = (*asked(checkpoint), *more)
+    expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)
+    assert expected.code == 0, expected.err
+    assert (found.code, found.tokens) == (0, expected.tokens), found.err
+    assert found.record["metrics"]["streamed_bytes_per_token"] > 0
+
+
+def test_on_the_host_alone_it_changes_nothing(offstage_here: Run, checkpoint: Path) -> None:
+    given = (f"model.path={checkpoint}", PROMPT, "generate.max_new_tokens=3", "max_memory.cpu=20MB")
+    expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)
+    assert (found.code, found.tokens) == (0, expected.tokens), found.err

@@ -1,0 +1,84 @@
+"""A cache that waits on the host: what attention is given is what a cache that stays gives, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from offstage.stages.generate.host_cache import HostLayer, host_cache
+from offstage.stages.inputs.generate_options import KEPT_POSITIONS
+from offstage.stages.machine.aligned_memory import Bytes, private_bytes
+from tests.stages.plan.cache_models import build, inputs_of
+
+
+def layers(room: int = 1, sizes: list[int] | None = None) -> tuple[DynamicLayer, HostLayer]:
+    def allocate(size: int) -> Bytes:
+        if sizes is not None:
+            sizes.append(size)
+        return private_bytes(size)
+
+    return DynamicLayer(), HostLayer(room, allocate)
+
+
+def states(positions: int, *, rows: int = 2, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (rows, 3, positions, 8)
+    return torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+
+
+def same(one: DynamicLayer, other: HostLayer, positions: int, *, rows: int = 2) -> None:
+    given = states(positions, rows=rows)
+    for expected, found in zip(one.update(*given), other.update(*given), strict=True):
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride(), "kernels are chosen by that too"
+    assert other.get_seq_length() == one.get_seq_length()
+    assert other.get_mask_sizes(1) == one.get_mask_sizes(1)
+
+
+def test_it_gives_what_a_layer_that_stays_gives_as_it_grows_beyond_its_room() -> None:
+    torch.manual_seed(0)
+    one, other = layers()
+    for positions in (5, 1, 1, KEPT_POSITIONS, 1, 3 * KEPT_POSITIONS, 1):
+        same(one, other, positions)
+
+
+def test_sequences_are_reordered_repeated_and_selected_and_positions_taken_back() -> None:
+    torch.manual_seed(0)
+    one, other = layers()
+    same(one, other, 9)
+    changes: list[tuple[Callable[[Any], object], int]] = [
+        (lambda layer: layer.reorder_cache(torch.tensor([1, 0])), 2),
+        (lambda layer: layer.batch_repeat_interleave(2), 4),
+        (lambda layer: layer.batch_select_indices(torch.tensor([3, 0])), 2),
+        (lambda layer: layer.crop(-4), 2),
+    ]
+    for change, rows in changes:
+        for layer in (one, other):
+            change(layer)
+        same(one, other, 1, rows=rows)
+
+
+def test_memory_is_taken_once_for_what_was_foretold() -> None:
+    sizes: list[int] = []
+    _, other = layers(100, sizes)
+    for positions in (80, *[1] * 20):
+        other.update(*states(positions))
+    assert sizes == [2 * KEPT_POSITIONS * 2 * 3 * 8 * 2] * 2
+    other.update(*states(29))
+    assert len(sizes) == 4
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_models_with_all_kinds_of_layers_decode_the_same(name: str, beams: int) -> None:
+    torch.manual_seed(0)
+    model: Any = build(name)
+    given = inputs_of(name, sequences=2, length=90)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    expected = model.generate(**given, **options)
+    cache = host_cache(model, private_bytes, room=96)
+    assert any(isinstance(layer, HostLayer) for layer in next(iter(cache.values())).layers) == (name != "mistral")
+    assert torch.equal(model.generate(**given, **options, **cache), expected)

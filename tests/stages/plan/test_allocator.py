@@ -1,0 +1,74 @@
+"""What a plan has an accelerator take is never less than torch's allocator needs there, in the pools of all streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import offstage
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.dispatch.streaming.streamer import streamer_of
+from offstage.stages.plan import allocator
+from tests.e2e.fp8_checkpoints import save_fp8
+from tests.stages.simulated_memory import SimulatedMemory
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 2000, "max_position_embeddings": 1024, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+HARDWARE = {
+    "devices": [{"name": "one", "memory": "2GB"}],
+    "rates": {"storage": "1GB", "host": "10GB", "link": "100MB", "device": "100GB", "unpacking": "1MB"},
+}
+WHERE: dict[str, dict[str, Any]] = {
+    "resident": {"device_map": {"": 0}, "max_memory": {0: "200MB"}},
+    "streamed": {"device_map": {"": 0, "model.layers": "cpu"}, "max_memory": {0: "26MB", "cpu": "200MB"}},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("wide")
+    AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_fp8(tmp_path_factory.mktemp("packed"), LlamaConfig(**{**CONFIG, "num_hidden_layers": 2}))
+
+
+def generate(folder: Path, *, left: int = 0, rows: int, prompt: int, new: int, **options: Any) -> int:
+    """Answer prompts where there is what the plan says, less ``left`` bytes; return what is the allocator's of it."""
+    tokens = torch.randint(2, 2000, (rows, prompt), generator=torch.Generator().manual_seed(1))
+    given = {"batch_size": rows, "max_length": prompt + new, "hardware": HARDWARE, "cache": folder / "cache", **options}
+    with offstage.load(folder, **given) as loaded:
+        planned, ledger = loaded.plan.devices[0], streamer_of(loaded.model)._devices.ledger(0)
+        assert ledger is not None
+        ledger.allocator.capacity = planned.own_bytes - left
+        with torch.inference_mode(), SimulatedMemory(ledger.allocator):
+            loaded.model.generate(tokens, min_new_tokens=new, max_new_tokens=new, do_sample=False)
+        return planned.ledger["allocator"]
+
+
+@pytest.mark.parametrize(("rows", "prompt", "new"), [(1, 60, 3), (6, 130, 6), (2, 500, 3)])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_generation_fits_where_the_plan_says_so_by_the_allocators_rules(
+    where: str, rows: int, prompt: int, new: int, checkpoint: Path
+) -> None:
+    beside = generate(checkpoint, rows=rows, prompt=prompt, new=new, **WHERE[where])
+    with pytest.raises(BudgetError, match="out of memory"):
+        generate(checkpoint, left=beside, rows=rows, prompt=prompt, new=new, **WHERE[where])
+
+
+def test_the_pool_of_the_stream_that_unpacks_is_counted(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"device_map": {"": 0, "model.layers": "disk"}, "max_memory": {0: "42MB", "cpu": "1MB"}}
+    generate(packed, rows=1, prompt=6, new=2, **given)
+    monkeypatch.setattr(allocator, "_in_pool_apart", lambda _: [])
+    with pytest.raises(BudgetError, match="out of memory"):
+        generate(packed, rows=1, prompt=6, new=2, **{**given, "cache": packed / "other"})
