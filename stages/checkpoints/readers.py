@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from offstage.pipeline.errors import CheckpointError
@@ -30,12 +31,12 @@ from offstage.stages.checkpoints.gguf_header import GgufHeader, GgufTensor, read
 from offstage.stages.checkpoints.gguf_model import NAMES, gguf_folder
 from offstage.stages.checkpoints.gguf_names import NamedTensor
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
-from offstage.stages.checkpoints.packed_reads import fill_packed, read_packed
+from offstage.stages.checkpoints.packed_reads import bytes_at, read_span, unpack_block
 from offstage.stages.checkpoints.quantised import logical_entries
 from offstage.stages.checkpoints.quantization import SERVED, method_of, quantization_of
 from offstage.stages.checkpoints.safetensors_header import check_name
 from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
-from offstage.stages.machine.aligned_memory import byte_view
+from offstage.stages.machine.aligned_memory import byte_view, room_for
 
 _LOAD_FAILURES = (
     RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, OverflowError,
@@ -168,22 +169,23 @@ class PickleReader:
 
 def read_extent(extent: AtRest) -> torch.Tensor:
     """Return the tensor that lies at ``extent``, on the cpu, in new memory; one that is packed is unpacked."""
-    if isinstance(extent, PackedTensor):
-        return read_packed(extent)
-    tensor = torch.empty(extent.shape, dtype=torch_dtype(extent.dtype))
+    dtype = torch_dtype(extent.dtype)
+    is_packed = isinstance(extent, PackedTensor)
+    tensor = room_for(extent.shape, dtype).tensor if is_packed else torch.empty(extent.shape, dtype=dtype)
     fill_from(extent, tensor)
     return tensor
 
 
 def fill_from(extent: AtRest, tensor: torch.Tensor) -> None:
-    """Read what lies at ``extent`` into ``tensor``: contiguous, on the cpu, of its dtype and shape."""
+    """Read what lies at ``extent`` into ``tensor``, in this thread: contiguous, on the cpu, of its dtype and shape."""
     if not tensor.numel():
         return
     if isinstance(extent, PackedTensor):
-        fill_packed(extent, tensor)
+        place = np.frombuffer(byte_view(tensor), np.uint8)
+        for block in extent.codec.blocks(extent):
+            unpack_block(extent, block, [bytes_at(span) for span in block.spans], place)
     else:
-        with opened_shard(extent.file) as descriptor:
-            read_into(descriptor, byte_view(tensor), offset=extent.begin, path=extent.file.path)
+        read_span(extent, byte_view(tensor))
 
 
 def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:

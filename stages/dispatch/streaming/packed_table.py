@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from offstage.stages.checkpoints.packed import PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.dispatch.streaming.places import TensorPlace, read_only, source_of
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
@@ -31,7 +31,7 @@ class PackedTable(WaitingTensor):
         """Return the rows at ``indices``, a tensor of any shape on the cpu; each is read once."""
         wanted, places = torch.unique(indices, return_inverse=True)
         rows = [self.use.codec.rows(self.use, row, row + 1) for row in wanted.tolist()]
-        table = torch.cat([read_packed(row) for row in rows if row is not None])
+        table = torch.cat([read_extent(row) for row in rows if row is not None])
         learns = self.requires_grad and torch.is_grad_enabled()
         return functional.embedding(places, read_only(self, table, self.source.name) if learns else table)
 
