@@ -17,7 +17,7 @@ from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
 from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes, slot_rows
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
-from offstage.stages.dispatch.streaming.places import TensorPlace, place_of, source_of
+from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait_for, place_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
@@ -213,10 +213,7 @@ def _have_wait(each: _Mixed, experts: RoutedExperts, transport: Transport) -> No
     """Put stacks that bring their own rows into the model."""
     device = transport.devices.torch_device(each.computes)
     for place in each.places:
-        source = source_of(place, transport.stored, device)
-        waiting = ExpertStack(place.before, source, StackUse(experts, place.attribute))
-        waiting.kept = place.before
-        place.settle(waiting)
+        have_wait_for(place, transport.stored, device, ExpertStack, StackUse(experts, place.attribute))
         transport.stack.callback(place.restore)
 
 

@@ -5,7 +5,6 @@ No map of its file could be used, since what lies there isn't the table. Whateve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.readers import read_extent
-from offstage.stages.dispatch.streaming.places import TensorPlace, read_only, source_of
+from offstage.stages.dispatch.streaming.places import read_only
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 
@@ -44,10 +43,3 @@ class PackedTable(WaitingTensor):
                 if args[0].numel() and bool(((args[0] >= 0) & (args[0] < len(table))).all()):
                     return table.look_up(args[0])
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def have_table_wait(place: TensorPlace, stored: Mapping[str, torch.Tensor], packed: PackedTensor) -> None:
-    """Have ``packed`` be looked up in the place of ``place``, on the host; ``stored`` reads all of it."""
-    table = PackedTable(place.before, source_of(place, stored, torch.device("cpu")), packed)
-    table.kept = place.before
-    place.settle(table)

@@ -25,8 +25,8 @@ from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lanes import Task
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared
 from offstage.stages.dispatch.streaming.passes import ModelPasses
-from offstage.stages.dispatch.streaming.places import Newcomers, TensorPlace, have_wait
-from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
+from offstage.stages.dispatch.streaming.places import Newcomers, TensorPlace, have_wait, have_wait_for
+from offstage.stages.dispatch.streaming.row_blocks import BlockedWeight, RowBlocks
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
 from offstage.stages.dispatch.streaming.transport import OpenLink, Transport
@@ -226,7 +226,7 @@ class Streamer:
             assert whole is not None
             device = self._devices.torch_device(blocks[0].computes)
             rows = RowBlocks(blocks, self._acquire, self._release)
-            have_blocks_wait(whole, self._stored, device, rows)
+            have_wait_for(whole, self._stored, device, BlockedWeight, rows)
             self._stack.callback(whole.restore)
 
     def _stream(self, part: StreamedPart) -> None:
