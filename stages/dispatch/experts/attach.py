@@ -12,10 +12,10 @@ from torch import nn
 
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertSlots, ExpertUse
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
-from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes, slot_rows
+from offstage.stages.dispatch.experts.slot_memory import ExpertLayer, Kind, RowShape, kind_bytes, slot_rows
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
 from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait_for, place_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights

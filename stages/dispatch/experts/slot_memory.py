@@ -1,6 +1,6 @@
-"""The memory that experts are kept in: a slot is a row of every tensor of an expert.
+"""The memory that experts are kept in: a slot is a row of every tensor of an expert, or a region for one of a list.
 
-The rows of all slots lie side by side, so that a stretch of slots is what a resident model has as its experts: stacked
+Rows of all slots lie side by side, so that a stretch of slots is what a resident model has as its experts: stacked
 tensors that the stock kernels take as they are.
 """
 
@@ -14,9 +14,33 @@ from itertools import accumulate
 import torch
 
 from offstage.stages.dispatch.experts.eviction import Expert
+from offstage.stages.dispatch.transfer.arena import Arena
 from offstage.stages.dispatch.transfer.link import Link
+from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
 from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, align_up
 from offstage.stages.units import DEVICE_ALIGNMENT
+
+Rows = Mapping[str, Sequence[RowSource | PartLayout]]
+"""Where the pieces of a layer's experts wait, by the names of the pieces, in the order of the experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """The experts of one module: its ``number`` in the order of execution, and where they wait."""
+
+    number: int
+    module: str
+    rows: Rows
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return len(next(iter(self.rows.values())))
+
+    def layout(self, expert: int, piece: str) -> PartLayout:
+        """Return where what there is of a ``piece`` lies in its place in a slot."""
+        row = self.rows[piece][expert]
+        return row if isinstance(row, PartLayout) else lay_out_row(row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +90,48 @@ class SlotRows:
     def stack(self, piece: str, begin: int, end: int) -> torch.Tensor:
         """Return the tensors ``piece`` of the slots from ``begin`` to ``end``, stacked."""
         return self._stacks[piece][begin:end]
+
+
+class SlotRegions:
+    """``room`` bytes behind ``link`` for experts of ``layers``, each in a region of its own for all of its pieces.
+
+    A region is free again when nothing views it any more: a traceback may hold what was let go.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer], link: Link, room: int) -> None:
+        self._link, self._room = link, room
+        self._layers = {layer.number: layer for layer in layers}
+        self.renew()
+        largest = max(sum(self._sizes(layer, expert)) for layer in layers for expert in range(layer.count))
+        self.size = max(1, room // max(1, largest))
+
+    def renew(self) -> None:
+        """Take other memory: in a process that was forked nobody fills what was lent."""
+        memory = self._link.memory(max(1, self._room))
+        self._arena: Arena[torch.Tensor] | None = Arena(memory)
+        self._alignment = memory.alignment
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._arena = None
+
+    def take(self, expert: Expert) -> torch.Tensor | None:
+        """Return a region for all of ``expert``."""
+        assert self._arena is not None
+        return self._arena.take(sum(self._sizes(self._layers[expert[0]], expert[1])))
+
+    def give(self, slot: torch.Tensor) -> None:
+        """Nothing: it is free once it is gone."""
+
+    def region(self, slot: torch.Tensor, expert: Expert, piece: str) -> torch.Tensor:
+        """Return the part of the region that a ``piece`` has."""
+        layer = self._layers[expert[0]]
+        place, sizes = [*layer.rows].index(piece), self._sizes(layer, expert[1])
+        begin = sum(sizes[:place])
+        return slot[begin : begin + sizes[place]]
+
+    def _sizes(self, layer: ExpertLayer, expert: int) -> list[int]:
+        return [align_up(layer.layout(expert, piece).size, self._alignment) for piece in layer.rows]
 
 
 def slot_rows(
