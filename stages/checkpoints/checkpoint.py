@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Depth = Literal["index", "headers"]
 """How much of a checkpoint is looked at: which files there are, or their headers too."""
 
+FileHeader = tuple[ShardFile, dict[str, Extent]]
+"""A file of a checkpoint, and the tensors that it holds."""
+
 ZIP_MAGIC = b"PK\x03\x04"
 
 _EDGE_BYTES = 64 * 1024
@@ -171,18 +174,23 @@ def check_index(checkpoint: Checkpoint, entries: Mapping[str, Extent]) -> None:
 def _read_files(path: Path, kind: Format, shards: Iterable[Path], *, depth: Depth) -> Checkpoint:
     if depth == "index":
         return Checkpoint(path, kind, tuple(map(_survey, shards)), {})
+    return Checkpoint(path, kind, *join_headers(map(_HEADERS[kind], shards)))
+
+
+def join_headers(headers: Iterable[FileHeader]) -> tuple[tuple[ShardFile, ...], dict[str, Extent]]:
+    """Return the files of ``headers``, and all tensors by name; a ``CheckpointError`` for one that two of them have."""
     files: list[ShardFile] = []
     entries: dict[str, Extent] = {}
-    for shard in shards:
-        file, header = _HEADERS[kind](shard)
+    for file, header in headers:
         for name in header.keys() & entries.keys():
-            raise CheckpointError(f"{shard}: tensor {name!r} is in {entries[name].file.name} too; one of them must go")
+            told = f"tensor {name!r} is in {entries[name].file.name} too; one of them must go"
+            raise CheckpointError(f"{file.path}: {told}")
         files.append(file)
         entries |= header
-    return Checkpoint(path, kind, tuple(files), entries)
+    return tuple(files), entries
 
 
-def _read_gguf(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
+def _read_gguf(path: Path) -> FileHeader:
     header = read_gguf_header(path)
     return header.file, {name: tensor.extent for name, tensor in header.tensors.items()}
 
@@ -192,12 +200,12 @@ def _survey(path: Path) -> ShardFile:
     return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, "")
 
 
-def _read_bin(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
+def _read_bin(path: Path) -> FileHeader:
     file = _survey(path)
     return replace(file, digest=_contents_hash(path, file.size)), {}
 
 
-_HEADERS: Mapping[Format, Callable[[Path], tuple[ShardFile, dict[str, Extent]]]] = {
+_HEADERS: Mapping[Format, Callable[[Path], FileHeader]] = {
     "safetensors": read_header,
     "bin": _read_bin,
     "gguf": _read_gguf,

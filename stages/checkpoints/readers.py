@@ -22,7 +22,7 @@ import torch
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.regular_files import open_regular, read_json
-from offstage.stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
+from offstage.stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, FileHeader, check_index, join_headers
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS, PLAIN
 from offstage.stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement, GgufCodec
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
@@ -155,13 +155,12 @@ class PickleReader:
             self._held = (file, load_pickle(file))
         return self._held[1]
 
+    def _header(self, file: ShardFile) -> FileHeader:
+        held = self._shard(file).items()
+        return file, {name: Extent(file, 0, dtype_name(one.dtype), tuple(one.shape)) for name, one in held}
+
     def _scan(self) -> dict[str, Extent]:
-        entries: dict[str, Extent] = {}
-        for file in self._checkpoint.files:
-            for name, tensor in self._shard(file).items():
-                if name in entries:
-                    raise CheckpointError(f"{file.path}: tensor {name!r} is in {entries[name].file.name} too")
-                entries[name] = Extent(file, 0, dtype_name(tensor.dtype), tuple(tensor.shape))
+        _, entries = join_headers(map(self._header, self._checkpoint.files))
         if self._checkpoint.weight_map is not None:
             check_index(self._checkpoint, entries)
         return entries
