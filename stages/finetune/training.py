@@ -18,8 +18,7 @@ from offstage.stages.finetune.accelerator_memory import same_random_numbers
 from offstage.stages.finetune.cpu_offload import CPUOffload
 from offstage.stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
 from offstage.stages.finetune.sequences import make_sequences
-from offstage.stages.finetune.steps import Trainer, make_optimizer
-from offstage.stages.finetune.trained import prepare
+from offstage.stages.finetune.steps import Trainer, make_optimizer, prepare
 from offstage.stages.finetune.training_state import TrainingState
 from offstage.stages.finetune.tuned import save_adapter, save_model
 from offstage.stages.inference.cost import ForwardCost, Metrics, run_metrics
