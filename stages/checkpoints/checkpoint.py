@@ -20,7 +20,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.gguf_header import read_gguf_header
 from offstage.stages.checkpoints.looks import Look, look_at
 from offstage.stages.checkpoints.safetensors_header import read_header
-from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
+from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_at
 from offstage.stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
 
 if TYPE_CHECKING:
@@ -218,12 +218,9 @@ def _contents_hash(path: Path, size: int) -> str:
     edges = [(0, min(size, _EDGE_BYTES)), (max(0, size - _EDGE_BYTES), min(size, _EDGE_BYTES))]
     digest = hashlib.sha256()
     with opened(path) as descriptor:
-        magic = bytearray(min(len(ZIP_MAGIC), size))
-        read_into(descriptor, memoryview(magic), offset=0, path=path)
+        magic = read_at(descriptor, 0, min(len(ZIP_MAGIC), size), path)
         for offset, length in _directory_span(path, size) if magic == ZIP_MAGIC else edges:
-            buffer = bytearray(length)
-            read_into(descriptor, memoryview(buffer), offset=offset, path=path)
-            digest.update(buffer)
+            digest.update(read_at(descriptor, offset, length, path))
     return digest.hexdigest()
 
 

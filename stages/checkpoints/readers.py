@@ -35,7 +35,7 @@ from offstage.stages.checkpoints.packed_reads import bytes_at, read_span, unpack
 from offstage.stages.checkpoints.quantised import logical_entries
 from offstage.stages.checkpoints.quantization import SERVED, method_of, quantization_of
 from offstage.stages.checkpoints.safetensors_header import check_name
-from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_at
 from offstage.stages.machine.aligned_memory import byte_view, room_for
 
 _LOAD_FAILURES = (
@@ -194,8 +194,7 @@ def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:
     tensors.
     """
     with opened_shard(file) as descriptor:
-        magic = bytearray(min(4, file.size))
-        read_into(descriptor, memoryview(magic), offset=0, path=file.path)
+        magic = read_at(descriptor, 0, min(4, file.size), file.path)
     with _load_errors(file.path):
         data = torch.load(file.path, map_location="cpu", weights_only=True, mmap=magic == ZIP_MAGIC)
     if not isinstance(data, dict) or not data:
