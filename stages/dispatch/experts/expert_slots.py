@@ -228,7 +228,7 @@ class ExpertSlots:
         assert isinstance(rows, SlotRows)
         slots: list[int] = [self._entries[expert].slot for expert in experts]
         begin, end = min(slots), max(slots)
-        return rows.stack(piece, begin, end + 1), [slot - begin for slot in slots]
+        return rows.stack(experts[0][0], piece, begin, end + 1), [slot - begin for slot in slots]
 
     def close(self) -> None:
         """Wait for what is under way, close the files and free the memory; closing again does nothing."""
