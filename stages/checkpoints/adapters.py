@@ -16,7 +16,6 @@ from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.regular_files import read_object, read_regular
 from offstage.stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offstage.stages.checkpoints.config_files import parse_config
-from offstage.stages.checkpoints.hashes import hash_files
 from offstage.stages.checkpoints.shard_files import locate
 
 CONFIG = "adapter_config.json"
@@ -116,8 +115,3 @@ def open_adapter(folder: Path, *, allow_links: bool = False) -> Checkpoint:
 def settings_identity(folder: Path) -> str:
     """Return the SHA-256 of what the adapter in ``folder`` says of itself."""
     return hashlib.sha256(_read_config(folder)).hexdigest()
-
-
-def weights_identity(adapter: Checkpoint) -> dict[str, str]:
-    """Return the SHA-256 of every file of the ``adapter``, by name."""
-    return hash_files(adapter)

@@ -2,23 +2,21 @@
 
 What the page cache holds is copied from there, straight into the tensors. All else is read directly (``O_DIRECT``),
 since the page cache would only hold a second copy of weights that are in memory already. A tensor whose memory is laid
-out for it (``TensorRoom``) is read into in place. Others, small ones and such as must be cast, come by way of an
-aligned buffer, neighbours together; so does what rests packed, and the thread that read it unpacks it to where it
-stays. So the memory held is that of the tensors and the few buffers.
+out for it (``TensorRoom``) is read into in place, and a small one through the page cache. Others, such as must be cast,
+come by way of an aligned buffer; so does what rests packed, and the thread that read it unpacks it to where it stays.
+So the memory held is that of the tensors and the few buffers.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,26 +24,18 @@ import torch
 from offstage.stages.checkpoints.direct_file import Chunk, cut
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.open_files import OpenFiles
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor, files_of, in_pieces
-from offstage.stages.checkpoints.packed_reads import bring_block, lent, plan_at_once, room_at_rest
+from offstage.stages.checkpoints.packed_reads import SMALL_SPAN_BYTES, FileReader, ThreadBuffers, largest_at_rest
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.machine.aligned_memory import (
-    TENSOR_ALIGNMENT,
-    Bytes,
-    align_down,
-    byte_view,
-    private_bytes,
-    private_memory,
-)
+from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, Bytes, align_down, byte_view, private_bytes
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.operator_threads import alone
 from offstage.stages.machine.probes import READING_THREADS
 from offstage.stages.units import DeviceId
 
-GAP_BYTES = 2**18
-"""Neighbours at most so far apart are read together, with what lies between them."""
 _OPEN_FILES = 64
+_TOGETHER = 64
+"""Small tensors that one thread reads before it takes others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,95 +67,55 @@ def read_into_new_memory(
     return TensorRead(extent, room.tensor, room.memory)
 
 
-class _FileRead(Protocol):
-    """A part of a file that is read at once."""
-
-    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
-        """Read it; return how many bytes of tensors that was."""
+Job = Callable[[FileReader], int]
+"""Reads a part of a file; returns how many bytes of tensors that was."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DirectRead:
-    """A chunk of a tensor, read into ``target``: the aligned memory around where it stays."""
-
-    chunk: Chunk
-    target: memoryview
-
-    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
-        """Read from the page cache or directly: the bytes land where they stay."""
-        files.read(self.chunk, self.target)
-        return self.chunk.end - self.chunk.begin
+def _read_directly(chunk: Chunk, target: memoryview, files: FileReader) -> int:
+    """Read a chunk of a tensor from the page cache or directly, into the aligned memory around where it stays."""
+    files.read(chunk, target)
+    return chunk.end - chunk.begin
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorSlice:
-    """A chunk of a tensor of ``dtype``, and the elements to fill with it."""
+def _read_by_buffer(chunk: Chunk, target: torch.Tensor, dtype: torch.dtype, files: FileReader) -> int:
+    """Read a chunk of a tensor of ``dtype``, the elements ``target``: by way of a buffer, or straight from the page
+    cache where nothing is cast.
 
-    chunk: Chunk
-    target: torch.Tensor
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _BufferedRead:
-    """Neighbouring ``slices`` of tensors, in the order of the file, and the ``chunk`` that has them all."""
-
-    chunk: Chunk
-    slices: list[_TensorSlice]
-
-    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
-        """Read straight from the page cache where nothing is cast, else by way of a buffer.
-
-        On an accelerator it is there when this returns: the buffer is free again.
-        """
-        as_it_is = all(part.target.dtype == part.dtype and part.target.is_cpu for part in self.slices)
-        if as_it_is and files.in_page_cache(self.chunk):
-            for part in self.slices:
-                span = Extent(self.chunk.file, part.chunk.begin, "uint8", (part.chunk.end - part.chunk.begin,))
-                files.read_small(span, byte_view(part.target))
-        else:
-            with lent(buffers) as buffer, alone():
-                files.read(self.chunk, memoryview(buffer)[: self.chunk.length])
-                data = torch.frombuffer(buffer, dtype=torch.uint8)
-                for part in self.slices:
-                    begin, end = part.chunk.begin - self.chunk.offset, part.chunk.end - self.chunk.offset
-                    part.target.copy_(data[begin:end].view(part.dtype))
-        return sum(part.chunk.end - part.chunk.begin for part in self.slices)
+    On an accelerator it is there when this returns: the buffer is free again.
+    """
+    size = chunk.end - chunk.begin
+    if target.dtype == dtype and target.is_cpu and files.in_page_cache(chunk):
+        files.read_small(Extent(chunk.file, chunk.begin, "uint8", (size,)), byte_view(target))
+    else:
+        with files.buffers.lend() as buffer, alone():
+            files.read(chunk, buffer.data[: chunk.length])
+            target.copy_(torch.from_numpy(buffer)[chunk.skipped : chunk.wanted].view(dtype))
+    return size
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockRead:
-    """A block of a packed tensor, unpacked to its place in ``target``: the bytes of the whole tensor."""
-
-    tensor: PackedTensor
-    block: PackedBlock
-    target: Bytes
-
-    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
-        """Read by way of a buffer, or of new memory where the block is larger than that; in one call where it can."""
-        room = room_at_rest(self.block)
-        with lent(buffers) as lent_buffer:
-            buffer = np.frombuffer(lent_buffer, np.uint8) if room <= BLOCK_BYTES else private_bytes(room)
-            known = plan_at_once(files, self.tensor, self.block, self.target, buffer=buffer)
-            if known is not None and known.run(files, buffer, self.target):
-                return known.bytes
-            return bring_block(files, self.tensor, self.block, self.target, buffer=buffer)
+def _read_small(wanted: Sequence[tuple[Extent, torch.Tensor]], files: FileReader) -> int:
+    """Read small tensors one after the other, through the page cache: neighbours come together there."""
+    with alone():
+        for extent, target in wanted:
+            dtype = torch_dtype(extent.dtype)
+            data = target if target.dtype == dtype and target.is_cpu else torch.empty(target.shape, dtype=dtype)
+            files.read_small(extent, byte_view(data))
+            if data is not target:
+                target.copy_(data)
+    return sum(extent.bytes for extent, _ in wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class _PieceRead:
-    """A packed tensor, or rows of one, that goes to an accelerator: ``target`` is its bytes there."""
+def _unpack_here(tensor: PackedTensor, block: PackedBlock, target: Bytes, files: FileReader) -> int:
+    """Read a block of a packed tensor and unpack it to its place in ``target``: the bytes of the whole tensor."""
+    return files.unpack(tensor, block, target)
 
-    tensor: PackedTensor
-    target: torch.Tensor
 
-    def read(self, files: OpenFiles, buffers: SimpleQueue[mmap.mmap]) -> int:
-        """Unpack on the host, and copy."""
-        made = private_bytes(self.tensor.bytes)
-        blocks = self.tensor.codec.blocks(self.tensor)
-        count = sum(_BlockRead(self.tensor, block, made).read(files, buffers) for block in blocks)
-        self.target.copy_(torch.from_numpy(made)[: self.tensor.bytes])
-        return count
+def _unpack_and_copy(tensor: PackedTensor, target: torch.Tensor, files: FileReader) -> int:
+    """Unpack a packed tensor, or rows of one, on the host, and copy it to an accelerator: its bytes there."""
+    made = private_bytes(tensor.bytes)
+    count = sum(files.unpack(tensor, block, made) for block in tensor.codec.blocks(tensor))
+    target.copy_(torch.from_numpy(made)[: tensor.bytes])
+    return count
 
 
 class BulkReader:
@@ -173,9 +123,7 @@ class BulkReader:
 
     def __enter__(self) -> BulkReader:
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="shard_load")
-        self._buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
-        for _ in range(READING_THREADS):
-            self._buffers.put(private_memory(BLOCK_BYTES))
+        self._buffers = ThreadBuffers(BLOCK_BYTES, private_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -188,19 +136,24 @@ class BulkReader:
         """
         by_file: dict[ShardFile, list[TensorRead]] = defaultdict(list)
         for piece in pieces:
-            by_file[piece.extent.file].append(piece)
+            if piece.target.numel():
+                by_file[piece.extent.file].append(piece)
         files = list(by_file)
         for start in range(0, len(files), _OPEN_FILES):
-            self._read_files({file: by_file[file] for file in files[start : start + _OPEN_FILES]}, progress)
+            chosen = (by_file[file] for file in files[start : start + _OPEN_FILES])
+            self._read_all(list(chain.from_iterable(sorted(some, key=_begin) for some in chosen)), progress)
 
-    def _read_files(self, by_file: Mapping[ShardFile, list[TensorRead]], progress: Callable[[int], object]) -> None:
-        in_order = [sorted(pieces, key=lambda piece: piece.extent.begin) for pieces in by_file.values()]
-        wanted = {file for pieces in in_order for piece in pieces for file in files_of(piece.extent)}
+    def _read_all(self, pieces: Sequence[TensorRead], progress: Callable[[int], object]) -> None:
+        """Read ``pieces`` of a few files, in this order."""
+        wanted = {file for piece in pieces for file in files_of(piece.extent)}
+        largest = largest_at_rest(piece.extent for piece in pieces if isinstance(piece.extent, PackedTensor))
+        if largest > self._buffers.size:
+            self._buffers = ThreadBuffers(largest, private_bytes)
         futures: list[Future[int]] = []
-        with closing(OpenFiles(wanted, once=True)) as files:
+        with closing(FileReader(wanted, self._buffers, once=True)) as files:
             try:
-                for job in chain.from_iterable(map(_jobs, in_order)):
-                    futures.append(self._pool.submit(job.read, files, self._buffers))
+                for job in _jobs(pieces):
+                    futures.append(self._pool.submit(job, files))
                 for future in futures:
                     progress(future.result())
             finally:  # the first that fails cancels those that have not begun
@@ -209,60 +162,43 @@ class BulkReader:
                 wait(futures)  # before the files are closed: no thread reads one that isn't open
 
 
-def _jobs(pieces: Iterable[TensorRead]) -> Iterator[_FileRead]:
-    """Yield what is to be read of one file, whose ``pieces`` come in order."""
-    slices: list[_TensorSlice] = []
-    for piece in (piece for piece in pieces if piece.target.numel()):
+def _begin(piece: TensorRead) -> int:
+    return piece.extent.begin
+
+
+def _jobs(pieces: Iterable[TensorRead]) -> Iterator[Job]:
+    """Yield what reads ``pieces``, the small ones last."""
+    small: list[tuple[Extent, torch.Tensor]] = []
+    for piece in pieces:
         if isinstance(piece.extent, PackedTensor):
-            yield from _unpack_in_place(piece.extent, piece.target)
-        elif piece.memory is None:
-            slices += _slices(piece.extent, piece.target)
+            yield from _unpacking(piece.extent, piece.target)
+        elif piece.memory is None and piece.extent.bytes < SMALL_SPAN_BYTES:
+            small.append((piece.extent, piece.target))
         else:
-            yield from _read_in_place(piece.extent, piece.memory)
-    yield from _neighbours_together(slices)
+            yield from _reading(piece.extent, piece.target, piece.memory)
+    for begin in range(0, len(small), _TOGETHER):
+        yield partial(_read_small, small[begin : begin + _TOGETHER])
 
 
-def _read_in_place(extent: Extent, memory: memoryview) -> Iterator[_DirectRead]:
-    """Yield the aligned reads that fill ``memory``, which begins at the aligned offset before ``extent``."""
-    start = align_down(extent.begin)
-    for chunk in cut(extent, BLOCK_BYTES):
-        yield _DirectRead(chunk, memory[chunk.offset - start : chunk.offset - start + chunk.length])
-
-
-def _unpack_in_place(tensor: PackedTensor, target: torch.Tensor) -> Iterator[_FileRead]:
-    """Yield the reads that unpack ``tensor`` into ``target``: its blocks on the host, else its pieces."""
+def _unpacking(tensor: PackedTensor, target: torch.Tensor) -> Iterator[Job]:
+    """Yield what unpacks ``tensor`` into ``target``: its blocks on the host, else its pieces."""
     if target.is_cpu:
         place = np.frombuffer(byte_view(target), np.uint8)
-        yield from (_BlockRead(tensor, block, place) for block in tensor.codec.blocks(tensor))
+        yield from (partial(_unpack_here, tensor, block, place) for block in tensor.codec.blocks(tensor))
     else:
         flat = target.view(-1).view(torch.uint8)
-        yield from (_PieceRead(part, flat[begin : begin + part.bytes]) for begin, part in in_pieces(tensor))
+        yield from (partial(_unpack_and_copy, part, flat[at : at + part.bytes]) for at, part in in_pieces(tensor))
 
 
-def _slices(extent: Extent, target: torch.Tensor) -> Iterator[_TensorSlice]:
-    """Yield the parts of a tensor, none larger than a buffer."""
-    flat, begin, dtype = target.view(-1), extent.begin, torch_dtype(extent.dtype)
+def _reading(extent: Extent, target: torch.Tensor, memory: memoryview | None) -> Iterator[Job]:
+    """Yield the aligned reads that fill ``target``: in place where there is ``memory`` around it, else by a buffer."""
+    start, flat, dtype = align_down(extent.begin), target.view(-1), torch_dtype(extent.dtype)
     for chunk in cut(extent, BLOCK_BYTES):
-        some = flat[(chunk.begin - begin) // dtype.itemsize : (chunk.end - begin) // dtype.itemsize]
-        yield _TensorSlice(chunk, some, dtype)
-
-
-def _neighbours_together(slices: Iterable[_TensorSlice]) -> Iterator[_BufferedRead]:
-    """Yield the reads of ``slices``: of neighbours one, as far as they fit in a buffer."""
-    found: list[_TensorSlice] = []
-    for part in slices:
-        first, last = (found[0].chunk, found[-1].chunk) if found else (part.chunk, part.chunk)
-        if part.chunk.begin - last.end > GAP_BYTES or part.chunk.end - first.offset > BLOCK_BYTES:
-            yield _buffered(found)
-            found = []
-        found.append(part)
-    if found:
-        yield _buffered(found)
-
-
-def _buffered(slices: list[_TensorSlice]) -> _BufferedRead:
-    first, last = slices[0].chunk, slices[-1].chunk
-    return _BufferedRead(replace(first, end=last.end), slices)
+        if memory is not None:
+            yield partial(_read_directly, chunk, memory[chunk.offset - start : chunk.offset - start + chunk.length])
+        else:
+            begin, end = ((at - extent.begin) // dtype.itemsize for at in (chunk.begin, chunk.end))
+            yield partial(_read_by_buffer, chunk, flat[begin:end], dtype)
 
 
 def can_be_cut(extent: Extent) -> bool:

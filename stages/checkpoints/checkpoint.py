@@ -20,7 +20,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.gguf_header import read_gguf_header
 from offstage.stages.checkpoints.looks import Look, look_at
 from offstage.stages.checkpoints.safetensors_header import read_header
-from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
+from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_at
 from offstage.stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Depth = Literal["index", "headers"]
 """How much of a checkpoint is looked at: which files there are, or their headers too."""
+
+FileHeader = tuple[ShardFile, dict[str, Extent]]
+"""A file of a checkpoint, and the tensors that it holds."""
 
 ZIP_MAGIC = b"PK\x03\x04"
 
@@ -171,18 +174,23 @@ def check_index(checkpoint: Checkpoint, entries: Mapping[str, Extent]) -> None:
 def _read_files(path: Path, kind: Format, shards: Iterable[Path], *, depth: Depth) -> Checkpoint:
     if depth == "index":
         return Checkpoint(path, kind, tuple(map(_survey, shards)), {})
+    return Checkpoint(path, kind, *join_headers(map(_HEADERS[kind], shards)))
+
+
+def join_headers(headers: Iterable[FileHeader]) -> tuple[tuple[ShardFile, ...], dict[str, Extent]]:
+    """Return the files of ``headers``, and all tensors by name; a ``CheckpointError`` for one that two of them have."""
     files: list[ShardFile] = []
     entries: dict[str, Extent] = {}
-    for shard in shards:
-        file, header = _HEADERS[kind](shard)
+    for file, header in headers:
         for name in header.keys() & entries.keys():
-            raise CheckpointError(f"{shard}: tensor {name!r} is in {entries[name].file.name} too; one of them must go")
+            told = f"tensor {name!r} is in {entries[name].file.name} too; one of them must go"
+            raise CheckpointError(f"{file.path}: {told}")
         files.append(file)
         entries |= header
-    return Checkpoint(path, kind, tuple(files), entries)
+    return tuple(files), entries
 
 
-def _read_gguf(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
+def _read_gguf(path: Path) -> FileHeader:
     header = read_gguf_header(path)
     return header.file, {name: tensor.extent for name, tensor in header.tensors.items()}
 
@@ -192,12 +200,12 @@ def _survey(path: Path) -> ShardFile:
     return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, "")
 
 
-def _read_bin(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
+def _read_bin(path: Path) -> FileHeader:
     file = _survey(path)
     return replace(file, digest=_contents_hash(path, file.size)), {}
 
 
-_HEADERS: Mapping[Format, Callable[[Path], tuple[ShardFile, dict[str, Extent]]]] = {
+_HEADERS: Mapping[Format, Callable[[Path], FileHeader]] = {
     "safetensors": read_header,
     "bin": _read_bin,
     "gguf": _read_gguf,
@@ -210,12 +218,9 @@ def _contents_hash(path: Path, size: int) -> str:
     edges = [(0, min(size, _EDGE_BYTES)), (max(0, size - _EDGE_BYTES), min(size, _EDGE_BYTES))]
     digest = hashlib.sha256()
     with opened(path) as descriptor:
-        magic = bytearray(min(len(ZIP_MAGIC), size))
-        read_into(descriptor, memoryview(magic), offset=0, path=path)
+        magic = read_at(descriptor, 0, min(len(ZIP_MAGIC), size), path)
         for offset, length in _directory_span(path, size) if magic == ZIP_MAGIC else edges:
-            buffer = bytearray(length)
-            read_into(descriptor, memoryview(buffer), offset=offset, path=path)
-            digest.update(buffer)
+            digest.update(read_at(descriptor, offset, length, path))
     return digest.hexdigest()
 
 

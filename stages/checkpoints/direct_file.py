@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from offstage.pipeline.errors import StorageError
 from offstage.stages.checkpoints.extents import Extent
@@ -71,15 +72,7 @@ class DirectFile:
         self.check()
 
     def _open_direct(self) -> int | None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_DIRECT", 0)
-        try:
-            descriptor = os.open(self._file.path, flags)
-        except OSError:
-            return None
-        if os.path.samestat(os.fstat(descriptor), os.fstat(self._cached)):
-            return descriptor
-        os.close(descriptor)  # another file has come in its place just now; what was opened first is read
-        return None
+        return open_direct(self._file.path, self._cached, os.O_RDONLY | os.O_NONBLOCK)
 
     @property
     def descriptor(self) -> int:
@@ -121,6 +114,20 @@ class DirectFile:
     def close(self) -> None:
         """Close the file; closing it again does nothing."""
         self._closing()
+
+
+def open_direct(path: Path, known: int, flags: int) -> int | None:
+    """Return a descriptor of the file ``path``, open as ``known`` too, past the page cache; null where its file system
+    refuses that.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return None
+    if os.path.samestat(os.fstat(descriptor), os.fstat(known)):
+        return descriptor
+    os.close(descriptor)  # another file has come in its place just now; what was opened first is used
+    return None
 
 
 def _close(descriptors: list[int]) -> None:

@@ -22,7 +22,7 @@ from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.extents import MAX_ELEMENTS, Extent
 from offstage.stages.checkpoints.safetensors_header import check_name
-from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, opened, read_into
+from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, opened, read_at
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -121,9 +121,7 @@ class _Head:
 
     def _read(self) -> None:
         begin = len(self._bytes)
-        piece = bytearray(min(_PIECE, self._size - begin))
-        read_into(self._descriptor, memoryview(piece), offset=begin, path=self.path)
-        self._bytes += piece
+        self._bytes += read_at(self._descriptor, begin, min(_PIECE, self._size - begin), self.path)
 
     def number(self, width: int, what: str) -> int:
         """Return the next number, without a sign, of ``width`` bytes."""

@@ -21,8 +21,8 @@ from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import CheckpointError
-from offstage.stages.checkpoints.checkpoint import Checkpoint, check_index
-from offstage.stages.checkpoints.extents import MAX_ELEMENTS, Extent
+from offstage.stages.checkpoints.checkpoint import Checkpoint, check_index, join_headers
+from offstage.stages.checkpoints.extents import MAX_ELEMENTS
 from offstage.stages.checkpoints.hub import words_of_failure
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.safetensors_header import header_bytes, parse_header
@@ -55,15 +55,10 @@ def remote_checkpoint(source: ModelSource) -> Checkpoint:
     names = None if weight_map is None else sorted(set(weight_map.values()))
     artifact, _, _ = store.obtain(FOLDER, key, partial(fetch_headers, repo, commit, names))
     store.sweep()
-    files: list[ShardFile] = []
-    entries: dict[str, Extent] = {}
-    for name, told in artifact.json(FILE_NAME).items():
-        file, header = parse_header(_file(repo, name, told["size"]), told["header"].encode())
-        for twice in header.keys() & entries.keys():
-            raise CheckpointError(f"{file.path}: tensor {twice!r} is in {entries[twice].file.name} too")
-        files.append(file)
-        entries |= header
-    found = Checkpoint(folder, "safetensors", tuple(files), entries, weight_map, index)
+    told = artifact.json(FILE_NAME).items()
+    headers = (parse_header(_file(repo, name, one["size"]), one["header"].encode()) for name, one in told)
+    files, entries = join_headers(headers)
+    found = Checkpoint(folder, "safetensors", files, entries, weight_map, index)
     if weight_map is not None:
         check_index(found, entries)
     return found

@@ -1,26 +1,23 @@
-"""Reading packed tensors: a block at a time, and whole in the thread that asks."""
+"""Reading packed tensors block by block, each unpacked in the thread that read it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeVar
 
 import numpy as np
-import torch
 
 from offstage.pipeline.environment import allowed_cores
 from offstage.stages.checkpoints.codecs.loops import LoopAfterReads, Read
 from offstage.stages.checkpoints.direct_file import Chunk, whole
-from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.open_files import OpenFiles
-from offstage.stages.checkpoints.packed import MemoryFile, PackedBlock, PackedTensor
+from offstage.stages.checkpoints.open_files import OpenFiles, Traced, untraced
+from offstage.stages.checkpoints.packed import Codec, MemoryFile, PackedBlock, PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
-from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, byte_view, room_for
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, buffer_bytes
 from offstage.stages.machine.probes import READERS, READING_THREADS
 
 SMALL_SPAN_BYTES = 64 * 2**10
@@ -28,7 +25,10 @@ SMALL_SPAN_BYTES = 64 * 2**10
 
 _UNPACKING = threading.BoundedSemaphore(min(READERS, len(allowed_cores())))
 
-Buffer = TypeVar("Buffer")
+_MOST_KNOWN = 2048
+"""Blocks of which is kept how they are brought, at some 2 KB each, which no budget counts. For others it is worked out
+each time, in a tenth of the time that reading one takes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +100,79 @@ def working_bytes(blocks: Iterable[PackedBlock], scratch_bytes: int) -> int:
     return READING_THREADS * room + READERS * scratch_bytes
 
 
-@contextmanager
-def lent(buffers: SimpleQueue[Buffer]) -> Iterator[Buffer]:
-    """Lend one of ``buffers``, once there is one."""
-    buffer = buffers.get()
-    try:
-        yield buffer
-    finally:
-        buffers.put(buffer)
+class ThreadBuffers:
+    """A buffer of ``size`` bytes, as ``allocate`` gives them, for each thread that reads; none where that is 0."""
+
+    def __init__(self, size: int, allocate: Callable[[int], Bytes] = buffer_bytes) -> None:
+        self.size, self._allocate = size, allocate
+        self.renew()
+
+    def renew(self) -> None:
+        """Take other ones, as in a process that was forked, where no thread gives back what it was lent."""
+        self._free: SimpleQueue[Bytes] = SimpleQueue()
+        for _ in range(READING_THREADS if self.size else 0):
+            self._free.put(self._allocate(self.size))
+
+    @contextmanager
+    def lend(self) -> Iterator[Bytes]:
+        """Lend one, once there is one."""
+        buffer = self._free.get()
+        try:
+            yield buffer
+        finally:
+            self._free.put(buffer)
 
 
-def bring_block(files: OpenFiles, tensor: PackedTensor, block: PackedBlock, target: Bytes, *, buffer: Bytes) -> int:
-    """Read ``block`` and unpack it to its place in ``target``, the bytes of all of ``tensor``.
+class FileReader(OpenFiles):
+    """Reads ``files`` in any thread, each if it is what it was; what rests packed is unpacked as it comes.
 
-    It is read into ``buffer``, which is aligned and has ``room_at_rest`` bytes at least. Returns how many bytes were
-    read.
+    Each thread has one of ``buffers`` while it brings a block: they are as large as the largest one at rest.
     """
-    data, count = read_block(files, block, buffer)
-    unpack_block(tensor, block, data, target)
-    return count
+
+    def __init__(
+        self, files: Iterable[ShardFile], buffers: ThreadBuffers, *, once: bool = False, traced: Traced = untraced
+    ) -> None:
+        super().__init__(files, once=once, traced=traced)
+        self.buffers, self._most_known = buffers, 0 if once else _MOST_KNOWN
+        self._known: dict[Hashable, tuple[Codec, BlockAtOnce | None]] = {}
+
+    def start_anew(self) -> None:
+        """Go on in a process that was forked."""
+        self.buffers.renew()
+        self._known = {}
+
+    def unpack(self, tensor: PackedTensor, block: PackedBlock, target: Bytes) -> int:
+        """Read ``block`` and unpack it to its place in ``target``, the bytes of all of ``tensor``.
+
+        Returns how many bytes were read.
+        """
+        with self.buffers.lend() as buffer:
+            known = self._at_once(tensor, block, target, buffer)
+            if known is not None and known.run(self, buffer, target):
+                return known.bytes
+            data, count = read_block(self, block, buffer)
+            unpack_block(tensor, block, data, target)
+            return count
+
+    def _at_once(self, tensor: PackedTensor, block: PackedBlock, target: Bytes, buffer: Bytes) -> BlockAtOnce | None:
+        """Return how ``block`` is brought in one call of compiled code, where it can; worked out once for the first.
+
+        Rows are made a tensor anew each time that they are brought, so blocks are known by what they are. A codec is
+        one object in all rows of its tensor, and is held, so that no other one gets its number.
+        """
+        key = id(tensor.codec), block.spans, block.begin, tensor.dtype, tensor.shape
+        known = self._known.get(key)
+        if known is None:
+            work = plan_at_once(self, tensor, block, target, buffer=buffer)
+            if len(self._known) >= self._most_known:
+                return work
+            known = self._known[key] = tensor.codec, work
+        return known[1]
+
+
+def largest_at_rest(tensors: Iterable[PackedTensor]) -> int:
+    """Return the room that the largest block of ``tensors`` takes at rest, in bytes; 0 where there is none."""
+    return max((room_at_rest(block) for tensor in tensors for block in tensor.codec.blocks(tensor)), default=0)
 
 
 def read_block(files: OpenFiles, block: PackedBlock, buffer: Bytes) -> tuple[list[Bytes], int]:
@@ -169,22 +223,8 @@ def unpack_block(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]
         tensor.codec.unpack(tensor, block, data, target)
 
 
-def read_packed(tensor: PackedTensor) -> torch.Tensor:
-    """Return ``tensor`` as it is used, on the cpu, in new memory; read and unpacked block by block."""
-    made = room_for(tensor.shape, torch_dtype(tensor.dtype)).tensor
-    if made.numel():
-        fill_packed(tensor, made)
-    return made
-
-
-def fill_packed(tensor: PackedTensor, target: torch.Tensor) -> None:
-    """Read and unpack ``tensor`` into ``target``: contiguous, on the cpu, of its dtype and shape, not empty."""
-    place = np.frombuffer(byte_view(target), np.uint8)
-    for block in tensor.codec.blocks(tensor):
-        unpack_block(tensor, block, [_bytes_of(span) for span in block.spans], place)
-
-
-def _bytes_of(span: Extent) -> Bytes:
+def bytes_at(span: Extent) -> Bytes:
+    """Return the bytes at ``span``: where they lie in memory, or read in this thread."""
     if isinstance(span.file, MemoryFile):
         return span.file.bytes_of(span)
     data = np.empty(span.bytes, np.uint8)

@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.regular_files import open_regular, read_json
-from offstage.stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
+from offstage.stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, FileHeader, check_index, join_headers
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS, PLAIN
 from offstage.stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement, GgufCodec
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
@@ -30,12 +31,12 @@ from offstage.stages.checkpoints.gguf_header import GgufHeader, GgufTensor, read
 from offstage.stages.checkpoints.gguf_model import NAMES, gguf_folder
 from offstage.stages.checkpoints.gguf_names import NamedTensor
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
-from offstage.stages.checkpoints.packed_reads import fill_packed, read_packed
+from offstage.stages.checkpoints.packed_reads import bytes_at, read_span, unpack_block
 from offstage.stages.checkpoints.quantised import logical_entries
 from offstage.stages.checkpoints.quantization import SERVED, method_of, quantization_of
 from offstage.stages.checkpoints.safetensors_header import check_name
-from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
-from offstage.stages.machine.aligned_memory import byte_view
+from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_at
+from offstage.stages.machine.aligned_memory import byte_view, room_for
 
 _LOAD_FAILURES = (
     RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, OverflowError,
@@ -154,13 +155,12 @@ class PickleReader:
             self._held = (file, load_pickle(file))
         return self._held[1]
 
+    def _header(self, file: ShardFile) -> FileHeader:
+        held = self._shard(file).items()
+        return file, {name: Extent(file, 0, dtype_name(one.dtype), tuple(one.shape)) for name, one in held}
+
     def _scan(self) -> dict[str, Extent]:
-        entries: dict[str, Extent] = {}
-        for file in self._checkpoint.files:
-            for name, tensor in self._shard(file).items():
-                if name in entries:
-                    raise CheckpointError(f"{file.path}: tensor {name!r} is in {entries[name].file.name} too")
-                entries[name] = Extent(file, 0, dtype_name(tensor.dtype), tuple(tensor.shape))
+        _, entries = join_headers(map(self._header, self._checkpoint.files))
         if self._checkpoint.weight_map is not None:
             check_index(self._checkpoint, entries)
         return entries
@@ -168,22 +168,23 @@ class PickleReader:
 
 def read_extent(extent: AtRest) -> torch.Tensor:
     """Return the tensor that lies at ``extent``, on the cpu, in new memory; one that is packed is unpacked."""
-    if isinstance(extent, PackedTensor):
-        return read_packed(extent)
-    tensor = torch.empty(extent.shape, dtype=torch_dtype(extent.dtype))
+    dtype = torch_dtype(extent.dtype)
+    is_packed = isinstance(extent, PackedTensor)
+    tensor = room_for(extent.shape, dtype).tensor if is_packed else torch.empty(extent.shape, dtype=dtype)
     fill_from(extent, tensor)
     return tensor
 
 
 def fill_from(extent: AtRest, tensor: torch.Tensor) -> None:
-    """Read what lies at ``extent`` into ``tensor``: contiguous, on the cpu, of its dtype and shape."""
+    """Read what lies at ``extent`` into ``tensor``, in this thread: contiguous, on the cpu, of its dtype and shape."""
     if not tensor.numel():
         return
     if isinstance(extent, PackedTensor):
-        fill_packed(extent, tensor)
+        place = np.frombuffer(byte_view(tensor), np.uint8)
+        for block in extent.codec.blocks(extent):
+            unpack_block(extent, block, [bytes_at(span) for span in block.spans], place)
     else:
-        with opened_shard(extent.file) as descriptor:
-            read_into(descriptor, byte_view(tensor), offset=extent.begin, path=extent.file.path)
+        read_span(extent, byte_view(tensor))
 
 
 def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:
@@ -193,8 +194,7 @@ def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:
     tensors.
     """
     with opened_shard(file) as descriptor:
-        magic = bytearray(min(4, file.size))
-        read_into(descriptor, memoryview(magic), offset=0, path=file.path)
+        magic = read_at(descriptor, 0, min(4, file.size), file.path)
     with _load_errors(file.path):
         data = torch.load(file.path, map_location="cpu", weights_only=True, mmap=magic == ZIP_MAGIC)
     if not isinstance(data, dict) or not data:

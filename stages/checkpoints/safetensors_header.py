@@ -19,7 +19,7 @@ from typing import Any
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.extents import Extent, are_counts, is_shape
-from offstage.stages.checkpoints.shard_files import ShardFile, is_plain_name, opened, read_into
+from offstage.stages.checkpoints.shard_files import ShardFile, is_plain_name, opened, read_at
 
 DTYPES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
@@ -46,13 +46,7 @@ def read_header(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
     """Return the safetensors file ``path`` and its tensors by name; a ``CheckpointError`` says what is wrong."""
     with opened(path) as descriptor:
         status = os.fstat(descriptor)
-
-        def read(offset: int, length: int) -> bytearray:
-            found = bytearray(length)
-            read_into(descriptor, memoryview(found), offset=offset, path=path)
-            return found
-
-        raw = header_bytes(read, path, status.st_size)
+        raw = header_bytes(lambda offset, length: read_at(descriptor, offset, length, path), path, status.st_size)
     return parse_header(ShardFile(path.name, path, status.st_size, status.st_mtime_ns, ""), raw)
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.shard_files import ShardFile, check_unchanged, opened_shard, read_into
+from offstage.stages.checkpoints.shard_files import ShardFile, check_unchanged, opened_shard, read_at
 from offstage.stages.machine.probes import READING_THREADS
 
 BLOCK_BYTES = 8 * 1024
@@ -79,6 +79,4 @@ def _digest(descriptor: int, file: ShardFile, extent: Extent) -> str:
 
 def _read(descriptor: int, file: ShardFile, spans: Iterable[tuple[int, int]], into: hashlib._Hash) -> None:
     for begin, count in spans:
-        block = bytearray(count)
-        read_into(descriptor, memoryview(block), offset=begin, path=file.path)
-        into.update(block)
+        into.update(read_at(descriptor, begin, count, file.path))

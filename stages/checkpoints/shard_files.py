@@ -158,6 +158,13 @@ def read_into(descriptor: int, target: memoryview, *, offset: int, path: Path) -
         done += count
 
 
+def read_at(descriptor: int, offset: int, length: int, path: Path) -> bytearray:
+    """Return so many bytes at ``offset`` of the open file ``path``."""
+    found = bytearray(length)
+    read_into(descriptor, memoryview(found), offset=offset, path=path)
+    return found
+
+
 def hub_digest(path: Path) -> str | None:
     """Return the SHA-256 that the Hub names the large file ``path`` by, where it is a link in the Hub's own cache.
 

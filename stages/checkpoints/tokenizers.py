@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any
 
-from offstage.pipeline.errors import PANIC, ConfigError, OffstageError, errors_alone, foreign
+from offstage.pipeline.errors import PANIC, CheckpointError, ConfigError, OffstageError, errors_alone, foreign
+from offstage.pipeline.plain_data import walk
+from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import TOKENIZER_FILES
-from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
 
 _STANDARD_ERROR = 2
 _one_at_a_time = threading.Lock()
 """Held while standard error is set aside: whoever set it aside meanwhile would bring back the wrong one."""
+
+FILE_NAME = "tokenizer.json"
+MOST = 10**5
+"""Bytes out for each byte in, each step at its worst: real tokenizers come to some hundreds."""
+_STEPS: Mapping[str, int] = {"ByteLevel": 2, "Metaspace": 4, "Precompiled": 32}
+_DATA = ("model", "added_tokens")
 
 
 @contextmanager
@@ -51,6 +59,39 @@ def _set_aside(said: IO[bytes]) -> Iterator[None]:
         os.close(screen)
         said.seek(0)
         os.write(_STANDARD_ERROR, b"" if panicked else said.read())
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise a ``CheckpointError`` where the tokenizer in ``folder`` can make a text longer beyond measure.
+
+    Forty normalizers that each double their input make a terabyte of one letter, in native code that nothing
+    interrupts; the added tokens go through them as soon as the file is loaded. So that is read from its
+    ``tokenizer.json`` before anything runs it; one that can't be read at all is for the library to report.
+    """
+    path = folder / FILE_NAME
+    growth = 1.0
+    for _, part in walk({key: value for key, value in read_object(path).items() if key not in _DATA}):
+        growth *= _growth(part) if isinstance(part, dict) else 1
+        if growth > MOST:
+            raise CheckpointError(
+                f"{path}: its steps make a text more than {MOST} times longer; no real tokenizer does"
+            )
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """Return how many times longer ``step`` can make a text, at least 1."""
+    kind = step.get("type")
+    if kind == "Prepend":
+        return 1 + _length(step.get("prepend"))
+    if kind != "Replace":
+        return _STEPS.get(kind, 1) if isinstance(kind, str) else 1
+    pattern, length = step.get("pattern"), _length(step.get("content"))
+    plain = _length(pattern.get("String")) if isinstance(pattern, dict) else 0
+    return max(1, length / plain) if plain else 1 + length  # what has no length may match between any two letters
+
+
+def _length(text: object) -> int:
+    return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
 
 
 def load_tokenizer(source: ModelSource) -> Any:

@@ -37,6 +37,5 @@ from .answers import Generation as Generation, Score as Score
 from .dispatch_plan import DispatchPlan as DispatchPlan, make_dispatch_plan as make_dispatch_plan
 from .from_pretrained import from_pretrained as from_pretrained
 from .loaded_model import LoadedModel as LoadedModel, load as load
-from .shared_passes import lockstep as lockstep
-from .streaming.streamer import Streamer as Streamer
+from .streaming.streamer import Streamer as Streamer, lockstep as lockstep
 from .transfer.values import send_to_device as send_to_device

@@ -6,18 +6,20 @@ It is made from the skeleton and the plan alone, so that ``dispatch.json`` can b
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from offstage.pipeline.atomic_files import write_text
-from offstage.stages.dispatch.grouping import brought_together
 from offstage.stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent, upward
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Serving, is_streamed
 from offstage.stages.units import CPU, DeviceId
 
 FILE_NAME = "dispatch.json"
+_AT_ONCE = 4
+"""So many parts that were put together have room at once, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,59 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         unpacking={device: one.unpacking for device, one in devices if one.unpacking},
         together=_together(skeleton, parts, {**reserves, CPU: staging_bytes}),
     )
+
+
+@dataclass(slots=True)
+class _Subtree:
+    """The modules in one subtree that bring something in, these ``bytes``; ``kinds`` is what has to be alike.
+
+    ``is_mixed`` says that there is something in it that goes its own way.
+    """
+
+    modules: list[str] = field(default_factory=list)
+    kinds: set[tuple[DeviceId, bool]] = field(default_factory=set)
+    bytes: int = 0
+    is_mixed: bool = False
+
+
+def brought_together(
+    skeleton: Skeleton, brought: Mapping[str, DeviceId | None], sizes: Mapping[str, int], rooms: Mapping[DeviceId, int]
+) -> dict[str, str]:
+    """Return for each module whose tensors are brought with others' the module whose call uses them all.
+
+    What a part costs the thread that runs the model (to ask for it, bind it and let it go, and for the hooks around the
+    call that uses it) doesn't depend on its size. Where parts are small beside the memory for what streams, that is
+    what bounds a token. So the tensors of modules that a call of the module around them uses, each once, are one part,
+    as long as several of its size are there together: what comes next is still on its way while one computes.
+
+    ``brought`` are the modules that have something brought in: to which device; null for one that goes its own way, as
+    experts do. ``sizes`` is what each brings, in bytes, and ``rooms`` what each device has for what streams.
+    Only what a rehearsal has seen is put together: modules that are called once, inside one call of what is around.
+    """
+    if skeleton.unrehearsed is not None:
+        return {}
+    calls, once = Counter(skeleton.calls), {*skeleton.once}
+    trees: dict[str, _Subtree] = {}
+    for module, device in brought.items():
+        alone = device is None or calls[module] != 1 or any(
+            module not in upward(name) for name in skeleton.borrowers.get(module, ())
+        )  # fmt: skip
+        for above in upward(module):
+            tree = trees.setdefault(above, _Subtree())
+            tree.modules.append(module)
+            tree.bytes += sizes[module]
+            tree.is_mixed |= alone
+            if device is not None:
+                tree.kinds.add((device, module in once))
+    found: dict[str, str] = {}
+    for name in filter(None, skeleton.order):  # what is around comes first
+        tree = trees.get(name, _Subtree())
+        if tree.is_mixed or len(tree.kinds) != 1 or len(tree.modules) < 2:
+            continue
+        ((device, _),) = tree.kinds
+        if _AT_ONCE * tree.bytes <= rooms.get(device, 0):
+            found |= {module: found.get(module, name) for module in tree.modules}
+    return found
 
 
 def _together(skeleton: Skeleton, parts: Mapping[str, ModulePlan], rooms: Mapping[DeviceId, int]) -> dict[str, str]:

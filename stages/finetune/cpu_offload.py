@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offstage.pipeline.errors import ConfigError, closest
-from offstage.stages.dispatch.streaming.referenced_tensor import ReferencedTensor
+from offstage.stages.dispatch.streaming.saved_weights import ReferencedTensor
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.finetune.offload_choice import Destination, ShareChoice, history_of
 from offstage.stages.finetune.offload_pass import ActivationTraffic, OffloadPass

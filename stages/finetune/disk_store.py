@@ -22,7 +22,7 @@ from queue import SimpleQueue
 import torch
 
 from offstage.pipeline.errors import StorageError
-from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.checkpoints.direct_file import DirectFile, open_direct
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 from offstage.stages.dispatch.transfer.trace import Trace
@@ -62,7 +62,7 @@ class ScratchFile:
             with ExitStack() as named:
                 named.callback(path.unlink, missing_ok=True)
                 self._allocate()
-                self._direct = _open_direct(path, descriptor)
+                self._direct = open_direct(path, descriptor, os.O_WRONLY)
                 self._reader = DirectFile(ShardFile(path.name, path, self.size, None, ""))
             failed.pop_all()
         if self._direct is not None:
@@ -116,15 +116,6 @@ class ScratchFile:
                 f"{self._folder}: {doing} failed: {error.strerror or error}; free some space there, choose a folder on"
                 " a larger disk, or lower offload_ratio"
             ) from error
-
-
-def _open_direct(path: Path, descriptor: int) -> int | None:
-    with suppress(OSError):
-        direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-        if os.path.samestat(os.fstat(direct), os.fstat(descriptor)):
-            return direct
-        os.close(direct)
-    return None
 
 
 class DiskStore(ActivationStore[FileRegion]):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.streaming.referenced_tensor import changed
+from offstage.stages.dispatch.streaming.saved_weights import changed
 from offstage.stages.finetune.stores import Parcel
 
 SPAN_ALIGNMENT = 512

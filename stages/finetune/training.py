@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,11 +14,11 @@ from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.adapters import adapter_folder
 from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.finetune.accelerator_memory import same_random_numbers
 from offstage.stages.finetune.cpu_offload import CPUOffload
 from offstage.stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
 from offstage.stages.finetune.sequences import make_sequences
-from offstage.stages.finetune.steps import Trainer, make_optimizer
-from offstage.stages.finetune.trained import prepare
+from offstage.stages.finetune.steps import Trainer, make_optimizer, prepare
 from offstage.stages.finetune.training_state import TrainingState
 from offstage.stages.finetune.tuned import save_adapter, save_model
 from offstage.stages.inference.cost import ForwardCost, Metrics, run_metrics
@@ -130,7 +129,10 @@ def _run(
     )
     begin = state.load(progress.done)
     progress.keep(range(begin))
-    with _own_randomness(), tqdm(total=options.steps, desc="finetune", unit="step", disable=None, leave=False) as bar:
+    with (
+        same_random_numbers(),
+        tqdm(total=options.steps, desc="finetune", unit="step", disable=None, leave=False) as bar,
+    ):
         bar.update(begin)
         for step in range(begin, options.steps):
             began = time.perf_counter()
@@ -158,11 +160,3 @@ def _diverged(step: int, loss: float, norm: float) -> ConfigError:
         f"finetune.learning_rate: the loss of step {step + 1} is {loss}, the norm of its gradient {norm}: no training "
         "goes on from there; lower the rate, set finetune.clip_norm, or take a dtype with more range"
     )
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Give torch's generators back as they were: what is drawn inside begins with seeds of its own."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(list(devices)):
-        yield

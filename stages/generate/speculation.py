@@ -16,8 +16,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from offstage.stages.calls.results import kept_cache
-from offstage.stages.dispatch.shared_passes import lockstep
-from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.dispatch.streaming.streamer import Streamer, lockstep
 from offstage.stages.generate.drafts import DraftLength, Drafts
 from offstage.stages.generate.judged import Judged
 from offstage.stages.generate.logprobs import ChosenLogprobs

@@ -9,8 +9,7 @@ from typing import Any
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
-from offstage.stages.checkpoints.tokenizers import tokenizing
+from offstage.stages.checkpoints.tokenizers import check_tokenizer, tokenizing
 from offstage.stages.inputs.audio import read_audio
 from offstage.stages.inputs.images import read_image
 from offstage.stages.inputs.media_files import MediaFile, MediaKind

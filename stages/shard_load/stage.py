@@ -15,7 +15,7 @@ from offstage.pipeline.memory_monitor import held_bytes
 from offstage.pipeline.peers import peers
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage, model_name
 from offstage.pipeline.typed_config import PATHS, absolute, read
-from offstage.stages.checkpoints.adapters import adapter_folder, open_adapter, weights_identity
+from offstage.stages.checkpoints.adapters import adapter_folder, open_adapter
 from offstage.stages.checkpoints.checkpoint import (
     Checkpoint,
     Depth,
@@ -24,7 +24,7 @@ from offstage.stages.checkpoints.checkpoint import (
     looks_at,
     small_files,
 )
-from offstage.stages.checkpoints.hashes import check_hashes, hold, whole_digests
+from offstage.stages.checkpoints.hashes import check_hashes, hash_files, hold, whole_digests
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
@@ -128,7 +128,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             checkpoint=named,
             place=opened.place if given.depth == "index" else None,
             digests=whole_digests(opened) if given.verify == "full" else None,
-            adapter=None if adapter is None else weights_identity(adapter),
+            adapter=None if adapter is None else hash_files(adapter),
             skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
             loading=found.loading,
@@ -235,7 +235,7 @@ def _told_by_file(named: Mapping[str, Any], adapter: Checkpoint | None) -> dict[
     """Return a short digest of each file of the checkpoint that is ``named`` so, and of the ``adapter``."""
     files = {name: found for name, *found in named["files"]}
     small = {"config.json": named["config"], "the index": named["index"], "the format": named["format"]}
-    own = {} if adapter is None else weights_identity(adapter)
+    own = {} if adapter is None else hash_files(adapter)
     both = ((small | files, "the checkpoint"), (own, "the adapter"))
     return {f"{name} of {whose}": fingerprint(found)[:16] for held, whose in both for name, found in held.items()}
 

@@ -10,7 +10,7 @@ import torch
 
 from offstage.stages.checkpoints.device_codec import can_unpack
 from offstage.stages.checkpoints.packed import PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.machine.devices import Devices
 from tests.cuda.test_streaming import no_synchronising
 from tests.stages.checkpoints.device_unpacking import TENSORS, same_numbers, unpacked_on
@@ -31,7 +31,7 @@ UNPACKED_THERE = {name: tensor for name, tensor in TENSORS.items() if can_unpack
 def test_an_accelerator_unpacks_to_the_bits_that_the_host_unpacks_to(tensor: PackedTensor) -> None:
     for dtype in ("bfloat16", "float16", "float32"):
         wanted = replace(tensor, dtype=dtype)
-        assert same_numbers(unpacked_on(wanted, torch.device("cuda:0")), read_packed(wanted))
+        assert same_numbers(unpacked_on(wanted, torch.device("cuda:0")), read_extent(wanted))
 
 
 @pytest.mark.parametrize("layout", ["disk", "mixed"])

@@ -23,8 +23,7 @@ from offstage.stages.checkpoints.codecs.gguf import GgufCodec
 from offstage.stages.checkpoints.codecs.planes import codec_of, new_compressor, pack_tile, tile_borders
 from offstage.stages.checkpoints.gguf_header import read_gguf_header
 from offstage.stages.checkpoints.packed import PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
-from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.checkpoints.readers import open_reader, read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.shard_load.offload_store import StoredTensor, open_store
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
@@ -74,7 +73,7 @@ def _unpacked(path: Path) -> Tensors:
     """Return all tensors of a checkpoint as they are used."""
     reader = open_reader(open_checkpoint(path))
     return {
-        name: read_packed(entry) if isinstance(entry, PackedTensor) else reader.borrow(name)
+        name: read_extent(entry) if isinstance(entry, PackedTensor) else reader.borrow(name)
         for name, entry in reader.entries.items()
     }
 
@@ -174,7 +173,7 @@ def _attempt_gguf(folder: Path, pristine: Path) -> str:
         if path.read_bytes() == pristine.joinpath(path.name).read_bytes():
             continue
         found = {
-            name: read_packed(PackedTensor(GgufCodec((each.kind,)), (each.extent,), "float32", each.shape))
+            name: read_extent(PackedTensor(GgufCodec((each.kind,)), (each.extent,), "float32", each.shape))
             for name, each in read_gguf_header(path).tensors.items()
         }
         wanted = _by_gguf(path)
@@ -225,7 +224,7 @@ def _attempt_copies(folder: Path, _pristine: Path) -> str:
     stored = _stored()
     found = open_store(folder / "offload", "key").find({name: told for name, (_, told) in stored.items()})
     for name, copy in found.items():
-        made = read_packed(copy) if copy else stored[name][0]
+        made = read_extent(copy) if copy else stored[name][0]
         require(same(made, stored[name][0]), f"{name}: {made!r}")
     return RIGHT
 
@@ -238,7 +237,7 @@ def _attempt_planes(folder: Path, _pristine: Path) -> str:
         codec = codec_of(name, whole.numel(), entry["run"], entry["tiles"])
         require(codec is not None, f"{name} has no codec")
         if codec is not None:
-            made = read_packed(codec.located(ShardFile(path.name, path, path.stat().st_size, None, ""), 0, _SHAPE))
+            made = read_extent(codec.located(ShardFile(path.name, path, path.stat().st_size, None, ""), 0, _SHAPE))
             require(same(made, whole), f"{name}: {made!r}")
     return RIGHT
 

@@ -14,8 +14,7 @@ from safetensors.torch import save
 
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.packed import PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
-from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.checkpoints.readers import open_reader, read_extent
 from tests.fuzz.formats import ALONE, Format
 from tests.fuzz.mutations import JSON, SAFETENSORS
 from tests.stages.checkpoints.codecs import (
@@ -73,7 +72,7 @@ def _attempt(folder: Path, _pristine: Path) -> str:
     reader = open_reader(open_checkpoint(folder))
     for name, entry in reader.entries.items():
         if isinstance(entry, PackedTensor):
-            read_packed(entry)
+            read_extent(entry)
         else:
             reader.borrow(name)
     return ALONE

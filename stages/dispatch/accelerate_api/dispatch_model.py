@@ -27,7 +27,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.dispatch.accelerate_api.align import SkipKeys, resolve_device
 from offstage.stages.dispatch.accelerate_api.hooks import remove_hook_from_submodules
 from offstage.stages.dispatch.accelerate_api.offload_dir import locate_weights
-from offstage.stages.dispatch.accelerate_api.streamed_model import OffloadedData, Wanted, plan_for, stream
+from offstage.stages.dispatch.accelerate_api.streamed_model import Wanted, plan_for, stream
 from offstage.stages.dispatch.streaming.guard import is_guarded
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton
@@ -93,7 +93,7 @@ def dispatch_model(  # the field's signature
     plan = plan_for(skeleton, wanted)
     folder = None if offload_dir is None else Path(offload_dir)
     stored = locate_weights(model, skeleton, plan, folder=folder, index=offload_index)
-    stream(model, skeleton, plan, wanted, OffloadedData(stored, state_dict or {}))
+    stream(model, skeleton, plan, wanted, stored=stored, weights=state_dict)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -159,7 +159,7 @@ def load_checkpoint_and_dispatch(  # the field's signature
     spills = any_on_disk if offload_state_dict is None else offload_state_dict
     placed = fill_model(load, sources, None if offload_folder is None else Path(offload_folder), spills=spills)
     if plan.serving or len(set(device_map.values())) > 1 or force_hooks:
-        stream(model, skeleton, plan, wanted, OffloadedData(placed.offloaded, {}))
+        stream(model, skeleton, plan, wanted, stored=placed.offloaded)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -223,7 +223,7 @@ def cpu_offload(
         device=execution_device,
         buffers=offload_buffers,
         preload=preload_module_classes,
-        weights=state_dict or {},
+        weights=state_dict,
     )
 
 
@@ -277,5 +277,5 @@ def _offload_all(
     )
     plan = plan_for(skeleton, wanted)
     stored = locate_weights(model, skeleton, plan, folder=folder)
-    stream(model, skeleton, plan, wanted, OffloadedData(stored, weights or {}))
+    stream(model, skeleton, plan, wanted, stored=stored, weights=weights)
     return model

@@ -16,8 +16,7 @@ from torch import nn
 from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, resolve_device
 from offstage.stages.dispatch.accelerate_api.hooks import hooks_of
 from offstage.stages.dispatch.streaming.places import TensorPlace, place_of
-from offstage.stages.dispatch.streaming.state_on_host import state_on_host
-from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild, state_on_host
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.devices import AnyDevice
 

@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offstage.stages.dispatch.accelerate_api.align import SkipKeys
-from offstage.stages.dispatch.accelerate_api.engine_hook import EngineHook
+from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, SkipKeys, resolve_device
 from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
 from offstage.stages.dispatch.dispatch_plan import ModulePlan, make_dispatch_plan
-from offstage.stages.dispatch.streaming.places import places_in
+from offstage.stages.dispatch.streaming.places import TensorPlace, places_in
 from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor, rebuild, send_waiting
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
@@ -64,25 +64,78 @@ class Wanted:
         return spec.kind == "parameter" or (self.offload_buffers and spec.persistent)
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadedData:
-    """Where the data of what is away is: ``stored`` on disk, ``weights`` on the host, by name; else in the model."""
+class EngineHook(AlignDevicesHook):
+    """Sends the model's inputs to ``execution_device`` and its output back, as scripts expect of a model's own hook.
 
-    stored: DiskWeights
-    weights: Mapping[str, torch.Tensor]
+    What it was told to send away comes back to where it was when the hook is removed, and so do the buffers that had to
+    follow it. A tensor that was never in memory goes on waiting, and reads itself at each use.
+    """
+
+    permanent = True
+
+    def __init__(self, execution_device: torch.device, *, skip_keys: SkipKeys = None) -> None:
+        super().__init__(execution_device, io_same_device=True, skip_keys=skip_keys)
+        self.streamer: Streamer | None = None
+        self._away: list[TensorPlace] = []
+        self._returning: list[tuple[TensorPlace, torch.device]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: all but the engine, which is one model's; what waits in the copy reads itself."""
+        return {**vars(self), "streamer": None}
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Return ``module``: its weights are placed already."""
+        return module
+
+    def send_away(self, place: TensorPlace, waiting: torch.Tensor) -> None:
+        """Have ``waiting`` stand in ``place`` for the tensor that was there."""
+        place.settle(waiting)
+        self._away.append(place)
+
+    def keep_on(self, place: TensorPlace, tensor: torch.Tensor, *, returns: bool) -> None:
+        """Have ``tensor`` stand in ``place`` of one on another device, to which it ``returns`` in the end or not."""
+        home = place.before.device
+        place.settle(tensor)
+        if returns and home.type != "meta":
+            self._returning.append((place, home))
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Take the engine off and bring everything back."""
+        streamer, self.streamer = self.streamer, None
+        if streamer is not None:
+            streamer.remove()
+        for place in self._away:
+            place.come_home()
+            if isinstance(place.now, WaitingTensor):
+                place.now.source.told = resolve_device(self.execution_device)  # what is added to it now is to have data
+        for place, home in self._returning:
+            place.move(home)
+        self._away, self._returning = [], []
+        return super().detach_hook(module)
 
 
-def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, data: OffloadedData) -> None:
-    """TensorPlace the weights of ``model`` as ``plan`` says and attach the engine; where that fails it is as it was."""
+def stream(
+    model: nn.Module,
+    skeleton: Skeleton,
+    plan: Plan,
+    wanted: Wanted,
+    *,
+    stored: DiskWeights,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Place the weights of ``model`` as ``plan`` says and attach the engine; where that fails it is as it was.
+
+    The data of what is away is ``stored`` on disk, or among the ``weights`` on the host, by name; else in the model.
+    """
     dispatch_plan = make_dispatch_plan(_with_preloaded(skeleton, wanted.preload), plan)
     devices = Devices()
     hook = EngineHook(devices.torch_device(wanted.main), skip_keys=wanted.skip_keys)
     with ExitStack() as undo:
         undo.callback(hook.detach_hook, model)
-        placer = _Placer(model, hook, data, devices)
+        placer = _Placer(model, hook, devices, stored, weights or {})
         for name, part in dispatch_plan.parts.items():
             placer.place(name, part)
-        hook.streamer = Streamer(model, dispatch_plan, stored=data.stored, devices=devices, skip_keys=wanted.skip_keys)
+        hook.streamer = Streamer(model, dispatch_plan, stored=stored, devices=devices, skip_keys=wanted.skip_keys)
         undo.pop_all()
     add_hook_to_module(model, hook, append=True)
 
@@ -153,12 +206,13 @@ class _Placer:
 
     model: nn.Module
     hook: EngineHook
-    data: OffloadedData
     devices: Devices
+    stored: DiskWeights
+    weights: Mapping[str, torch.Tensor]
     moved: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=WeakIdKeyDictionary)
 
     def place(self, name: str, part: ModulePlan) -> None:
-        """TensorPlace what the module ``name`` holds directly."""
+        """Place what the module ``name`` holds directly."""
         module, device = self.model.get_submodule(name), self.devices.torch_device(part.execution)
         for place in places_in(module, name):
             if place.name in part.serving:
@@ -169,8 +223,8 @@ class _Placer:
 
     def _waiting(self, tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
         """Return what stands for ``tensor`` while it is away: read from disk, or from the host's memory."""
-        if name in self.data.stored:
-            return send_waiting(tensor, WaitingSource(self.data.stored, name, device), keep=False)
+        if name in self.stored:
+            return send_waiting(tensor, WaitingSource(self.stored, name, device), keep=False)
         value = self._value(tensor, name)
         host = value.detach().to(device=CPU, dtype=tensor.dtype if value.is_floating_point() else value.dtype)
         waiting = send_waiting(tensor, WaitingSource({name: host}, name, device), keep=False)
@@ -186,7 +240,7 @@ class _Placer:
         return self.moved[tensor]
 
     def _value(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        value = self.data.weights.get(name, tensor)
+        value = self.weights.get(name, tensor)
         if isinstance(value, WaitingTensor):
             raise ValueError(
                 f"{name!r} is offloaded already, and was never in memory: load the model again with the device_map or "

@@ -12,12 +12,12 @@ from torch import nn
 
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertSlots, ExpertUse
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
-from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes, slot_rows
+from offstage.stages.dispatch.experts.slot_memory import ExpertLayer, Kind, Phases, RowShape, kind_bytes, slot_rows
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
-from offstage.stages.dispatch.streaming.places import TensorPlace, place_of, source_of
+from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait_for, place_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
@@ -125,8 +125,8 @@ def _open_slots(
         largest=max(each.spec.count for each in members),
         together=together,
     )
-    skipped = _skipped(kind, rows) if link.in_place else {}
-    banks = [Bank(found) for found in slot_rows(kind, bounds, link, room=slot_bytes, skipped=skipped)]
+    phases = _phases(kind, members, rows) if link.in_place else {}
+    banks = [Bank(found) for found in slot_rows(kind, bounds, link, room=slot_bytes, phases=phases)]
     sources = [row for layer in rows for stack_rows in layer.values() for row in stack_rows]
     places = [place for row in sources for place in ((row,) if isinstance(row, torch.Tensor) else row)]
     passing = [place for place in places if not link.in_place or isinstance(place, Extent)]
@@ -143,16 +143,14 @@ def _open_slots(
     return pool
 
 
-def _skipped(kind: Kind, layers: Sequence[Mapping[str, Sequence[RowSource]]]) -> dict[str, int]:
-    """Return how far beyond a multiple of ``TENSOR_ALIGNMENT`` stacks begin where they wait, if those of all layers do.
-
-    Kernels are chosen by that, and their last bits differ: a slot is to lie as its row does in a stack that is there.
-    """
-    found = {}
-    for attribute, row in kind:
-        beyond = {_beyond(layer[attribute]) for layer in layers}
-        found[attribute] = beyond.pop() if len(beyond) == 1 and row.bytes % TENSOR_ALIGNMENT == 0 else 0
-    return found
+def _phases(kind: Kind, members: Sequence[_Mixed], layers: Sequence[Mapping[str, Sequence[RowSource]]]) -> Phases:
+    """Return how stacks of ``kind`` begin where they wait, as far as all rows of a stack begin alike."""
+    return {
+        (each.number, attribute): beyond if (beyond := _beyond(layer[attribute])) % row.dtype.itemsize == 0 else 0
+        for attribute, row in kind
+        if row.bytes % TENSOR_ALIGNMENT == 0
+        for each, layer in zip(members, layers, strict=True)
+    }
 
 
 def _beyond(rows: Sequence[RowSource]) -> int:
@@ -213,10 +211,7 @@ def _have_wait(each: _Mixed, experts: RoutedExperts, transport: Transport) -> No
     """Put stacks that bring their own rows into the model."""
     device = transport.devices.torch_device(each.computes)
     for place in each.places:
-        source = source_of(place, transport.stored, device)
-        waiting = ExpertStack(place.before, source, StackUse(experts, place.attribute))
-        waiting.kept = place.before
-        place.settle(waiting)
+        have_wait_for(place, transport.stored, device, ExpertStack, StackUse(experts, place.attribute))
         transport.stack.callback(place.restore)
 
 

@@ -14,21 +14,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offstage.stages.dispatch.experts.eviction import Eviction, Expert
-from offstage.stages.dispatch.experts.slot_memory import SlotRows
+from offstage.stages.dispatch.experts.slot_memory import ExpertLayer, SlotRegions, SlotRows
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
-from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
 from offstage.stages.dispatch.transfer.reading_threads import Urgency
 from offstage.stages.units import format_bytes
 
 _log = logging.getLogger(__name__)
-
-Rows = Mapping[str, Sequence[RowSource | PartLayout]]
-"""Where the pieces of a layer's experts wait, by the names of the pieces, in the order of the experts."""
 
 
 @dataclass(slots=True)
@@ -43,42 +39,6 @@ class ExpertUse:
     evictions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertLayer:
-    """The experts of one module: its ``number`` in the order of execution, and where they wait."""
-
-    number: int
-    module: str
-    rows: Rows
-
-    @property
-    def count(self) -> int:
-        """How many experts there are."""
-        return len(next(iter(self.rows.values())))
-
-    def layout(self, expert: int, piece: str) -> PartLayout:
-        """Return where what there is of a ``piece`` lies in its place in a slot."""
-        row = self.rows[piece][expert]
-        return row if isinstance(row, PartLayout) else lay_out_row(row)
-
-
-class SlotRoom(Protocol):
-    """Room for experts of some layers."""
-
-    @property
-    def size(self) -> int:
-        """How many of them can be there at once."""
-
-    def take(self, expert: Expert) -> Any:
-        """Return a slot for ``expert``; null where none is free."""
-
-    def give(self, slot: Any) -> None:
-        """Have ``slot`` be free, once nothing views it."""
-
-    def region(self, slot: Any, expert: Expert, piece: str) -> torch.Tensor:
-        """Return where a ``piece`` of ``expert`` lies in its ``slot``, as bytes."""
-
-
 @dataclass(slots=True)
 class Bank:
     """Slots that some layers share, and by which rule an expert in one of them makes room.
@@ -86,7 +46,7 @@ class Bank:
     Those that are ``unused`` were brought before they were called, and weren't yet: they make room first.
     """
 
-    room: SlotRoom
+    room: SlotRows | SlotRegions
     policy: Eviction = field(default_factory=Eviction)
     unused: dict[Expert, None] = field(default_factory=dict)
 
@@ -269,7 +229,7 @@ class ExpertSlots:
         assert isinstance(rows, SlotRows)
         slots: list[int] = [self._entries[expert].slot for expert in experts]
         begin, end = min(slots), max(slots)
-        return rows.stack(piece, begin, end + 1), [slot - begin for slot in slots]
+        return rows.stack(experts[0][0], piece, begin, end + 1), [slot - begin for slot in slots]
 
     def close(self) -> None:
         """Wait for what is under way, close the files and free the memory; closing again does nothing."""

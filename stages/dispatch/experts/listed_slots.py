@@ -12,57 +12,13 @@ from contextlib import ExitStack
 import torch
 
 from offstage.stages.dispatch.experts.eviction import Expert
-from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots
-from offstage.stages.dispatch.transfer.arena import Arena
-from offstage.stages.dispatch.transfer.link import Link
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertSlots
+from offstage.stages.dispatch.experts.slot_memory import ExpertLayer, SlotRegions
 from offstage.stages.dispatch.transfer.mover import Mover
 from offstage.stages.dispatch.transfer.reading_threads import Urgency
-from offstage.stages.machine.aligned_memory import align_up
 
 NEIGHBOURS = 4
 """After so many experts in turn the next is likely; a single token calls so many neighbours very rarely."""
-
-
-class SlotRegions:
-    """``room`` bytes behind ``link`` for experts of ``layers``, each in a region of its own for all of its pieces.
-
-    A region is free again when nothing views it any more: a traceback may hold what was let go.
-    """
-
-    def __init__(self, layers: Sequence[ExpertLayer], link: Link, room: int) -> None:
-        self._link, self._room = link, room
-        self._layers = {layer.number: layer for layer in layers}
-        self.renew()
-        largest = max(sum(self._sizes(layer, expert)) for layer in layers for expert in range(layer.count))
-        self.size = max(1, room // max(1, largest))
-
-    def renew(self) -> None:
-        """Take other memory: in a process that was forked nobody fills what was lent."""
-        memory = self._link.memory(max(1, self._room))
-        self._arena: Arena[torch.Tensor] | None = Arena(memory)
-        self._alignment = memory.alignment
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._arena = None
-
-    def take(self, expert: Expert) -> torch.Tensor | None:
-        """Return a region for all of ``expert``."""
-        assert self._arena is not None
-        return self._arena.take(sum(self._sizes(self._layers[expert[0]], expert[1])))
-
-    def give(self, slot: torch.Tensor) -> None:
-        """Nothing: it is free once it is gone."""
-
-    def region(self, slot: torch.Tensor, expert: Expert, piece: str) -> torch.Tensor:
-        """Return the part of the region that a ``piece`` has."""
-        layer = self._layers[expert[0]]
-        place, sizes = [*layer.rows].index(piece), self._sizes(layer, expert[1])
-        begin = sum(sizes[:place])
-        return slot[begin : begin + sizes[place]]
-
-    def _sizes(self, layer: ExpertLayer, expert: int) -> list[int]:
-        return [align_up(layer.layout(expert, piece).size, self._alignment) for piece in layer.rows]
 
 
 class ListedSlots(ExpertSlots):

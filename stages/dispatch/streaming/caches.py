@@ -9,8 +9,8 @@ import torch
 from offstage.stages.checkpoints.packed import AtRest, rows_of
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.eviction import Expert
-from offstage.stages.dispatch.experts.expert_slots import ExpertLayer
-from offstage.stages.dispatch.experts.listed_slots import ListedSlots, SlotRegions
+from offstage.stages.dispatch.experts.listed_slots import ListedSlots
+from offstage.stages.dispatch.experts.slot_memory import ExpertLayer, SlotRegions
 from offstage.stages.dispatch.streaming.places import TensorPlace
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.transport import Transport

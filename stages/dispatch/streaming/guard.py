@@ -19,8 +19,7 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.streaming.state_on_host import state_on_host
-from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild, state_on_host
 from offstage.stages.empty_init.skeleton import parent, upward
 
 _log = logging.getLogger(__name__)

@@ -5,15 +5,14 @@ No map of its file could be used, since what lies there isn't the table. Whateve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from offstage.stages.checkpoints.packed import PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
-from offstage.stages.dispatch.streaming.places import TensorPlace, read_only, source_of
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.dispatch.streaming.places import read_only
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 
@@ -31,7 +30,7 @@ class PackedTable(WaitingTensor):
         """Return the rows at ``indices``, a tensor of any shape on the cpu; each is read once."""
         wanted, places = torch.unique(indices, return_inverse=True)
         rows = [self.use.codec.rows(self.use, row, row + 1) for row in wanted.tolist()]
-        table = torch.cat([read_packed(row) for row in rows if row is not None])
+        table = torch.cat([read_extent(row) for row in rows if row is not None])
         learns = self.requires_grad and torch.is_grad_enabled()
         return functional.embedding(places, read_only(self, table, self.source.name) if learns else table)
 
@@ -44,10 +43,3 @@ class PackedTable(WaitingTensor):
                 if args[0].numel() and bool(((args[0] >= 0) & (args[0] < len(table))).all()):
                     return table.look_up(args[0])
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def have_table_wait(place: TensorPlace, stored: Mapping[str, torch.Tensor], packed: PackedTensor) -> None:
-    """Have ``packed`` be looked up in the place of ``place``, on the host; ``stored`` reads all of it."""
-    table = PackedTable(place.before, source_of(place, stored, torch.device("cpu")), packed)
-    table.kept = place.before
-    place.settle(table)

@@ -212,10 +212,19 @@ def have_wait(place: TensorPlace, stored: Mapping[str, torch.Tensor], device: to
     ``stored`` has what waits on disk. A tensor that waits already goes on as it does.
     """
     if not isinstance(place.before, WaitingTensor):
-        place.settle(send_waiting(place.before, source_of(place, stored, device), keep=True))
+        place.settle(send_waiting(place.before, _source_of(place, stored, device), keep=True))
 
 
-def source_of(place: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device) -> WaitingSource:
+def have_wait_for(
+    place: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device, kind: type[WaitingTensor], use: object
+) -> None:
+    """Bind a ``kind`` of waiting tensor in ``place``, for ``device``: by its ``use`` it needn't be read whole."""
+    waiting = kind(place.before, _source_of(place, stored, device), use)
+    waiting.kept = place.before
+    place.settle(waiting)
+
+
+def _source_of(place: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device) -> WaitingSource:
     """Return where the data of ``place`` waits, for ``device``: in ``stored`` on disk, or on the host."""
     weights = stored if place.host is None else {place.name: place.host}
     return WaitingSource(weights, place.name, device, told=device)

@@ -9,14 +9,13 @@ of the weight is read, as of any tensor that waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from offstage.stages.dispatch.streaming.places import TensorPlace, source_of
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
@@ -68,12 +67,3 @@ class BlockedWeight(WaitingTensor):
         learns = torch.is_grad_enabled() and (left.requires_grad or self.requires_grad)
         waits = isinstance(left, WaitingTensor) or isinstance(bias, WaitingTensor)
         return not learns and not waits
-
-
-def have_blocks_wait(
-    whole: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device, blocks: RowBlocks
-) -> None:
-    """Have ``whole`` be multiplied by ``blocks`` on ``device``; ``stored`` reads what lies on disk of it."""
-    weight = BlockedWeight(whole.before, source_of(whole, stored, device), blocks)
-    weight.kept = whole.before
-    whole.settle(weight)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from offstage.stages.dispatch.streaming.referenced_tensor import ReferencedTensor
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 Bring = Callable[[], torch.Tensor]
@@ -78,6 +77,33 @@ class _HandedOn:
 
     def unpack(self) -> torch.Tensor:
         return self.restore(self.packed)
+
+
+class ReferencedTensor:
+    """What autograd holds in place of a tensor that is none of ours to move: itself, cut off from the graph.
+
+    Of one that no hook saw torch itself checks that nothing was written to it since it was saved; of these nobody does,
+    so it is checked here, with torch's own kind of error.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+        if self._tensor._version != self._version:
+            raise changed(self._version, self._tensor._version)
+        return self._tensor
+
+
+def changed(saved: int, version: int) -> RuntimeError:
+    """Return the error of a tensor that was written to after it was saved, as autograd's own checks raise it."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: it is at"
+        f" version {version}, and was saved at version {saved}; write to a clone, or after the backward pass"
+    )
 
 
 _Packed = _Note | ReferencedTensor | _HandedOn

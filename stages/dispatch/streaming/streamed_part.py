@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offstage.stages.checkpoints.mapped_file import MappedFile
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
-from offstage.stages.dispatch.streaming.mapped_weights import MappedWeights
-from offstage.stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
-from offstage.stages.dispatch.streaming.places import TensorPlace, place_of
+from offstage.stages.dispatch.streaming.mapped_weights import MappedFile, MappedWeights
+from offstage.stages.dispatch.streaming.packed_table import PackedTable, can_be_looked_up
+from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait_for, place_of
 from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.empty_init.skeleton import parent
@@ -100,7 +99,7 @@ def streamed_parts(
     is closed. What several modules have brought together is yielded last.
     """
     extents = stored.extents
-    maps = stack.enter_context(MappedWeights(extents))
+    maps = MappedWeights(extents, stack)
     groups: dict[str, StreamedPart] = {}
     for name, part in plan.parts.items():
         apart = devices.is_apart(part.execution)
@@ -149,7 +148,7 @@ def _places(
             continue
         place = place_of(model, tensor, has_data=at is None)
         if serving == "rows" and isinstance(at, PackedTensor) and can_be_looked_up(at):
-            have_table_wait(place, stored, at)
+            have_wait_for(place, stored, torch.device("cpu"), PackedTable, at)
             stack.callback(place.restore)
         elif isinstance(at, PackedTensor):  # it is brought: in a map it can't be used
             found["direct"].append(place)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -25,8 +26,8 @@ from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lanes import Task
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared
 from offstage.stages.dispatch.streaming.passes import ModelPasses
-from offstage.stages.dispatch.streaming.places import Newcomers, TensorPlace, have_wait
-from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
+from offstage.stages.dispatch.streaming.places import Newcomers, TensorPlace, have_wait, have_wait_for
+from offstage.stages.dispatch.streaming.row_blocks import BlockedWeight, RowBlocks
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
 from offstage.stages.dispatch.streaming.transport import OpenLink, Transport
@@ -41,6 +42,8 @@ from offstage.stages.machine.aligned_memory import Bytes, HostBlock, private_byt
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
+
+Answer = TypeVar("Answer")
 
 _streamers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Streamer]] = weakref.WeakKeyDictionary()
 """Each lives with the hooks of its model, and holds it: held here, neither would ever go."""
@@ -71,6 +74,36 @@ def streamer_of(model: nn.Module) -> Streamer:
     if streamer is None or not streamer.is_attached:
         raise ValueError(f"this {type(model).__name__} isn't dispatched; load it with offstage.load")
     return streamer
+
+
+def lockstep(model: nn.Module, calls: Iterable[Callable[[], Answer]], *, size: int = 8) -> list[Answer]:
+    """Call all of ``calls``, which call ``model``, at most ``size`` at a time; return what they return, in their order.
+
+    ``model`` is one that ``load``, ``dispatch_model`` and their like dispatched. What it streams is brought once for
+    all that are under way, used by each in turn, and let go. Each computes exactly what it computes alone, with a cache
+    of its own, which is memory beside the budget; as one ends the next begins. Gradients are off, and random numbers
+    are each call's own: all go on from the state that torch has now.
+
+    The first error of a call is raised, after the others were ended. A call may have calls in lockstep itself: these
+    go with all others. Raises ``ValueError`` for a model that isn't dispatched or a size below 1.
+
+    >>> with offstage.load(checkpoint, max_memory={"cpu": "3MB"}) as loaded:
+    ...     prompts = [loaded.tokenizer(text, return_tensors="pt") for text in ("If the memory", "The")]
+    ...     calls = [partial(loaded.model.generate, **prompt, max_new_tokens=2) for prompt in prompts]
+    ...     answers = offstage.lockstep(loaded.model, calls, size=8)
+    >>> [tuple(answer.shape) for answer in answers]
+    [(1, 6), (1, 4)]
+    """
+    if type(size) is not int or size < 1:
+        raise ValueError(f"size: {size!r} is no number of calls; give a whole number from 1")
+    answers: dict[int, Answer] = {}
+
+    def answer(number: int, call: Callable[[], Answer]) -> None:
+        answers[number] = call()
+
+    tasks = (partial(answer, number, call) for number, call in enumerate(calls))
+    streamer_of(model).go_together(tasks, size=size)
+    return [answers[number] for number in sorted(answers)]
 
 
 class Streamer:
@@ -242,7 +275,7 @@ class Streamer:
             assert whole is not None
             device = self._devices.torch_device(blocks[0].computes)
             rows = RowBlocks(blocks, self._acquire, self._release)
-            have_blocks_wait(whole, self._stored, device, rows)
+            have_wait_for(whole, self._stored, device, BlockedWeight, rows)
             self._stack.callback(whole.restore)
 
     def _stream(self, part: StreamedPart) -> None:

@@ -56,7 +56,10 @@ class Moved(NamedTuple):
 
 
 class Link(Protocol):
-    """One accelerator, as what brings weights there sees it, or the host: that is ``in_place``."""
+    """One accelerator, as what brings weights there sees it, or the host: that is ``in_place``.
+
+    Where it doesn't say otherwise all that is asked for is done at once, and there is nothing to wait for.
+    """
 
     @property
     def in_place(self) -> bool:
@@ -70,11 +73,13 @@ class Link(Protocol):
 
     def follow(self, event: Event) -> None:
         """Have all that is computed from now on begin after ``event``; for the thread that runs the model."""
+        return
 
     def stalled(self) -> float:
         """Return the seconds that computing has waited for what it followed, as far as that is over by now, since this
         was asked last. It is the accelerator's time: the thread that runs the model doesn't wait.
         """
+        return 0.0
 
     def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
         """Have each of ``pieces`` copied after ``after``; return when all are.
@@ -100,15 +105,19 @@ class Link(Protocol):
 
     def finish(self, event: Event) -> None:
         """Wait here until ``event`` has happened; never in the thread that runs the model, but to close."""
+        return
 
     def register(self, memory: Bytes) -> bool:
         """Make ``memory`` known to the accelerator, so that it copies from there by itself; return whether it did."""
+        return True
 
     def unregister(self, address: int) -> None:
         """Undo ``register`` for the memory at ``address``."""
+        return
 
     def close(self) -> None:
         """Wait until the accelerator has done all that was asked of it."""
+        return
 
 
 def pin(link: Link, memory: Bytes) -> Callable[[], object]:

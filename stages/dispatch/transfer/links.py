@@ -10,7 +10,7 @@ import torch
 
 from offstage.stages.dispatch.transfer.arena import HostMemory, Memory
 from offstage.stages.dispatch.transfer.link import Event, Link, Operators, Piece
-from offstage.stages.machine.aligned_memory import Bytes, outside_inference
+from offstage.stages.machine.aligned_memory import outside_inference
 from offstage.stages.machine.caching_allocator import UNPACKING
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.operator_threads import alone
@@ -32,7 +32,7 @@ class FreshMemory:
         return region, region.untyped_storage()
 
 
-class SynchronousLink:
+class SynchronousLink(Link):
     """A link on which all that is asked for is done at once, so that there is nothing to wait for.
 
     That is how a simulated accelerator works, and how one is served that there are no streams for.
@@ -55,13 +55,6 @@ class SynchronousLink:
         """Return now."""
         return None
 
-    def follow(self, event: Event) -> None:
-        """Do nothing: it has happened."""
-
-    def stalled(self) -> float:
-        """Return none: nothing is waited for later."""
-        return 0.0
-
     def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
         """Copy now."""
         for source, target in pieces:
@@ -83,19 +76,6 @@ class SynchronousLink:
             operators(data, target)
         del scratch
         return None
-
-    def finish(self, event: Event) -> None:
-        """Do nothing: it has happened."""
-
-    def register(self, memory: Bytes) -> bool:
-        """Do nothing: the host does the copying."""
-        return True
-
-    def unregister(self, address: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing: all is done."""
 
 
 class HostLink(SynchronousLink):

@@ -23,8 +23,8 @@ from offstage.stages.checkpoints.direct_file import Chunk, cut
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.open_files import untraced
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
+from offstage.stages.checkpoints.packed_reads import FileReader, ThreadBuffers, largest_at_rest
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
-from offstage.stages.dispatch.transfer.file_reader import FileReader
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved, Order
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
@@ -90,7 +90,8 @@ class Mover:
         packed = [place for place in on_disk if isinstance(place, PackedTensor) and not crosses_packed(place, unpacker)]
         pieces = packed if link.in_place else [piece for place in packed for _, piece in in_pieces(place)]
         files = {file for source in on_disk for file in files_of(source)}
-        self._reader = FileReader(files, pieces, traced=trace.span if trace else untraced)
+        buffers_at_rest = ThreadBuffers(largest_at_rest(pieces))
+        self._reader = FileReader(files, buffers_at_rest, traced=trace.span if trace else untraced)
         self._order, self._ordering = count(), threading.Lock()
         traces = trace is not None and not link.in_place
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None

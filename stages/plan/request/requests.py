@@ -25,8 +25,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.generation_defaults import generation_defaults
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
-from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
-from offstage.stages.checkpoints.tokenizers import tokenizing
+from offstage.stages.checkpoints.tokenizers import check_tokenizer, tokenizing
 from offstage.stages.checkpoints.weight_files import weight_files
 from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.inputs.finetune_options import FinetuneOptions, Learns

@@ -34,7 +34,7 @@ def data(tmp_path: Path) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "BLOCK_BYTES", 8192)
-    monkeypatch.setattr(bulk, "GAP_BYTES", 1000)
+    monkeypatch.setattr(bulk, "SMALL_SPAN_BYTES", 64)
     monkeypatch.setattr(memory, "_SMALL_BYTES", 1)
 
 
@@ -103,11 +103,14 @@ def test_a_new_piece_of_the_same_dtype_is_laid_out_as_it_lies_in_the_file(tmp_pa
     assert laid_out(extent, torch.int32).memory is None, "one that is cast is filled from a buffer"
 
 
-def test_neighbours_are_read_together_and_what_lies_far_between_is_not(tmp_path: Path, data: torch.Tensor) -> None:
-    spans = [(0, 100), (600, 700), (5000, 5100), (9000, 9100)]
-    pieces = [zeroed(Extent(shard(tmp_path / "f"), a, "uint8", (b - a,)), torch.uint8) for a, b in spans]
-    jobs = [job for job in bulk._jobs(pieces) if isinstance(job, bulk._BufferedRead)]
-    assert [[part.chunk.begin for part in job.slices] for job in jobs] == [[0, 600], [5000], [9000]]
+def test_a_small_tensor_waits_for_no_buffer(tmp_path: Path, data: torch.Tensor) -> None:
+    drop_from_cache(tmp_path / "f")
+    piece = zeroed(Extent(shard(tmp_path / "f"), 5001, "uint8", (63,)), torch.uint8)
+    with BulkReader() as reader:
+        reader._buffers.size = 0
+        reader._buffers.renew()  # there is none
+        reader.read([piece], lambda count: None)
+    assert torch.equal(piece.target, data[5001:5064])
 
 
 def test_a_file_system_without_direct_reads_works_too(

@@ -11,7 +11,7 @@ from offstage.stages.checkpoints import device_codec
 from offstage.stages.checkpoints.codecs.planes import PlaneCodec
 from offstage.stages.checkpoints.device_codec import DeviceCodec, block_scratch, device_bytes, moved_bytes
 from offstage.stages.checkpoints.packed import PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init.live_storages import CountingMode, LiveStorages
 from tests.stages.checkpoints.device_unpacking import TENSORS, same_numbers, unpacked_on
 
@@ -26,7 +26,7 @@ every_tensor = pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
 def test_torch_unpacks_to_the_bits_that_the_host_unpacks_to(
     tensor: PackedTensor, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted_of = {dtype: read_packed(replace(tensor, dtype=dtype)) for dtype in ("bfloat16", "float16", "float32")}
+    wanted_of = {dtype: read_extent(replace(tensor, dtype=dtype)) for dtype in ("bfloat16", "float16", "float32")}
     monkeypatch.setattr(device_codec, "TILE", most)
     for dtype in ("bfloat16", "float16", "float32") if tensor.bytes < 2**20 else ("bfloat16",):
         wanted = replace(tensor, dtype=dtype)

@@ -11,8 +11,7 @@ import pytest
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
-from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.checkpoints.tokenizers import check_tokenizer, load_tokenizer
 from tests.deadline import deadline
 from tests.e2e.pipelines import config_for
 

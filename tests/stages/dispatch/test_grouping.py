@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.grouping import brought_together
+from offstage.stages.dispatch.dispatch_plan import brought_together
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.units import DeviceId

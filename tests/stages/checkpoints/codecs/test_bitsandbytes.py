@@ -13,8 +13,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.bitsandbytes import fold_bitsandbytes
 from offstage.stages.checkpoints.codecs.scaled_codes import sample
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
-from offstage.stages.checkpoints.packed_reads import read_packed
-from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.checkpoints.readers import open_reader, read_extent
 from offstage.stages.empty_init.identity import quantization_fault
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -64,7 +63,7 @@ def folded(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, AtRes
 def read_as(tensor: AtRest, dtype: torch.dtype) -> torch.Tensor:
     assert isinstance(tensor, PackedTensor)
     served = in_dtype(tensor, str(dtype).removeprefix("torch."))
-    return read_packed(served if isinstance(served, PackedTensor) else tensor).to(dtype)
+    return read_extent(served if isinstance(served, PackedTensor) else tensor).to(dtype)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

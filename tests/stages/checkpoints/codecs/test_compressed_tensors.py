@@ -14,7 +14,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.compressed_scheme import weight_scheme
 from offstage.stages.checkpoints.codecs.compressed_tensors import fold_compressed
 from offstage.stages.checkpoints.packed import PackedTensor, in_dtype
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init.identity import quantization_fault
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -111,7 +111,7 @@ def folded(folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapp
 def read_as(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     assert isinstance(tensor, PackedTensor)
     served = in_dtype(tensor, str(dtype).removeprefix("torch."))
-    return read_packed(served if isinstance(served, PackedTensor) else tensor).to(dtype)
+    return read_extent(served if isinstance(served, PackedTensor) else tensor).to(dtype)
 
 
 def test_rows_that_were_filled_up_to_whole_numbers_are_refused_as_such(tmp_path: Path) -> None:

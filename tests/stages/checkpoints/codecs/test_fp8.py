@@ -20,8 +20,8 @@ from offstage.stages.checkpoints.codecs.scaled_codes import ScaledCodes, sample
 from offstage.stages.checkpoints.device_codec import TILE
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, SCRATCH_BYTES, PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.quantised import logical_entries
+from offstage.stages.checkpoints.readers import read_extent
 from tests.operator_threads import in_threads
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -84,7 +84,7 @@ def test_weights_are_to_the_bit_those_that_transformers_dequantises(tmp_path: Pa
     shape, grid = SHAPES[case]
     codes, scales = codes_of(*shape), scales_of(*grid)
     tensor = replace(packed(tmp_path, codes, scales), dtype=dtype)
-    made = read_packed(tensor)
+    made = read_extent(tensor)
     assert made.shape == shape
     assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, getattr(torch, dtype)))
     assert tensor.rest_bytes == codes.nbytes + scales.nbytes
@@ -102,26 +102,26 @@ SCALES = {
 @pytest.mark.parametrize("kind", SCALES)
 def test_scales_may_rest_in_any_dtype_that_transformers_takes(tmp_path: Path, kind: str) -> None:
     codes = codes_of(256, 384)
-    made = read_packed(packed(tmp_path, codes, SCALES[kind]))
+    made = read_extent(packed(tmp_path, codes, SCALES[kind]))
     assert same_bits(made, DEQUANTIZE._dequantize_one(codes, SCALES[kind], torch.bfloat16))
 
 
 @pytest.mark.parametrize("scales", [torch.tensor(0.37), torch.tensor([0.37]), torch.tensor([[0.37]])])
 def test_a_weight_may_have_one_scale(tmp_path: Path, scales: torch.Tensor) -> None:
     codes = codes_of(192, 80)
-    made = read_packed(packed(tmp_path, codes, scales, weight_block_size=None))
+    made = read_extent(packed(tmp_path, codes, scales, weight_block_size=None))
     assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
 
 
 def test_a_block_may_be_declared_larger_than_any_weight(tmp_path: Path) -> None:
     codes, scales = codes_of(64, 80), torch.tensor([[0.37]])
-    made = read_packed(packed(tmp_path, codes, scales, weight_block_size=[10**30, 10**20]))
+    made = read_extent(packed(tmp_path, codes, scales, weight_block_size=[10**30, 10**20]))
     assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
 
 
 def test_each_expert_of_a_stack_may_have_one_scale(tmp_path: Path) -> None:
     codes, scales = codes_of(4, 32, 48), scales_of(4)
-    made = read_packed(packed(tmp_path, codes, scales, weight_block_size=None))
+    made = read_extent(packed(tmp_path, codes, scales, weight_block_size=None))
     assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
 
 
@@ -131,7 +131,7 @@ def test_fp4_has_two_values_to_a_byte(tmp_path: Path, dtype: torch.dtype) -> Non
     scales = torch.randint(120, 130, (3, 64, 8)).to(dtype)
     tensor = packed(tmp_path, codes, scales)
     assert (tensor.codec.name, tensor.shape) == ("fp4", (3, 64, 256))
-    assert same_bits(read_packed(tensor), DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
+    assert same_bits(read_extent(tensor), DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
 
 
 def test_blocks_that_are_cut_short_are_those_of_the_size_that_the_config_says(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_blocks_that_are_cut_short_are_those_of_the_size_that_the_config_says(tm
     padded = torch.zeros(256, 384).to(torch.float8_e4m3fn)
     padded.view(torch.uint8)[:192, :320] = codes.view(torch.uint8)
     whole = DEQUANTIZE._dequantize_one(padded, scales, torch.bfloat16)
-    assert same_bits(read_packed(packed(tmp_path, codes, scales)), whole[:192, :320])
+    assert same_bits(read_extent(packed(tmp_path, codes, scales)), whole[:192, :320])
 
 
 def test_blocks_hold_all_rows_once_and_no_more_than_they_may(tmp_path: Path) -> None:
@@ -155,11 +155,11 @@ def test_experts_and_blocks_of_rows_are_read_alone(tmp_path: Path) -> None:
     expert = stack.codec.rows(stack, 1, 3)
     assert expert is not None
     assert expert.shape == (2, 128, 256)
-    assert same_bits(read_packed(expert), read_packed(stack)[1:3])
+    assert same_bits(read_extent(expert), read_extent(stack)[1:3])
     tensor = packed(tmp_path, matrix, scales_of(3, 1))
     rows = tensor.codec.rows(tensor, 128, 300)
     assert rows is not None
-    assert same_bits(read_packed(rows), read_packed(tensor)[128:])
+    assert same_bits(read_extent(rows), read_extent(tensor)[128:])
     assert tensor.codec.rows(tensor, 1, 128) is None
     assert tensor.codec.rows(tensor, 0, 100) is None
 

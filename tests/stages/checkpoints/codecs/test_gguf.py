@@ -13,7 +13,7 @@ from offstage.stages.checkpoints.device_codec import TILE, can_unpack, device_by
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, SCRATCH_BYTES, PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from tests.stages.checkpoints.ggufs import dequantized, random_blocks
 
@@ -37,7 +37,7 @@ def packed_tensor(
 def assert_same(tensor: PackedTensor, truth: Any) -> None:
     """Hold ``tensor`` in every dtype against ``truth``, float32, bit for bit."""
     for dtype in DTYPES:
-        got, wanted = read_packed(replace(tensor, dtype=dtype)), torch.tensor(truth).to(torch_dtype(dtype))
+        got, wanted = read_extent(replace(tensor, dtype=dtype)), torch.tensor(truth).to(torch_dtype(dtype))
         assert got.shape == wanted.shape
         assert torch.equal(got.view(torch.uint8), wanted.contiguous().view(torch.uint8)), dtype
 
@@ -52,7 +52,7 @@ def test_every_format_comes_out_as_the_package_of_the_format_has_it(tmp_path: Pa
 def test_any_bytes_at_all_come_out_as_that_package_has_them(tmp_path: Path, kind: str) -> None:
     size = 60, 3 * 256 // FORMATS[kind].elements * FORMATS[kind].bytes
     rows = np.random.default_rng(1).integers(256, size=size, dtype=np.uint8)
-    got = read_packed(packed_tensor(tmp_path / "f", [(kind, rows)], (60, 768)))
+    got = read_extent(packed_tensor(tmp_path / "f", [(kind, rows)], (60, 768)))
     with np.errstate(all="ignore"):
         wanted = torch.from_numpy(dequantized(kind, rows))
     assert torch.equal(got.isnan(), wanted.isnan())
@@ -132,7 +132,7 @@ def test_values_that_are_no_numbers_stay_none(tmp_path: Path) -> None:
     values.view(np.uint32)[0, 0] = 0x7FFFFFFF
     tensor = packed_tensor(tmp_path / "f", [("f32", values.view(np.uint8))], (8,))
     for dtype in DTYPES:
-        got = read_packed(replace(tensor, dtype=dtype))
+        got = read_extent(replace(tensor, dtype=dtype))
         assert got[0].isnan()
         assert torch.equal(got[1:], torch.tensor(values[0, 1:]).to(got.dtype))
 

@@ -22,7 +22,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.grouped_integers import NAMES, sample
 from offstage.stages.checkpoints.codecs.grouped_weights import fold_grouped
 from offstage.stages.checkpoints.packed import PackedTensor, in_dtype
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init.identity import quantization_fault
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -128,7 +128,7 @@ def test_weights_are_unpacked_by_the_formats_arithmetic(kind: str, shape: tuple[
         for run in DTYPES:
             served = in_dtype(tensor, run)
             assert isinstance(served, PackedTensor)
-            assert same_bits(read_packed(served), weight.to(DTYPES[run]))
+            assert same_bits(read_extent(served), weight.to(DTYPES[run]))
 
 
 def test_zeros_of_three_bits_that_rest_less_one_are_what_the_library_adds(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_zeros_of_three_bits_that_rest_less_one_are_what_the_library_adds(tmp_pa
     parts, weight = packed({**quantization, "checkpoint_format": "gptq_v2"}, (64, 64))
     ones = np.array([0x24924924, 0x92492492, 0x49249249] * 2, np.uint32).view(np.int32)
     parts["qzeros"] -= torch.from_numpy(ones)
-    assert same_bits(read_packed(folded(tmp_path, parts, quantization)), weight)
+    assert same_bits(read_extent(folded(tmp_path, parts, quantization)), weight)
 
 
 def test_inputs_in_order_need_no_groups_and_no_more_scales_than_theirs(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, RUNS, ScaledC
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import byte_view
 
@@ -34,11 +34,11 @@ def both(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Both:
 
     def unpacked(tensor: PackedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert loops.loops() is None
-        by_operators = read_packed(tensor)
+        by_operators = read_extent(tensor)
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(compiled_cache))
             assert loops.loops() is not None
-            return by_operators, read_packed(tensor)
+            return by_operators, read_extent(tensor)
 
     return unpacked
 

@@ -11,7 +11,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.mxfp4 import fold_mxfp4
 from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, sample
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 
 STACK = "model.layers.0.mlp.experts.gate_up_proj"
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -50,7 +50,7 @@ def test_every_byte_at_every_scale_is_what_transformers_makes_of_it(tmp_path: Pa
     every = torch.arange(256, dtype=torch.uint8)
     blocks = every.repeat(256, 1).reshape(1, 256, 16, 16)
     tensors = {f"{STACK}_blocks": blocks, f"{STACK}_scales": every[:, None].repeat(1, 16).reshape(1, 256, 16)}
-    assert same_bits(read_packed(packed(tmp_path, tensors, dtype)), unpacked_by_transformers(tensors, dtype))
+    assert same_bits(read_extent(packed(tmp_path, tensors, dtype)), unpacked_by_transformers(tensors, dtype))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_stacks_of_any_shape_are_bit_for_bit_those_of_transformers(tmp_path: Pat
     tensors = random_stack(*shape)
     tensor = packed(tmp_path, tensors)
     assert tensor.rest_bytes == sum(part.numel() for part in tensors.values())
-    assert same_bits(read_packed(tensor), unpacked_by_transformers(tensors, torch.bfloat16))
+    assert same_bits(read_extent(tensor), unpacked_by_transformers(tensors, torch.bfloat16))
 
 
 def test_an_expert_is_read_alone(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_an_expert_is_read_alone(tmp_path: Path) -> None:
         part = tensor.codec.rows(tensor, begin, end)
         assert part is not None
         assert part.rest_bytes * 4 == tensor.rest_bytes * (end - begin)
-        assert same_bits(read_packed(part), whole[begin:end])
+        assert same_bits(read_extent(part), whole[begin:end])
 
 
 def test_the_blocks_are_all_of_the_tensor_each_byte_once(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_blocks_are_all_of_the_tensor_each_byte_once(tmp_path: Path) -> None
 
 
 def test_a_stack_without_experts_is_empty(tmp_path: Path) -> None:
-    assert read_packed(packed(tmp_path, random_stack(0, 4, 2))).shape == (0, 64, 4)
+    assert read_extent(packed(tmp_path, random_stack(0, 4, 2))).shape == (0, 64, 4)
 
 
 def test_the_sample_is_a_block_that_can_be_unpacked() -> None:

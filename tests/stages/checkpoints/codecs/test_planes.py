@@ -16,7 +16,7 @@ from offstage.stages.checkpoints.codecs import planes
 from offstage.stages.checkpoints.codecs.planes import PlaneCodec, codec_of, new_compressor, pack_tile, tile_borders
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedTensor, rest_bytes
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import byte_view
 
@@ -65,7 +65,7 @@ def random_tensors(count: int) -> list[torch.Tensor]:
 
 def test_two_hundred_random_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
     for number, tensor in enumerate(random_tensors(200)):
-        back = read_packed(packed_at(tmp_path / f"{number}.packed", tensor))
+        back = read_extent(packed_at(tmp_path / f"{number}.packed", tensor))
         assert (back.dtype, back.shape, bits_of(back)) == (tensor.dtype, tensor.shape, bits_of(tensor))
 
 
@@ -76,7 +76,7 @@ def test_empty_and_tiny_tensors_and_those_of_several_tiles_come_back(
 ) -> None:
     tensor = torch.randn(shape).to(dtype)
     packed = packed_at(tmp_path / "weight.packed", tensor)
-    assert bits_of(read_packed(packed)) == bits_of(tensor)
+    assert bits_of(read_extent(packed)) == bits_of(tensor)
     blocks = packed.codec.blocks(packed)
     assert sum(block.bytes for block in blocks) == rest_bytes(packed)
     assert all((block.end - block.begin) * planes.TILE_ELEMENTS * dtype.itemsize <= BLOCK_BYTES for block in blocks)
@@ -99,7 +99,7 @@ def test_each_row_can_be_read_alone_where_no_tile_has_two(width: int, tmp_path: 
     for begin, end in ((0, 1), (3, 4), (1, 3), (0, 4)):
         row = packed.codec.rows(packed, begin, end)
         assert row is not None
-        assert bits_of(read_packed(row)) == bits_of(tensor[begin:end])
+        assert bits_of(read_extent(row)) == bits_of(tensor[begin:end])
         assert row.parts[0].end <= packed.parts[0].end
     whole = packed_at(tmp_path / "whole.packed", tensor)
     assert whole.codec.rows(whole, 0, 1) is None
@@ -123,7 +123,7 @@ def test_a_flipped_bit_anywhere_is_found_and_said_or_changes_nothing(tmp_path: P
         path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
         found, told = None, ""
         try:
-            found = read_packed(packed)
+            found = read_extent(packed)
         except CheckpointError as error:
             told = str(error)
         if found is not None:
@@ -142,7 +142,7 @@ def test_a_frame_that_tells_of_more_than_belongs_there_gets_no_room(tmp_path: Pa
     path.write_bytes(b"head" + bomb)
     codec = PlaneCodec("bfloat16", 600, ((4, len(bomb)),))
     with pytest.raises(CheckpointError, match="tells of 67108864 bytes, and 600 belong there"):
-        read_packed(codec.located(replace(packed.file, size=len(bomb) + 4), 0, (600,)))
+        read_extent(codec.located(replace(packed.file, size=len(bomb) + 4), 0, (600,)))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from offstage.stages.checkpoints.codecs.quantisers import QUANTISERS
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
 from offstage.stages.checkpoints.packed import PackedTensor, memory_file
-from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.quantization import QUANTISES
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 
 SHAPES = ((96, 64), (128, 128), (200, 416), (3, 160, 96))
@@ -42,7 +42,7 @@ def requantised(kind: str, made: torch.Tensor) -> torch.Tensor:
     packed = quantiser.packed("w", header, extents)
     assert isinstance(packed, PackedTensor)
     assert packed.shape == made.shape
-    return read_packed(PackedTensor(packed.codec, packed.parts, "float32", packed.shape))
+    return read_extent(PackedTensor(packed.codec, packed.parts, "float32", packed.shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offstage.stages.dispatch import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
-from offstage.stages.dispatch.streaming.state_on_host import state_on_host
+from offstage.stages.dispatch.streaming.waiting_tensor import state_on_host
 from tests.stages.shard_load.checkpoints import assert_same
 from tests.stages.shard_load.test_rows import empty_mixture, kept_wider, make_mixture
 

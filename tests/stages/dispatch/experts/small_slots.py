@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots
-from offstage.stages.dispatch.experts.slot_memory import RowShape, slot_rows
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertSlots
+from offstage.stages.dispatch.experts.slot_memory import ExpertLayer, RowShape, slot_rows
 from offstage.stages.dispatch.transfer.links import HostLink
 from offstage.stages.dispatch.transfer.mover import Mover
 from offstage.stages.dispatch.transfer.traffic import Traffic

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offstage.stages.dispatch.experts.expert_stack import _multiply_one
-from offstage.stages.dispatch.streaming.state_on_host import state_on_host
+from offstage.stages.dispatch.streaming.waiting_tensor import state_on_host
 from offstage.stages.empty_init.experts import is_experts
 from tests.stages.dispatch.experts.mixtures import CONFIGS, mixture, waiting_experts
 

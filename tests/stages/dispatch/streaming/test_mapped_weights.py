@@ -9,8 +9,8 @@ import torch
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.mapped_file import MappedFile
 from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.dispatch.streaming.mapped_weights import MappedFile
 
 VALUES = torch.arange(6, dtype=torch.float32)
 
@@ -26,15 +26,14 @@ def file(tmp_path: Path) -> ShardFile:
 def test_a_tensor_is_what_lies_in_the_file(file: ShardFile, begin: int) -> None:
     mapped = MappedFile(file)
     extent = Extent(file, begin, "float32", (2, 3))
-    mapped.advise(extent, mmap.MADV_WILLNEED)
-    assert torch.equal(mapped.tensor(extent), VALUES.view(2, 3))
+    assert torch.equal(mapped.tensor(extent, mmap.MADV_WILLNEED), VALUES.view(2, 3))
     mapped.close()
 
 
 def test_a_tensor_outlives_the_file_and_what_is_written_into_it_stays_out_of_the_file(file: ShardFile) -> None:
     before = file.path.read_bytes()
     mapped = MappedFile(file)
-    tensor = mapped.tensor(Extent(file, 4, "float32", (6,)))
+    tensor = mapped.tensor(Extent(file, 4, "float32", (6,)), mmap.MADV_RANDOM)
     mapped.close()
     tensor.zero_()
     assert file.path.read_bytes() == before
@@ -42,7 +41,7 @@ def test_a_tensor_outlives_the_file_and_what_is_written_into_it_stays_out_of_the
 
 def test_an_empty_tensor_needs_no_byte(file: ShardFile) -> None:
     mapped = MappedFile(file)
-    assert mapped.tensor(Extent(file, 4, "float32", (0, 3))).shape == (0, 3)
+    assert mapped.tensor(Extent(file, 4, "float32", (0, 3)), mmap.MADV_RANDOM).shape == (0, 3)
     mapped.close()
 
 

@@ -18,10 +18,9 @@ from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
 from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, ScaledCodes, table_codes
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor, in_memory
-from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.packed_reads import FileReader, ThreadBuffers, largest_at_rest
+from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.dispatch.transfer import file_reader
-from offstage.stages.dispatch.transfer.file_reader import FileReader
 from offstage.stages.machine.aligned_memory import byte_view, private_bytes
 
 RANDOM = np.random.default_rng(0)
@@ -86,7 +85,8 @@ def packed_at(path: Path, kind: str, *, before: int = 4099) -> PackedTensor:
 
 @contextmanager
 def reading(*tensors: PackedTensor) -> Iterator[FileReader]:
-    files = FileReader({part.file for tensor in tensors for part in tensor.parts}, tensors)
+    buffers = ThreadBuffers(largest_at_rest(tensors))
+    files = FileReader({part.file for tensor in tensors for part in tensor.parts}, buffers)
     try:
         yield files
     finally:
@@ -106,7 +106,7 @@ def test_in_one_call_come_the_bits_that_come_in_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     one, other = packed_at(tmp_path / "one", kind), packed_at(tmp_path / "other", kind, before=8 * 4096)
-    wanted = bytes(byte_view(read_packed(one)))
+    wanted = bytes(byte_view(read_extent(one)))
     monkeypatch.setattr(packed_reads, "unpack_block", None)  # nothing is left to it
     with reading(one, other) as reader:
         for tensor in (one, other, one, other):
@@ -132,15 +132,12 @@ def test_a_failed_read_leaves_the_error_to_the_usual_way(tmp_path: Path, monkeyp
     tensor = replace(
         tensor, parts=tuple(replace(part, file=replace(part.file, mtime_ns=None)) for part in tensor.parts)
     )
-    wanted = bytes(byte_view(read_packed(tensor)))
+    wanted = bytes(byte_view(read_extent(tensor)))
     with reading(tensor) as reader:
         assert brought(reader, tensor)[0] == wanted
         ways: list[str] = []
-        bring = packed_reads.bring_block
-        monkeypatch.setattr(
-            "offstage.stages.dispatch.transfer.file_reader.bring_block",
-            lambda *args, **kwargs: (ways.append("usual"), bring(*args, **kwargs))[1],
-        )
+        read = packed_reads.read_block
+        monkeypatch.setattr(packed_reads, "read_block", lambda *args: (ways.append("usual"), read(*args))[1])
         monkeypatch.setattr("offstage.stages.checkpoints.codecs.loops.LoopAfterReads.run", lambda *_: False)
         assert brought(reader, tensor)[0] == wanted
         assert len(ways) == len(tensor.codec.blocks(tensor))
@@ -153,23 +150,23 @@ def test_what_is_in_memory_or_for_other_operators_goes_the_usual_way(tmp_path: P
     doubles = replace(tensor, dtype="float64")
     with reading(tensor, doubles) as reader:
         found, count = brought(reader, held)
-        assert (found, count) == (bytes(byte_view(read_packed(tensor))), 0)
-        assert brought(reader, doubles)[0] == bytes(byte_view(read_packed(doubles)))
+        assert (found, count) == (bytes(byte_view(read_extent(tensor))), 0)
+        assert brought(reader, doubles)[0] == bytes(byte_view(read_extent(doubles)))
 
 
 @pytest.mark.usefixtures("compiled")
 def test_a_loop_waits_for_nobody_whose_operators_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_reads, "_UNPACKING", None)  # nobody can enter it
-    read_packed(packed_at(tmp_path / "file", "fp8"))
+    read_extent(packed_at(tmp_path / "file", "fp8"))
 
 
 @pytest.mark.usefixtures("compiled")
 def test_no_more_is_kept_than_a_little_however_many_blocks_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_reader, "_MOST_KNOWN", 2)
+    monkeypatch.setattr(packed_reads, "_MOST_KNOWN", 2)
     tensor = packed_at(tmp_path / "file", "fp8")
-    wanted = bytes(byte_view(read_packed(tensor)))
+    wanted = bytes(byte_view(read_extent(tensor)))
     monkeypatch.setattr(packed_reads, "unpack_block", None)  # nothing is left to it
     with reading(tensor) as reader:
         assert brought(reader, tensor)[0] == brought(reader, tensor)[0] == wanted
@@ -184,7 +181,7 @@ def test_tensors_that_follow_each_other_at_one_address_are_told_apart(tmp_path: 
         for begin in range(0, 2944, 128):
             rows = tensor.codec.rows(tensor, begin, begin + 128)
             assert rows is not None
-            wanted += bytes(byte_view(read_packed(rows)))
+            wanted += bytes(byte_view(read_extent(rows)))
             found += brought(reader, rows)[0]
             del rows
     assert found == wanted
@@ -197,5 +194,5 @@ def test_how_a_block_is_brought_is_worked_out_once_however_often_its_rows_are_ma
         for begin in (0, 128, 0, 128, 0):
             rows = tensor.codec.rows(tensor, begin, begin + 128)
             assert rows is not None
-            assert brought(reader, rows)[0] == bytes(byte_view(read_packed(rows)))
+            assert brought(reader, rows)[0] == bytes(byte_view(read_extent(rows)))
         assert len(reader._known) == 2
