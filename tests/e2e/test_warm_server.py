@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import tests.e2e.conftest as harness
-from tests.e2e.conftest import Finished, environment, finish, records_in, start, start_anew, wait_for, warm_server
+from tests.e2e.conftest import (
+    Finished,
+    environment,
+    finish,
+    records_in,
+    start,
+    start_anew,
+    start_job,
+    wait_for,
+    warm_server,
+)
 from tests.e2e.warm_server import ForkedCommand, of_imports
 
 ENDLESS = ("generate.max_new_tokens=100000", "generate.min_new_tokens=100000")
@@ -49,6 +61,9 @@ def test_what_runs_inside_this_process_leave_in_its_environment_is_no_reason_for
 ) -> None:
     assert offstage_here("generate.max_new_tokens=1").code == 0
     assert warm_server(environment()) is not None
+    asked = [sys.executable, "-P", "-c", "from offstage.pipeline.commands import job; job()", "--help"]
+    with start_job(asked, process_group=0, env=os.environ) as job:
+        assert isinstance(job, ForkedCommand), "nor for the jobs of sweeps"
 
 
 @pytest.mark.parametrize("name", ["HF_HOME", "OMP_NUM_THREADS", "PYTHONIOENCODING", "LC_ALL"])
