@@ -275,7 +275,10 @@ def start_job(
             command, process_group=process_group, env=env, pass_fds=pass_fds, stdout=stdout, stderr=stderr
         )
     streams = (0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
-    return server.start_on(streams, Path.cwd(), command[4:], variables, entry="job", leads="group", kept=pass_fds)
+    arguments = list(command[4:])
+    if "--parent" in arguments:  # a job ends with who waits for it, which for a fork is the server
+        arguments[arguments.index("--parent") + 1] = str(server.pid)
+    return server.start_on(streams, Path.cwd(), arguments, variables, entry="job", leads="group", kept=pass_fds)
 
 
 @contextmanager

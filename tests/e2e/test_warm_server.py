@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tests.e2e.conftest as harness
+from offstage.pipeline import job_process
 from tests.e2e.conftest import (
     Finished,
+    Process,
     environment,
     finish,
     records_in,
@@ -61,9 +62,21 @@ def test_what_runs_inside_this_process_leave_in_its_environment_is_no_reason_for
 ) -> None:
     assert offstage_here("generate.max_new_tokens=1").code == 0
     assert warm_server(environment()) is not None
-    asked = [sys.executable, "-P", "-c", "from offstage.pipeline.commands import job; job()", "--help"]
-    with start_job(asked, process_group=0, env=os.environ) as job:
-        assert isinstance(job, ForkedCommand), "nor for the jobs of sweeps"
+
+
+def test_the_jobs_of_a_sweep_in_this_process_are_forks_that_complete(
+    offstage_here: Callable[..., Finished], jobs_fork: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Process] = []
+
+    def start_noted(*command: Any, **options: Any) -> Process:
+        started.append(start_job(*command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(job_process.subprocess, "Popen", start_noted)
+    done = offstage_here("-m", "seed=0,1", "generate.max_new_tokens=1")
+    assert [record["status"] for record in done.records] == ["completed", "completed"], done.err
+    assert [type(job) for job in started] == [ForkedCommand, ForkedCommand]
 
 
 @pytest.mark.parametrize("name", ["HF_HOME", "OMP_NUM_THREADS", "PYTHONIOENCODING", "LC_ALL"])
