@@ -1,8 +1,8 @@
 """What a report of thousands of runs costs: to make, to open in a browser, to sort and to filter there.
 
 ``python -m tests.benchmarks.report_page`` copies one record 5,000 times with changed values; ``--record`` names a real
-one to take instead. Opening is timed from the request until the page is loaded, a sort or a filter from the event until
-the rows that it shows are laid out.
+one to take instead. Opening is timed from the request until the page is loaded, a picture from when it is scrolled to
+until it is drawn, a sort or a filter from the event until the rows that it shows are laid out.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from tests.long_form import in_ci
 from tests.stages.hosts.divided_models import CONFIGS
 
 ROOT = Path(__file__).parents[3]
-IN_CI = [("llama", "disk"), ("t5", "disk"), ("mixtral", "disk"), ("mamba", "memory"), ("gemma2", "memory")]
+IN_CI = [("llama", "disk"), ("t5", "disk"), ("mixtral", "disk"), ("mamba", "memory")]
+"""CI has the windows of gemma2 over hosts in ``test_same_tokens``."""
 CASES = [(name, lies) for name in CONFIGS for lies in ("memory", "disk")]
 
 
