@@ -23,6 +23,8 @@ from offstage.pipeline.rendezvous import ANSWER_SECONDS, HostError, first_line, 
 _BEAT_SECONDS, _SILENT_SECONDS, _PATIENCE_SECONDS = 1.0, ANSWER_SECONDS, 4.0
 """How often each says that it lives; after how long a silence it counts as lost; how long what is at work has to end by
 itself then."""
+_LAUNCHER = "TORCHELASTIC_RUN_ID"
+"""What torchrun tells those that it starts."""
 _RUNNING, _FAILED, _LEAVING, _DONE = "running", "failed", "leaving", "done"
 """What a process says of itself: at work; why it ends; why it ends with another that was lost; it has all it needs."""
 
@@ -54,6 +56,31 @@ class HostWatch:
         """Tell the others why this one ends, unless it ends because of one of them; then wait until all know."""
         self._stopped.set()
         self._part(None if self._lost else _FAILED, reason)
+
+    def interrupted(self) -> str | None:
+        """Do the same where this one was interrupted. Where torchrun did that, return which host it did that for.
+
+        It interrupts all as it sees one end. Those say so then; the one that ended says nothing, and where torchrun
+        served the store beside it, that is gone.
+        """
+        self._stopped.set()
+        launched, beats = _LAUNCHER in os.environ, dict[int, int | None]()
+        try:
+            beats |= {host: self._beat_of(host) for host in self._others} if launched else {}
+        except RuntimeError:
+            self._lost = self._lost or f"{self._server} went away"
+        began = time.monotonic()
+        self.fail("interrupted")
+        if launched and self._lost is None and time.monotonic() - began > _PATIENCE_SECONDS / 2:
+            with suppress(RuntimeError):
+                silent = [host for host, beat in beats.items() if beat is not None and self._beat_of(host) == beat]
+                return f"{self.name(silent[0])} went away, and torchrun ended the others" if silent else None
+        return self._lost if launched else None
+
+    def _beat_of(self, host: int) -> int | None:
+        """Return which time it was that ``host`` last said that it is at work; null where it isn't."""
+        said = self._said(host)
+        return said.get("beat") if said.get("state") == _RUNNING else None
 
     def leave(self) -> None:
         """Be missed by nobody, as the process ends; who serves the store stays until the others have left."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,8 +20,8 @@ from offstage.pipeline.errors import words_of
 from offstage.pipeline.host_watch import HostWatch
 from offstage.pipeline.plain_data import leaves
 from offstage.pipeline.rendezvous import (
-    CONNECT_SECONDS,
     HostError,
+    connect_seconds,
     excuse,
     first_line,
     meet,
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 _HEADER_BYTES = 512
 """What goes before a message: the JSON of what it is, if that is short, and how long it is."""
+_NEVER_TAG = 2**20
+"""By which nothing is sent."""
+_ENDING_SECONDS = 2.0
+"""How long other threads have to end what they wait for as the process ends."""
 _EVER = timedelta(days=30)
 """Those who are slow are waited for: whether they live is told otherwise."""
 _LIBRARIES = ("offstage", "torch", "transformers", "tokenizers")
@@ -88,14 +93,14 @@ class Peers:
         self._waits: list[Any] = []
         self._watch: HostWatch | None = None
         store, machines = meet(self.rank, self.size)
-        store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+        store.set_timeout(timedelta(seconds=connect_seconds()))
         with self._guarded():
             if not distributed.is_initialized():
                 distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
             self._group = distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
         self._watch = HostWatch(self.rank, machines)
+        atexit.register(self._end_waits)  # the last of both: others may still want what threads have yet to send
         atexit.register(self._watch.leave)
-        atexit.register(self._end_waits)
 
     def exchange(self, value: object) -> list[Any]:
         """Return what each of them gives as ``value``, in their order: JSON."""
@@ -184,10 +189,21 @@ class Peers:
             self._waits.remove(work)
 
     def _end_waits(self) -> None:
-        """End what other threads wait for as the process ends: one that is still inside then aborts it."""
-        for work in [*self._waits]:
-            with suppress(RuntimeError):
-                work.abort()
+        """End what other threads wait for as the process ends: one that is still inside then aborts it.
+
+        No wait can be ended from outside but by one that takes too long, after which gloo closes all connections.
+        """
+        import torch
+
+        if not self._waits:
+            return
+        other = (self.rank + 1) % self.size
+        with suppress(RuntimeError):
+            never_sent: Any = self._distributed.irecv(torch.empty(1), other, group=self._group, tag=_NEVER_TAG)
+            never_sent.wait(timedelta(milliseconds=1))
+        until = time.monotonic() + _ENDING_SECONDS
+        while self._waits and time.monotonic() < until:
+            time.sleep(_ENDING_SECONDS / 200)
 
     @contextmanager
     def _guarded(self, host: int | None = None) -> Iterator[None]:
@@ -208,6 +224,10 @@ class Peers:
         """Tell the others why this one ends, and wait a moment until they know."""
         if self._watch is not None:
             self._watch.fail(reason)
+
+    def interrupted(self) -> str | None:
+        """Tell the others that this one was interrupted; return which host torchrun did that for, null if for none."""
+        return None if self._watch is None else self._watch.interrupted()
 
     def close(self) -> None:
         """End together: nobody is missed from now on."""
@@ -237,8 +257,9 @@ def in_step(
         shared = {key: value for key, value in config.items() if key not in _OWN_KEYS}
         here.require_same({**libraries, **dict(leaves({**shared, "model": model}))})
         yield here
-    except KeyboardInterrupt:
-        here.fail("interrupted")
+    except KeyboardInterrupt as interrupt:
+        if (lost := here.interrupted()) is not None:
+            raise HostError(lost) from interrupt
         raise
     except BaseException as error:
         here.fail(str(error) or words_of(error))

@@ -21,6 +21,7 @@ from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.decoding import Reading, decode, encode
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.metrics import MetricTable
+from offstage.pipeline.peers import own_rank
 from offstage.pipeline.plain_data import as_json, walk
 from offstage.pipeline.printable_text import printable_data
 from offstage.pipeline.regular_files import parse_json, read_regular
@@ -32,7 +33,7 @@ RECORD, HOSTS = "run.json", ".hosts"
 """A run's record in its folder, and where the other hosts have their folders that run a sweep's job with it."""
 _PLACE = re.compile(r"[/\\.~]")
 _QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
-_ROWS = ("outputs", "samples", "steps")
+_ROWS = ("outputs", "samples", "steps", "hosts")
 """The sections that have rows, maybe millions: those of the last stage that reports any."""
 _LISTED = 8
 """How many jobs of a sweep an error names."""
@@ -222,8 +223,9 @@ class RunRecord:
         """Add what ``stage`` reports, over what it reported before.
 
         A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``samples``,
-        ``steps`` and ``model`` are those of the last stage that has any. Raises ``ConfigError`` where a value isn't of
-        the type that it has in a record: only code can mend that, and a record that nobody can read isn't written.
+        ``steps``, ``hosts`` and ``model`` are those of the last stage that has any. Raises ``ConfigError`` where a
+        value isn't of the type that it has in a record: only code can mend that, and a record that nobody can read
+        isn't written.
         """
         known, told = self._content, dict[str, Any]()
         seen: dict[str, list[Any]] = {section: [] for section in _ROWS}  # rows that are there were looked at already
@@ -321,7 +323,8 @@ def host_summary(record: RunRecord) -> dict[str, Any]:
     run = record.run
     metrics = {name: value for name, value in run.metrics.items() if value is not None}
     platform, cpu = (run.environment.get(name) for name in ("platform", "cpu"))
-    found: dict[str, Any] = encode(HostRun(str(record.path), platform, cpu, run.memory, metrics))
+    kernels = run.hosts[own_rank()].kernels if run.hosts else {}
+    found: dict[str, Any] = encode(HostRun(str(record.path), platform, cpu, kernels, run.memory, metrics))
     return found
 
 

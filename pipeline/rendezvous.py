@@ -21,8 +21,10 @@ import psutil
 
 from offstage.pipeline.errors import OffstageError
 
-CONNECT_SECONDS, ANSWER_SECONDS, EXCUSE_SECONDS = 120.0, 20.0, 20.0
-"""How long the others have to come, the store to answer once it is there, and how long one stays that doesn't come."""
+CONNECT_VARIABLE, _CONNECT_SECONDS = "OFFSTAGE_CONNECT_SECONDS", "120"
+"""How long the others have to come, where the environment doesn't say otherwise by that name."""
+ANSWER_SECONDS, EXCUSE_SECONDS = 20.0, 20.0
+"""How long the store has to answer once it is there, and how long one stays that doesn't come to the others."""
 _LOOK_SECONDS = 0.2
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -33,12 +35,18 @@ class HostError(OffstageError, OSError):
     exit_code = 5
 
 
-def variable(name: str) -> int:
+def variable(name: str, default: str = "") -> int:
     """Return the number in the environment's variable ``name``, which says how processes were started."""
-    given = os.environ.get(name, "")
+    given = os.environ.get(name, default)
     if not given.isdecimal():
-        raise HostError(f"{name}={given!r} in the environment is no number; torchrun sets it, or give it by hand")
+        how = f"give seconds, or leave it out for {default}" if default else "torchrun sets it, or give it by hand"
+        raise HostError(f"{name}={given!r} in the environment is no number; {how}")
     return int(given)
+
+
+def connect_seconds() -> int:
+    """Return how long the others have to come."""
+    return variable(CONNECT_VARIABLE, _CONNECT_SECONDS)
 
 
 def is_served_by_first() -> bool:
@@ -82,7 +90,7 @@ def meet(rank: int, size: int) -> tuple[Any, Sequence[str]]:
         raise HostError(f"RANK={rank}: the {size} hosts of WORLD_SIZE={size} have numbers from 0 to {size - 1}")
     if rank == 0 and is_served_by_first():
         _serve()
-    _choose_interface(_reached_from(CONNECT_SECONDS))
+    _choose_interface(_reached_from(connect_seconds()))
     store = open_store("connect")
     own = f"{socket.gethostname()}, process {os.getpid()}"
     try:
@@ -125,12 +133,13 @@ def _refuse(store: Any, reason: str) -> None:
 
 def _wait(store: Any, host: int) -> str:
     """Return who ``host`` is, once it has come."""
-    until = time.monotonic() + CONNECT_SECONDS
+    seconds = connect_seconds()
+    until = time.monotonic() + seconds
     while not store.check([f"host {host}"]):
         if store.check(["refused"]):
             raise HostError(str(store.get("refused").decode()))
         if time.monotonic() > until:
-            _refuse(store, f"host {host} didn't come within {CONNECT_SECONDS:.0f} s; start it, or fewer hosts")
+            _refuse(store, f"host {host} didn't come within {seconds} s; start it, or fewer hosts")
         time.sleep(_LOOK_SECONDS)
     return str(store.get(f"host {host}").decode())
 

@@ -193,11 +193,16 @@ class Enforcement:
 
 @dataclass(frozen=True, slots=True)
 class HostRun:
-    """What one of several hosts came to that a run was divided among: ``record`` is where its own record lies."""
+    """What one of several hosts came to that a run was divided among: ``record`` is where its own record lies.
 
-    record: str
+    That is null before the run has ended, and of hosts that were planned for alone: they have what is predicted.
+    ``kernels`` is what the last bits hang on of what the host computes, by what it is.
+    """
+
+    record: str | None = None
     platform: str | None = None
     cpu: str | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict, metadata=_SPARSE)
     memory: RunMemory = RunMemory()
     metrics: Metrics = field(default_factory=dict)
 

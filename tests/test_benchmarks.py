@@ -244,3 +244,7 @@ def test_two_engines_are_told_side_by_side() -> None:
     assert table[4] == "the tokens are the same"
     other = [{"offstage": ours, "llama.cpp": {**theirs, "tokens": [1, 3]}}]
     assert llama_cpp.lines("q8_0", other)[4] == "the tokens are others"
+    capped = [{"offstage": {"seconds": 0.2}, "llama.cpp": {"seconds": 0.6}}]
+    assert llama_cpp.capped_lines("q8_0", 0.4, capped)[3] == "ratio      3.00 times as fast"
+    capped.append({"offstage": {"seconds": 0.2}, "llama.cpp": {"seconds": None}})
+    assert llama_cpp.capped_lines("q8_0", 0.4, capped)[1:] == ["offstage   0.200", "llama.cpp  died"]

@@ -114,8 +114,11 @@ def _machine(run: Run) -> str:
 
 
 def _hosts(run: Run) -> str:
-    """Return of which processors the hosts are that a run was divided among, equal ones once with their count."""
-    counts = Counter(host.cpu or "an unknown processor" for host in run.hosts)
+    """Return of which processors the hosts are that a run was divided among, equal ones once with their count.
+
+    Of those that a run came to nothing on, or that aren't there, only the plan is known.
+    """
+    counts = Counter(host.cpu or ("an unknown processor" if host.record else "planned for") for host in run.hosts)
     return ", ".join(f"{count}x {cpu}" for cpu, count in counts.items())
 
 

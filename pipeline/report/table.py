@@ -18,7 +18,7 @@ from offstage.pipeline.report.placements import in_tier_order, linked_devices
 from offstage.pipeline.report.quantities import MISSING, listed, scale_for, shorten
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import DISK
-from offstage.pipeline.run_schema import Bytes, Number, Run
+from offstage.pipeline.run_schema import Bytes, HostRun, Number, Run
 
 UNLIMITED = "unlimited"
 _UNLIMITED_BYTES = 2.0**63
@@ -174,11 +174,16 @@ def _given(run: Run, device: str) -> str:
 
 
 def _peaks(jobs: Sequence[Job]) -> list[Column]:
-    """Return the columns of the most that was held on each device, of runs over several hosts on those of each."""
+    """Return the columns of the most that was held on each device, of runs over several hosts on those of each.
+
+    Of hosts that were only planned for it is what is predicted.
+    """
     peaks = {"": [job.run.memory.measured for job in jobs]}
-    for host in range(1, max((len(job.run.hosts) for job in jobs), default=0)):  # the run itself is of host 0
-        found = [job.run.hosts[host : host + 1] for job in jobs]
-        peaks[f"host {host}, "] = [each[0].memory.measured if each else {} for each in found]
+    for host in range(max((len(job.run.hosts) for job in jobs), default=0)):
+        found = [next(iter(job.run.hosts[host : host + 1]), HostRun()) for job in jobs]
+        if host:  # the run itself is of host 0
+            peaks[f"host {host}, "] = [each.memory.measured for each in found]
+        peaks[f"host {host}, predicted "] = [{} if each.record else each.memory.predicted for each in found]
     return [
         _numbers(f"{before}peak {device}", "bytes", [held.get(device) for held in each])
         for before, each in peaks.items()

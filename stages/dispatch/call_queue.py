@@ -2,8 +2,9 @@
 
 One thread makes them all, in lockstep, at most so many at a time: with one it is a queue. Calls begin in the order in
 which they came, join where a pass begins, and each has the bits that it has alone. A call is a future: whoever asked
-waits for it, awaits it, or cancels it, which ends it where its next pass would begin and frees its place. The thread
-ends when there has been nothing to do for a while.
+waits for it, awaits it, or cancels it, which ends it where its next pass would begin and frees its place. Where hosts
+make it together it then ends on all of them, whichever cancelled it. The thread ends when there has been nothing to do
+for a while.
 
 Random numbers are each call's own, from a seed that is drawn for it: lockstep gives all that join the same, and two
 clients who sample one prompt are to have two answers.
@@ -32,9 +33,9 @@ _IDLE_SECONDS = 5.0
 class SubmittedCall(Future[Any]):
     """A call that was handed over: a future that can also be cancelled while it is under way."""
 
-    def __init__(self, function: Callable[[], Any], seed: int) -> None:
+    def __init__(self, function: Callable[[], Any], seed: int, failed: Callable[[Exception], None]) -> None:
         super().__init__()
-        self._function, self._seed = function, seed
+        self._function, self._seed, self._failed = function, seed, failed
         self._end: Exception | None = None
 
     def cancel(self) -> bool:
@@ -49,12 +50,14 @@ class SubmittedCall(Future[Any]):
     def make(self) -> None:
         """Be the call, and keep what comes of it; what ends all calls together is left to whoever sees that."""
         if not self.set_running_or_notify_cancel():
+            self._failed(CancelledError())
             return
         UNWANTED.set(lambda: self._end)
         torch.manual_seed(self._seed)
         try:
             answer = self._function()
         except Exception as error:  # noqa: BLE001 - whoever asked is told
+            self._failed(error)
             self.set_exception(error)
         else:
             self.set_result(answer)
@@ -95,7 +98,8 @@ class CallQueue(Iterator[Task | None]):
                     f"max_waiting: {self._most_waiting} calls of this model wait already; come again later, or load it "
                     "with a larger max_waiting"
                 )
-            call = SubmittedCall(function, int(torch.randint(2**63 - 1, (), generator=self._seeds)))
+            seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
+            call = SubmittedCall(function, seed, self._streamer.fail_call)
             self._waiting.append(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="offstage-calls", daemon=True)

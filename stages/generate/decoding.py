@@ -14,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from offstage.pipeline.errors import ConfigError, foreign
+from offstage.pipeline.peers import peers
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import tokenizing
@@ -106,16 +107,16 @@ class Decoding:
             together = [number for number, batch in left.items() if members > 1 and not batch[0].with_media]
             for number in sorted(left.keys() - together):
                 self._answer_alone(partial(answer, number))
-            try:
-                self._answer_together([partial(answer, number) for number in together], members)
-            except LockstepError as error:
-                if self._dispatched.streamer.is_divided:  # another host may have nothing to begin again for
-                    raise
-                again = [number for number in together if number not in progress.done]
-                _log.warning("%d batches begin again and go one after another: %s", len(again), error.reason)
-                self.cost.begun_again = len(again)
-                for number in again:
-                    self._answer_alone(partial(answer, number))
+            reason = self._answer_together([partial(answer, number) for number in together], members)
+            if self._dispatched.streamer.is_divided and together:
+                reason = _agreed(reason, progress)
+            if reason is None:
+                return
+            again = [number for number in together if number not in progress.done]
+            _log.warning("%d batches begin again and go one after another: %s", len(again), reason)
+            self.cost.begun_again = len(again)
+            for number in again:
+                self._answer_alone(partial(answer, number))
 
     def _guesses(self, given: Mapping[str, Any]) -> bool:
         """Return whether tokens are guessed under the options ``given``, or under the model's defaults."""
@@ -129,8 +130,11 @@ class Decoding:
         with self._dispatched.streamer.alone():
             self.cost.add(*answer())
 
-    def _answer_together(self, answers: Sequence[Callable[[], list[TimedBatch]]], size: int) -> None:
-        """Have ``answers`` made in lockstep, so many at a time, and count what they cost together."""
+    def _answer_together(self, answers: Sequence[Callable[[], list[TimedBatch]]], size: int) -> str | None:
+        """Have ``answers`` made in lockstep, so many at a time, and count what they cost together.
+
+        Return why not all of them could be made so; null where they were.
+        """
         spans: list[TimedBatch] = []
 
         def make(answer: Callable[[], list[TimedBatch]]) -> None:
@@ -138,10 +142,11 @@ class Decoding:
 
         try:
             group = self._dispatched.streamer.go_together([partial(make, answer) for answer in answers], size=size)
-        except LockstepError:  # those that have their answer keep it
+        except LockstepError as error:  # those that have their answer keep it
             self.cost.add(*spans)
-            raise
+            return error.reason
         self.cost.add(*spans, passes=group.passes)
+        return None
 
     def _live(self, asked: Asked, show: ShowText, *, is_chat: bool) -> LiveTranscript | None:
         """Return what shows the answer while it comes; null where it is chosen from several, or there is no text."""
@@ -302,6 +307,18 @@ class Decoding:
             return decode.decode_with_transformers(
                 model, asked, call, device=device, clock=clock, logprobs=logprobs, loop=loop
             )
+
+
+def _agreed(reason: str | None, progress: Progress) -> str | None:
+    """Return why batches begin again on all hosts of the run, null where they don't on any.
+
+    Then all have the same ones left: those that all have are kept.
+    """
+    told = peers().exchange([reason, sorted(progress.done)])
+    found = next((one for one, _ in told if one is not None), None)
+    if found is not None:
+        progress.keep(set.intersection(*(set(done) for _, done in told)))
+    return found
 
 
 def _bytes(model: nn.Module) -> int:

@@ -5,21 +5,26 @@ what it is given, another receives as long as something is missing that was aske
 order in which they were sent; those of several are told apart by the call's name, so that it doesn't matter in which
 order hosts compute. So no host ever waits for one that waits for it: a call waits for nothing but its own messages, and
 whoever sends these has no need of anything that comes after.
+
+A call that fails on one host, and maybe on no other (its memory was full, it was cancelled there), is told to all by
+its name: whoever waits for something of it, or of a part of it (``7.2`` of ``7``), has it fail too, and others go on.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.errors import ConfigError, words_of
 from offstage.pipeline.peers import Peers
+from offstage.pipeline.rendezvous import HostError
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.machine.hosts import KEY
 from offstage.stages.units import Position
@@ -29,6 +34,19 @@ _TAG = 1
 
 _Key = tuple[int, str]
 """Which host sends a message, and of which call it is."""
+_FAILED, _FAILED_FOR_LOCKSTEP = "failed", "failed for lockstep"
+"""What stands in a message in place of a tensor's shape where the call has failed."""
+
+
+class FailedCallError(HostError):
+    """A call of the model that failed on another host; the ``reason`` names that one.
+
+    ``hangs_on_lockstep`` says whether it can be made, but not in lockstep.
+    """
+
+    def __init__(self, reason: str, *, hangs_on_lockstep: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.hangs_on_lockstep = reason, hangs_on_lockstep
 
 
 class _Inbox:
@@ -44,11 +62,13 @@ class _Inbox:
         self._missing: set[_Key] = set()
         self._threads: set[int] = set()
         self._error: Exception | None = None
+        self._failed: dict[_Key, FailedCallError] = {}
+        self._given_up: set[str] = set()
 
     def ask(self, key: _Key) -> None:
         """Have a message of ``key`` be received, unless there is one."""
         with self._changed:
-            if self._messages.get(key):
+            if self._messages.get(key) or self._failure(key) is not None:
                 return
             self._missing.add(key)
             if key[0] not in self._threads:
@@ -71,6 +91,8 @@ class _Inbox:
         with self._changed:
             if key in self._missing and self._error is not None:
                 raise self._error
+            if not self._messages.get(key) and (failure := self._failure(key)) is not None:
+                raise failure
             found = self._messages[key]
             value = found.popleft()
             if not found:
@@ -82,6 +104,14 @@ class _Inbox:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def give_up(self, call: str) -> None:
+        """Keep nothing of ``call`` from now on: it has failed here."""
+        with self._changed:
+            self._given_up.add(call)
+            self._missing = {key for key in self._missing if call not in _around(key[1])}
+            for key in [key for key in self._messages if call in _around(key[1])]:
+                del self._messages[key]
 
     def check(self) -> None:
         """Raise what has gone wrong."""
@@ -95,11 +125,29 @@ class _Inbox:
                     self._changed.wait_for(lambda: any(source == host for source, _ in self._missing))
                 call, value = self._receive(host)
                 with self._changed:
-                    self._messages.setdefault((host, call), deque()).append(value)
-                    self._missing.discard((host, call))
+                    self._keep(host, call, value)
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - whoever waits raises it
             self.fail(error)
+
+    def _keep(self, host: int, call: str, value: Any) -> None:
+        if isinstance(value, FailedCallError):
+            self._failed[host, call] = value
+            self._missing = {key for key in self._missing if key[0] != host or call not in _around(key[1])}
+        elif self._given_up.isdisjoint(_around(call)):
+            self._messages.setdefault((host, call), deque()).append(value)
+            self._missing.discard((host, call))
+
+    def _failure(self, key: _Key) -> FailedCallError | None:
+        """Return by what the call of ``key`` has failed on the host of ``key``; null where it hasn't."""
+        return next(filter(None, (self._failed.get((key[0], call)) for call in _around(key[1]))), None)
+
+
+def _around(call: str) -> Iterator[str]:
+    """Yield ``call``, and those that it is a part of, the outermost the last."""
+    while call:
+        yield call
+        call = call.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,8 +202,26 @@ class Wire:
             self._outbox(host).put(([self.call(), shape], copies))
             self._peers.sent_bytes += sum(tensor.nbytes for tensor in copies)
 
+    def fail(self, call: str, error: Exception, *, why_not_together: str | None = None) -> None:
+        """Tell the other hosts that ``call`` has failed here by ``error``, so that it does there, with its parts.
+
+        ``why_not_together`` is the reason where it can be made, but not in lockstep. The name of a call is its alone
+        for good: what comes of this one from now on is dropped.
+        """
+        self._inbox.give_up(call)
+        if isinstance(error, FailedCallError):
+            reason, by_lockstep = error.reason, error.hangs_on_lockstep
+        else:
+            words = "the call was cancelled" if isinstance(error, CancelledError) else words_of(error)
+            own = f"host {self._peers.rank}: {why_not_together or words}"
+            reason, by_lockstep = str(error) if isinstance(error, HostError) else own, why_not_together is not None
+        failed = _FAILED_FOR_LOCKSTEP if by_lockstep else _FAILED
+        for host in range(self.hosts):
+            if host != self._peers.rank:
+                self._outbox(host).put(([call, [failed, reason]], []))
+
     def receive(self, host: int, device: torch.device, position: Position) -> Any:
-        """Return what ``host`` sends next of this call, on ``device``."""
+        """Return what ``host`` sends next of this call, on ``device``; a ``FailedCallError`` where it failed there."""
         arrival = Arrival(self._inbox, (host, self.call()), position)
         self._inbox.ask(arrival.key)
         self.wait(arrival)
@@ -188,6 +254,8 @@ class Wire:
             return self._peers.receive(torch.empty(sizes, dtype=torch_dtype(dtype)), host, tag=_TAG)
         if kind == "plain":
             return what
+        if kind in (_FAILED, _FAILED_FOR_LOCKSTEP):
+            return FailedCallError(what, hangs_on_lockstep=kind == _FAILED_FOR_LOCKSTEP)
         parts = [self._built(part, host) for part in what]
         return tuple(parts) if kind == "tuple" else parts
 

@@ -145,11 +145,11 @@ class ModelSession(ABC, Generic[Given]):
     def _agree(self, progress: Progress) -> None:
         """Have all hosts of the run, if it has several, do the same work: what none of them has done yet.
 
-        Raises ``HostError`` where one is asked something else, or reads text otherwise.
+        Raises ``HostError`` where one is asked something else, or reads text otherwise. Kernels were compared before.
         """
         if self.plan.partition is None:
             return
-        asked = replace(self.inputs.wherever_it_lies(), skeleton="", weights="", model={})
+        asked = replace(self.inputs.wherever_it_lies(), skeleton="", weights="", kernels={}, model={})
         peers().require_same({"what is asked (prompts, options, the tokenizer's files)": fingerprint(asked)[:16]})
         progress.keep(set.intersection(*map(set, peers().exchange(sorted(progress.done)))))
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from offstage.pipeline.errors import Fault, closest
-from offstage.stages.machine.hosts import AUTO, KEY
+from offstage.stages.machine.hosts import AUTO, EXACT_KEY, KEY
 from offstage.stages.machine.rates import DEVICE_RATES, RATES, parse_rate
 from offstage.stages.units import parse_size
 
-_KEYS = ("devices", "host", "rates", "hosts", "network")
+_KEYS = ("devices", "host", "rates", "hosts", "exact_hosts", "network")
 _DEVICE_KEYS = ("memory", "name", "link", "rates", "ledger")
 _HOST_KEYS = ("memory",)
 _ONE_OF_SEVERAL_KEYS = ("devices", "host", "rates", "max_memory")
@@ -24,6 +24,8 @@ def hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
     yield from _machine_faults("hardware", hardware)
     yield from _hosts_faults(hardware.get("hosts"))
     yield from _network_faults(hardware.get("network"))
+    if not isinstance(exact := hardware.get("exact_hosts") or False, bool):
+        yield Fault(EXACT_KEY, f"{exact!r} is neither; give true to have hosts with unlike kernels refused, or false")
 
 
 def _hosts_faults(hosts: object) -> Iterator[Fault]:

@@ -5,15 +5,16 @@ Each is an ordinary machine; here stands only what a config says of several.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.peers import own_rank, started_together
+from offstage.pipeline.rendezvous import HostError
 from offstage.stages.machine.rates import parse_rate
 
-KEY = "hardware.hosts"
+KEY, EXACT_KEY = "hardware.hosts", "hardware.exact_hosts"
 AUTO = "auto"
 
 
@@ -58,6 +59,28 @@ def read_network(hardware: Mapping[str, Any]) -> Network:
     return Network(
         _NOMINAL.rate if rate is None else parse_rate(rate), _NOMINAL.latency if latency is None else latency
     )
+
+
+def unlike(capabilities: Sequence[Mapping[str, str]]) -> str:
+    """Return in words how the kernels of one host are others than those of host 0, whose ``capabilities`` are the
+    first; nothing where all are alike.
+    """
+    first = capabilities[0] if capabilities else {}
+    for host, own in enumerate(capabilities):
+        differing = [name for name in sorted(first.keys() | own.keys()) if first.get(name) != own.get(name)]
+        if differing:
+            here, there = (", ".join(f"{name} {one.get(name, 'unset')}" for name in differing) for one in (own, first))
+            return f"host {host} computes with {here}, host 0 with {there}"
+    return ""
+
+
+def require_alike(hardware: Mapping[str, Any], capabilities: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``HostError`` where ``hardware`` asks for hosts whose last bits are the same, and their kernels differ."""
+    if hardware.get("exact_hosts") and (difference := unlike(capabilities)):
+        raise HostError(
+            f"{EXACT_KEY}: {difference}, so last bits, and tokens, may be others than on one host; have the same on "
+            "all, or leave the key out"
+        )
 
 
 def require_started(hardware: Mapping[str, Any], *, is_plan: bool) -> None:

@@ -48,6 +48,7 @@ NOMINAL: Kernels = {
 }
 """What a machine takes that can't be asked: the most that was found on any, which is a server's with AMX."""
 
+_THREADS = "OMP_NUM_THREADS"
 _CHOOSERS = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -55,7 +56,7 @@ _CHOOSERS = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_CBWR",
-    "OMP_NUM_THREADS",
+    _THREADS,
 )
 """The variables of the environment by which the libraries choose their kernels, and how many threads run them."""
 
@@ -86,6 +87,23 @@ def identity(environment: Mapping[str, str] = os.environ) -> str:
 def choosers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables of the environment that choose kernels, and so the last bits of what is computed."""
     return {name: environment[name] for name in _CHOOSERS if name in environment}
+
+
+def capabilities() -> dict[str, str]:
+    """Return what the last bits of what is computed here hang on, by what it is: between machines that are alike in it
+    the same operands have the same product, to the bit.
+
+    The number of threads is part of it, by which some products are divided. Our own loops aren't: theirs are one order
+    of sums, whatever they are compiled for.
+    """
+    import torch
+
+    return {
+        "torch's kernels": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor_features(),
+        "threads": str(torch.get_num_threads()),
+        **{name: value for name, value in choosers().items() if name != _THREADS},
+    }
 
 
 def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -1,8 +1,9 @@
 """A model divided among hosts: which blocks each computes, so that a token is predicted to be the soonest.
 
-One host after another works on a token, so its seconds are the sum of theirs, and of what is sent between them. With
-several prompts in lockstep each host works on one while others work on the rest, and a token takes what the slowest
-host takes, or the share of that sum that is left where too few are under way to fill all hosts.
+One host after another works on a token, so its seconds are the sum of theirs, and of what is sent between them. Then
+all of them do at once what is around the blocks, choosing the token too. With several prompts in lockstep each host
+works on one while others work on the rest, and a token takes what the slowest host takes, or the share of that sum that
+is left where too few are under way to fill all hosts. What is around the blocks each host does for all tokens.
 
 A plan for several hosts is a list of ordinary ones, each for what a host computes, in that host's budgets: the search
 knows a division by what these plans predict. It begins with blocks in proportion to what hosts have room for, and moves
@@ -15,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -31,12 +32,14 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.plan import HostPlan, Plan
 from offstage.stages.plan.request.choose import ALIKE
 from offstage.stages.plan.request.requests import lockstep_is_chosen, read_request
-from offstage.stages.units import DISK
 
 _WORTH_MOVING = 0.999
 """What of a token's seconds must be left for blocks to move: hosts that are alike have as many, but for a reason."""
 
 _EVENNESS = 0.01
+_CALLS_AROUND = 55
+"""In the time of so many calls of modules each host does what all do for a token: what is around the blocks, the loop
+that chooses the token, and what sending and receiving take of its cores. Nominal: 2.1 and 0.3 ms of such a core's."""
 
 PlanOf = Callable[[int, Partition], Plan]
 """Returns the plan of a host for what it computes by a partition; raises ``BudgetError`` where it has no room."""
@@ -44,12 +47,16 @@ PlanOf = Callable[[int, Partition], Plan]
 
 @dataclass(frozen=True, slots=True)
 class PlannedHost:
-    """What planning goes by of one host: its ``machine`` and figures, and the budgets that it was given."""
+    """What planning goes by of one host: its ``machine`` and figures, and the budgets that it was given.
+
+    ``capabilities`` are what its last bits hang on, where it is there.
+    """
 
     machine: Hardware
     rates: Rates
     kernels: Kernels
     max_memory: Mapping[str, str] | None
+    capabilities: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -131,39 +138,49 @@ def divide(
     if chain.length < len(hosts):
         raise ConfigError(f"{KEY}: {len(hosts)} hosts for {chain.length} blocks; take {chain.length} at most")
     kinds = [json.dumps(asdict(host), sort_keys=True) for host in hosts]
-    search = _DivisionSearch(skeleton, chain, plan_of, kinds, members)
+    around = around_seconds(hosts)
+    search = _DivisionSearch(skeleton, chain, plan_of, kinds, members=members, around=around)
     cuts = search.best(_proportional(_sizes(skeleton, chain), [host.room for host in hosts]))
     partition = partition_of(chain, cuts)
     plans = [search.plan(host, partition) for host in range(partition.hosts)]
     sent, busy = _network_seconds(skeleton, chain, partition.hosts, network)
     return Division(
         partition,
-        tuple(_host_plan(partition, host, plan) for host, plan in enumerate(plans)),
-        max(busy, _token_seconds(plans, members, sent=sent)),
+        tuple(_host_plan(partition, host, plan, hosts[host].capabilities) for host, plan in enumerate(plans)),
+        max(busy, _token_seconds(plans, members, around=around, sent=sent)),
         min(float(plan.forecast.get("forwards_for_free", 0)) for plan in plans),
     )
 
 
-def _host_plan(partition: Partition, host: int, plan: Plan) -> HostPlan:
+def _host_plan(partition: Partition, host: int, plan: Plan, capabilities: Mapping[str, str]) -> HostPlan:
     return HostPlan(
         blocks=partition.told(host),
         weights={device: one.weights for device, one in plan.devices.items() if one.weights},
-        peaks={device: one.own_bytes for device, one in plan.devices.items() if device != DISK and one.own_bytes},
+        device_map=plan.device_map,
+        budgets={device: one.budget for device, one in plan.devices.items() if one.is_used},
+        predicted={device: one.own_parts for device, one in plan.devices.items() if one.is_used},
         seconds=float(plan.forecast["seconds_per_token"]),
         streamed_bytes=int(plan.forecast["streamed_bytes_per_token"]),
+        capabilities=capabilities,
     )
 
 
-def _token_seconds(plans: Sequence[Plan], members: int, *, sent: float = 0.0) -> float:
+def around_seconds(hosts: Sequence[PlannedHost]) -> float:
+    """Return how long the slowest of ``hosts`` takes for what each does of a token beside its blocks."""
+    return _CALLS_AROUND / min(host.rates.calls for host in hosts)
+
+
+def _token_seconds(plans: Sequence[Plan], members: int, *, around: float, sent: float = 0.0) -> float:
     """Return the seconds of a token on all hosts, of which each has its plan, with so many ``members`` in lockstep.
 
-    The groups that they are divided in go from host to host, as many as there are hosts where some share weights that
+    What is ``around`` the blocks takes each host so long; one token waits for it once, since all do it at once. The
+    groups that they are divided in go from host to host, as many as there are hosts where some share weights that
     stream; what is ``sent`` takes a group a while, and others compute meanwhile.
     """
     each = [float(plan.forecast["seconds_per_token"]) for plan in plans]
     shares = any(plan.forecast["streamed_bytes_per_token"] for plan in plans)
     groups = min(members, len(plans)) if shares else members
-    return max(max(each) if members > 1 else 0.0, (sum(each) + sent) / groups)
+    return max(max(each) + around if members > 1 else 0.0, (sum(each) + around + sent) / groups)
 
 
 def _network_seconds(skeleton: Skeleton, chain: Chain, hosts: int, network: Network) -> tuple[float, float]:
@@ -207,8 +224,10 @@ def _proportional(sizes: Sequence[int], room: Sequence[int]) -> tuple[int, ...]:
 class _DivisionSearch:
     """Plans of hosts for runs of blocks, each made once: hosts and runs that are alike have one."""
 
-    def __init__(self, skeleton: Skeleton, chain: Chain, plan_of: PlanOf, kinds: Sequence[str], members: int) -> None:
-        self._chain, self._plan_of, self._kinds, self._members = chain, plan_of, kinds, members
+    def __init__(
+        self, skeleton: Skeleton, chain: Chain, plan_of: PlanOf, kinds: Sequence[str], *, members: int, around: float
+    ) -> None:
+        self._chain, self._plan_of, self._kinds, self._members, self._around = chain, plan_of, kinds, members, around
         self._looks = _looks(skeleton, chain)
         self._known: dict[object, Plan | BudgetError] = {}
 
@@ -248,7 +267,7 @@ class _DivisionSearch:
                 plans.append(found)
         each = [float(plan.forecast["seconds_per_token"]) for plan in plans]
         even = _EVENNESS * math.hypot(*each) if self._members > 1 else 0.0
-        return short, even + (_token_seconds(plans, self._members) if plans else 0.0)
+        return short, even + (_token_seconds(plans, self._members, around=self._around) if plans else 0.0)
 
 
 def _moved(cuts: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:

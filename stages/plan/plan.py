@@ -69,15 +69,21 @@ class DevicePlan(Room):
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """One of the hosts that a model is divided among: its ``blocks`` in words, the ``weights`` and the ``peaks`` of its
-    devices in bytes, the ``seconds`` of its part of a token, and the bytes that it streams for that.
+    """One of the hosts that a model is divided among: its ``blocks`` in words, what of its own plan the others know,
+    the ``seconds`` of its part of a token, and the bytes that it streams for that.
+
+    ``weights`` are the bytes that lie on each device; ``device_map``, ``budgets`` and ``predicted`` are as in ``Plan``.
+    ``capabilities`` are what its last bits hang on, where it is there.
     """
 
     blocks: str
     weights: Mapping[DeviceId, int]
-    peaks: Mapping[DeviceId, int]
+    device_map: Mapping[str, DeviceId]
+    budgets: Mapping[DeviceId, int | None]
+    predicted: Mapping[DeviceId, Mapping[str, int]]
     seconds: float
     streamed_bytes: int
+    capabilities: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

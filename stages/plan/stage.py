@@ -17,8 +17,17 @@ from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.identity import is_plan
 from offstage.stages.empty_init.stage import FUSED, EmptyInitStage, multiplies_packed
 from offstage.stages.hosts.partition import Partition, chain_of, share
-from offstage.stages.machine.hardware import hardware
-from offstage.stages.machine.hosts import host_config, host_count, own_host, read_network, require_started
+from offstage.stages.machine.hardware import Hardware, hardware
+from offstage.stages.machine.hosts import (
+    host_config,
+    host_count,
+    own_host,
+    read_network,
+    require_alike,
+    require_started,
+    unlike,
+)
+from offstage.stages.machine.kernels import capabilities
 from offstage.stages.plan import options, plan as plans, table
 from offstage.stages.plan.checks import require_host
 from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
@@ -58,7 +67,7 @@ class PlanStage(Stage[PlanInputs]):
 
     name = "plan"
     doing = "measures what isn't known yet of this machine, and says what goes where"
-    version = 31
+    version = 32
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
     metrics = PLAN_METRICS
@@ -115,7 +124,8 @@ class PlanStage(Stage[PlanInputs]):
             inputs = whole(kernels=kernels)
             needs_kernels = light and inputs.hangs_on_kernels
             return whole(kernels=host_kernels(config, context.cache)) if needs_kernels else inputs
-        here = PlannedHost(machine, rates, kernels, config.get("max_memory"))
+        computes_by = _capabilities(machine) if started_together() > 1 else {}
+        here = PlannedHost(machine, rates, kernels, config.get("max_memory"), computes_by)
         division = _division(outline, context, here, gather)
         part = replace(outline, skeleton=share(outline.skeleton, division.partition.away(host)))
         config = in_lockstep(config, division.lockstep)
@@ -143,7 +153,27 @@ class PlanStage(Stage[PlanInputs]):
         metrics |= {name: size for name, size in chosen.items() if size}
         screen = table.render(plan)
         remarks = tuple(_remarks(plan))
-        return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen, remarks=remarks)
+        return Report(
+            _summary(plan),
+            memory=_memory(plan),
+            metrics=metrics,
+            screen=screen,
+            remarks=remarks,
+            hosts=tuple(map(_host, plan.hosts)),
+        )
+
+
+def _host(host: plans.HostPlan) -> dict[str, Any]:
+    """Return what a record has of one of several hosts before it has come to anything."""
+    predicted = {str(device): sum(parts.values()) for device, parts in host.predicted.items()}
+    return {
+        "memory": {"budget": {str(device): size for device, size in host.budgets.items()}, "predicted": predicted},
+        "metrics": {
+            f"{PREDICTED}seconds_per_token": host.seconds,
+            f"{PREDICTED}streamed_bytes_per_token": host.streamed_bytes,
+        },
+        "kernels": dict(host.capabilities),
+    }
 
 
 def _remarks(plan: plans.Plan) -> Iterable[str]:
@@ -153,6 +183,8 @@ def _remarks(plan: plans.Plan) -> Iterable[str]:
             f"{len(plan.host_layers)} layers computed on the host, where they lie (execution=fastest): the last bits "
             "of what is computed, and so tokens, may differ from those of other placements."
         )
+    if difference := unlike([host.capabilities for host in plan.hosts]):
+        yield f"{difference[0].upper()}{difference[1:]}: last bits, and so tokens, may be others than on one host."
     if "expert_hit_rate" in plan.forecast:
         yield "The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted."
 
@@ -186,7 +218,15 @@ def _division(outline: Outline, context: Context, here: PlannedHost, gather: Cal
             found.append(PlannedHost(machine, rates, kernels, own.get("max_memory")))
         return found
 
-    return agreed(here if started_together() > 1 else planned, search)
+    division = agreed(here if started_together() > 1 else planned, search)
+    require_alike(described, [host.capabilities for host in division.hosts])
+    return division
+
+
+def _capabilities(machine: Hardware) -> dict[str, str]:
+    """Return what last bits hang on of what is computed on ``machine``, which is this one."""
+    names = [one.name for one in machine.accelerators if not one.simulated]
+    return {**capabilities(), **({"accelerators": ", ".join(names)} if names else {})}
 
 
 def _summary(plan: plans.Plan) -> str:
@@ -198,8 +238,9 @@ def _summary(plan: plans.Plan) -> str:
     batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
     batch += [f"{plan.lockstep} in lockstep"] if (plan.lockstep or 1) > 1 else []
     blocks = [f"{len(plan.block_rows)} weights by blocks of rows"] if plan.block_rows else []
+    unalike = [*filter(None, [unlike([host.capabilities for host in plan.hosts])])]
     ratio = [f"{plan.offload_ratio:.1%} of activations offloaded"] if plan.offload_ratio else []
-    return "; ".join([", ".join(held), *reserve, *experts, *blocks, *batch, *ratio, *plan.notes])
+    return "; ".join([", ".join(held), *reserve, *experts, *blocks, *batch, *ratio, *unalike, *plan.notes])
 
 
 def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:

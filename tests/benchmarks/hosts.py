@@ -11,6 +11,10 @@ time. Needs root. Prints seconds a token, measured and predicted, the bytes of t
 
 has so many prompts answered, and each host has one core of this machine and no cap: one host beside several, whose
 throughput is at best as many times as large as they are many.
+
+    python -m tests.benchmarks.hosts 0.4b --prompts 8 --a-host --rounds 3 --option max_memory.cpu=300MB
+
+gives each host so many prompts: two have sixteen where one has eight, so that what streams is shared by as many.
 """
 
 from __future__ import annotations
@@ -131,10 +135,11 @@ def prepare(setting: Setting, arguments: argparse.Namespace) -> dict[str, Callab
     """Return what runs each side, by the side's name."""
     hosts = arguments.hosts
     if arguments.prompts > 1:
-        side = partial(hosts_side, prompts=arguments.prompts, one_core=True)
+        several = arguments.prompts * (hosts if arguments.a_host else 1)
+        sides = ((ONE, 1, None, arguments.prompts), (f"{hosts} hosts", hosts, arguments.network, several))
         return {
-            name: partial(side, setting, count, rate, arguments.option)
-            for name, count, rate in ((ONE, 1, None), (f"{hosts} hosts", hosts, arguments.network))
+            name: partial(hosts_side, setting, count, rate, arguments.option, prompts=prompts, one_core=True)
+            for name, count, rate, prompts in sides
         }
     whole = Setting(setting.checkpoint, setting.work, setting.cap * hosts, setting.tokens, setting.timeout_seconds)
     return {
@@ -151,16 +156,27 @@ def summarise(rounds: list[dict[str, Any]]) -> None:
         lived = [one["sides"][name]["seconds"] for one in rounds if one["sides"][name]["seconds"]]
         if lived:
             medians[name] = statistics.median(lived)
-        say(
-            f"median  {name:14} {medians.get(name, float('nan')):.4f} s a token, survived {len(lived)} of {len(rounds)}"
-        )
+        foreseen = _foreseen([one["sides"][name] for one in rounds if one["sides"][name]["seconds"]])
+        median = f"{medians.get(name, float('nan')):.4f} s a token"
+        say(f"median  {name:14} {median}{foreseen}, survived {len(lived)} of {len(rounds)}")
     several = next(name for name in medians if name.endswith(" hosts"))
     for name in (ONE, PLAIN):
         if name in medians:
             share = medians[several] / medians[name]
             say(f"{several} take {share:.3f} of the time of the {name}: {1 / share:.2f} times the throughput")
-    said = {tuple(side["tokens"]) for one in rounds for side in one["sides"].values() if side["seconds"]}
+    answers = [side["tokens"] for one in rounds for side in one["sides"].values() if side["seconds"]]
+    said = {tuple(answer[: min(map(len, answers))]) for answer in answers}  # with --a-host one has more prompts
     say("all gave the same tokens" if len(said) == 1 else f"THE SIDES GAVE {len(said)} DIFFERENT ANSWERS")
+
+
+def _foreseen(sides: list[Side]) -> str:
+    """Return in words what was predicted of ``sides``, and by how much that is less than what they took."""
+    predicted = [side["predicted"] for side in sides if "predicted" in side]
+    if not predicted:
+        return ""
+    median = statistics.median(predicted)
+    less = 1 - median / statistics.median(side["seconds"] for side in sides)
+    return f", {median:.4f} predicted ({abs(less):.0%} too {'low' if less > 0 else 'high'})"
 
 
 def main() -> None:
@@ -168,6 +184,7 @@ def main() -> None:
     parser = rounds_parser(str(__doc__), tokens=8)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=1, help="answer so many, each host on one core")
+    parser.add_argument("--a-host", action="store_true", help="so many --prompts for each host")
     parser.add_argument("--network", metavar="RATE", help="the rate of each host's link, as tc takes it: 1gbit, 10gbit")
     parser.add_argument("--option", action="append", default=[], help="an override for offstage")
     arguments = parser.parse_args()

@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.llama_cpp 1.1b --python /tmp/llama/bin/python
     python -m tests.benchmarks.llama_cpp 1.1b --python /tmp/llama/bin/python --formats q4_k_m --rounds 5
+    python -m tests.benchmarks.llama_cpp 7b --python /tmp/llama/bin/python --caps 0.7 0.4
 
 ``--python`` is the interpreter of an environment that has llama-cpp-python, which compiles llama.cpp for this machine:
 
@@ -13,6 +14,9 @@ It has no tokenizer; both sides are given token ids and decode greedily, with as
 by the blocks (``quantized.products=fused``). Prints medians of seconds a token and of those to the first token of a
 prompt of 512, the most memory of each process, the ratio, and whether the tokens are the same: llama.cpp rounds what is
 multiplied to eight bits first, so they may be others.
+
+With ``--caps`` each side runs in a memory cgroup that holds so much of the file's size at most, libraries and page
+cache included, and begins without anything of the file in memory; that needs root. A side that dies is a result too.
 """
 
 from __future__ import annotations
@@ -27,14 +31,17 @@ from pathlib import Path
 from typing import Any
 
 from offstage.stages.units import format_bytes
+from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.gguf_checkpoints import make_gguf
 from tests.benchmarks.offload import keep, say
-from tests.benchmarks.sides import PROMPT, in_turn, offstage_record
+from tests.benchmarks.sides import PROMPT, Setting, in_turn, offstage_record, offstage_side, printed_side
 
 OURS, THEIRS = "offstage", "llama.cpp"
 LONG_PROMPT = [5 + at % 997 for at in range(512)]
 FORMATS = ("q8_0", "q4_k_m")
+_SECONDS = 1800.0
+"""What a side may take under a cap."""
 
 QUANTIZE = """
 import sys, llama_cpp as llama
@@ -87,6 +94,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=FORMATS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=17)
+    parser.add_argument("--caps", nargs="*", type=float, help="hard caps, each a part of the file's size; none: no cap")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     arguments = parser.parse_args()
@@ -97,12 +105,24 @@ def main() -> None:
         file = first if kind == "q8_0" else first.with_name(f"{kind}.gguf")
         if not file.exists():
             _run([arguments.python, "-c", QUANTIZE, str(first), str(file)])
-        rounds = []
-        for number in range(arguments.rounds):
-            rounds.append({name: _side(name, file, folder, arguments) for name in in_turn([OURS, THEIRS], number)})
-            keep(folder / f"results-llama-cpp-{arguments.size}-{kind}.json", arguments, rounds)
-        for line in lines(kind, rounds):
-            say(line)
+        for part in arguments.caps or [None]:
+            _compare(kind, file, folder, arguments, part=part)
+
+
+def _compare(kind: str, file: Path, folder: Path, arguments: argparse.Namespace, *, part: float | None) -> None:
+    """Run the rounds with one file, under a cap of that ``part`` of it or with what memory there is, and print them."""
+    rounds: list[dict[str, Side]] = []
+    name = f"results-llama-cpp-{arguments.size}-{kind}" + ("" if part is None else f"-{part}")
+    for number in range(arguments.rounds):
+        sides = in_turn([OURS, THEIRS], number)
+        if part is None:
+            rounds.append({side: _side(side, file, folder, arguments) for side in sides})
+        else:
+            cap = int(part * file.stat().st_size)
+            rounds.append({side: _capped_side(side, file, folder, arguments, cap=cap) for side in sides})
+        keep(folder / f"{name}.json", arguments, rounds)
+    for line in lines(kind, rounds) if part is None else capped_lines(kind, part, rounds):
+        say(line)
 
 
 def _side(name: str, file: Path, folder: Path, arguments: argparse.Namespace) -> Side:
@@ -123,6 +143,35 @@ def _side(name: str, file: Path, folder: Path, arguments: argparse.Namespace) ->
         }
     say(f"{name:9} {side['seconds']:.3f} s a token, {side['first']:.2f} s to the first of {len(LONG_PROMPT)}")
     return side
+
+
+def _capped_side(name: str, file: Path, folder: Path, arguments: argparse.Namespace, *, cap: int) -> Side:
+    """Run one side under a ``cap`` in bytes and return what it told; ``seconds`` are null where it died."""
+    work = folder / "llama-cpp"
+    work.mkdir(parents=True, exist_ok=True)
+    setting = Setting(file, work, cap, arguments.tokens, _SECONDS)
+    drop_page_cache()
+    if name == THEIRS:
+        asked = [str(arguments.tokens), str(arguments.threads), json.dumps([PROMPT, PROMPT])]
+        side = printed_side(setting, [arguments.python, "-c", GENERATE, str(file), *asked])
+    else:
+        side = offstage_side(setting, ["quantized.products=fused"])
+    told = f"{side['seconds']:.3f} s a token" if side["seconds"] is not None else side["failed"]
+    say(f"{name:9} under {format_bytes(cap)}: {told}")
+    return side
+
+
+def capped_lines(kind: str, part: float, rounds: Sequence[Mapping[str, Side]]) -> list[str]:
+    """Return the lines of a table: medians of both sides under one cap, and how much longer llama.cpp took."""
+    times = {name: [one[name]["seconds"] for one in rounds] for name in (OURS, THEIRS)}
+    told = [f"{kind} under a cap of {part} of the file, s a token"]
+    for name, each in times.items():
+        told.append(f"{name:9}  {'died' if None in each else format(statistics.median(each), '.3f')}")
+    if None not in (*times[OURS], *times[THEIRS]):
+        told.append(
+            f"{'ratio':9}  {statistics.median(times[THEIRS]) / statistics.median(times[OURS]):.2f} times as fast"
+        )
+    return told
 
 
 def lines(kind: str, rounds: Sequence[Mapping[str, Side]]) -> list[str]:

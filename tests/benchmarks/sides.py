@@ -120,7 +120,7 @@ def accelerate_side(setting: Setting, budget: int, prompts: Sequence[Sequence[in
     placed = {"device_map": "auto", "max_memory": {"cpu": budget}}
     try:
         command = accelerate_command(setting.checkpoint, setting.tokens, placed, spill=spill, prompts=prompts)
-        return _printed(setting, command)
+        return printed_side(setting, command)
     finally:
         shutil.rmtree(spill, ignore_errors=True)
 
@@ -148,14 +148,14 @@ def python_side(setting: Setting, door: str, budget: int = 0) -> Side:
     work = setting.work / "from-python"
     arguments = [door, str(setting.checkpoint), str(budget), str(setting.tokens), str(work), json.dumps(PROMPT)]
     try:
-        return _printed(setting, [sys.executable, "-c", FROM_PYTHON, *arguments])
+        return printed_side(setting, [sys.executable, "-c", FROM_PYTHON, *arguments])
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def airllm_side(setting: Setting, folder: Path, python: str) -> Side:
     """Run AirLLM from its converted ``folder``."""
-    return _printed(setting, airllm.command(folder, python, tokens=setting.tokens, prompt=PROMPT))
+    return printed_side(setting, airllm.command(folder, python, tokens=setting.tokens, prompt=PROMPT))
 
 
 def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
@@ -241,7 +241,7 @@ def record_in(work: Path) -> dict[str, Any]:
     return record
 
 
-def _printed(setting: Setting, command: Sequence[str]) -> Side:
+def printed_side(setting: Setting, command: Sequence[str]) -> Side:
     """Run ``command`` and return the JSON that it printed last."""
     done = _run(setting, command)
     return done if isinstance(done, dict) else dict(json.loads(done.stdout.splitlines()[-1]))

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,13 @@ def run(folder: Path, count: int, *arguments: str) -> tuple[int, str, str]:
         return process.returncode, out, err
 
 
-def run_forks(folder: Path, *arguments: Sequence[str]) -> list[tuple[int, str, str]]:
-    """Run a host with each of the ``arguments``, without torchrun; return of each its exit code, output and errors."""
+def run_forks(
+    folder: Path, *arguments: Sequence[str], own: Mapping[int, Mapping[str, str]] = {}
+) -> list[tuple[int, str, str]]:
+    """Run a host with each of the ``arguments``, without torchrun; return of each its exit code, output and errors.
+
+    ``own`` are variables of one host's environment.
+    """
     folder.mkdir(exist_ok=True)
     distributed: Any = torch.distributed  # what it exports for type checkers lacks its stores
     listening = socket.create_server(
@@ -61,12 +66,12 @@ def run_forks(folder: Path, *arguments: Sequence[str]) -> list[tuple[int, str, s
         *listening.getsockname(), is_master=True, timeout=timedelta(seconds=60), master_listen_fd=listening.detach()
     )
     hosts = []
-    for rank, own in enumerate(arguments):
+    for rank, given in enumerate(arguments):
         told = {"RANK": rank, "WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments)}
         told |= {"TORCHELASTIC_USE_AGENT_STORE": True}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous.port}
         extra = {name: str(value) for name, value in {**told, **place}.items()}
-        hosts.append(start_command(folder, *own, extra=extra))
+        hosts.append(start_command(folder, *given, extra={**extra, **own.get(rank, {})}))
     with deadline():
         ended = [finish(host, folder, {}) for host in hosts]
     return [(host.code, host.out, host.err) for host in ended]
@@ -148,13 +153,21 @@ def test_a_second_run_of_hosts_builds_nothing(tmp_path: Path) -> None:
     assert all(stage["cached"] for record in last for stage in record["stages"])
 
 
-@pytest.mark.parametrize("stage", in_ci("score", of=["score", "forward"]))
-def test_scores_and_forwards_are_those_of_one_host(tmp_path: Path, stage: str) -> None:
-    texts = f"{stage}.texts=[Once upon a time, The end]"
-    hosts = run_forks(tmp_path / "two", *[(f"stages={stage}", texts, "max_memory.cpu=2MB")] * 2)
+ASKED = {
+    "score": ["stages=score"],
+    "forward": ["stages=forward"],
+    "embed": ["stages=forward", "forward.pooling=mean", "model.class=AutoModel"],
+}
+
+
+@pytest.mark.parametrize("asked", in_ci("score", of=ASKED))
+def test_scores_and_forwards_are_those_of_one_host(tmp_path: Path, asked: str) -> None:
+    stage = ASKED[asked][0].removeprefix("stages=")
+    given = [*ASKED[asked], f"{stage}.texts=[Once upon a time, The end]"]
+    hosts = run_forks(tmp_path / "two", *[[*given, "max_memory.cpu=2MB"]] * 2)
     assert [code for code, _, _ in hosts] == [0, 0], hosts
     first, second = by_rank(tmp_path / "two")
-    assert first["outputs"] == second["outputs"] == alone(tmp_path / "one", f"stages={stage}", texts)["outputs"]
+    assert first["outputs"] == second["outputs"] == alone(tmp_path / "one", *given)["outputs"]
 
 
 @pytest.mark.long_form
@@ -165,6 +178,18 @@ def test_a_run_of_hosts_is_replayed_by_one(tmp_path: Path) -> None:
     folder = next(iter(records_in(tmp_path))).parent
     done = subprocess.run([*replay, str(folder)], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long_form
+def test_a_run_of_hosts_is_replayed_by_as_many(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, 2, *ARGUMENTS)
+    assert code == 0, err
+    recorded = next(iter(records_in(tmp_path))).parent
+    replay = ["--no-python", sys.executable, "-c", "from offstage.pipeline.commands import replay; replay()"]
+    with deadline(), start(tmp_path, 2, [*replay, str(recorded)]) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert out.count("tokens    the same") == 1, "the first host alone shows what came out"
 
 
 REFUSED = {
@@ -192,6 +217,24 @@ def test_hosts_with_different_configs_end_and_say_which_key_differs(tmp_path: Pa
     assert {record["status"] for record in records_in(tmp_path).values()} == {"failed"}
 
 
+@pytest.mark.parametrize("is_exact", in_ci(True, False, of=[True, False]))
+def test_hosts_with_unlike_kernels_are_told_or_refused_where_exact_ones_are_asked_for(
+    tmp_path: Path, *, is_exact: bool
+) -> None:
+    asked = [*ARGUMENTS, f"+hardware.exact_hosts={is_exact}"]
+    hosts = run_forks(tmp_path, asked, asked, own={1: {"MKL_CBWR": "AVX2"}})
+    said = "host 1 computes with MKL_CBWR AVX2, host 0 with MKL_CBWR unset"
+    records = records_in(tmp_path).values()
+    if is_exact:
+        assert [code for code, _, _ in hosts] == [5, 5], hosts
+        assert any(f"hardware.exact_hosts: {said}" in line for line in own_lines(hosts[0][2])), hosts
+        assert all(said in record["error"]["message"] for record in records)
+        return
+    assert [code for code, _, _ in hosts] == [0, 0], hosts
+    assert said.removeprefix("h") in " ".join(hosts[0][1].split())
+    assert [record["hosts"][1]["kernels"]["MKL_CBWR"] for record in records] == ["AVX2", "AVX2"]
+
+
 @pytest.mark.parametrize("rank", in_ci(1, of=[0, 1]))
 def test_a_host_that_is_killed_ends_all_and_the_next_run_is_right(tmp_path: Path, rank: int) -> None:
     with deadline(), start(tmp_path, 2, ["-m", "offstage", *LONG]) as process:
@@ -200,7 +243,9 @@ def test_a_host_that_is_killed_ends_all_and_the_next_run_is_right(tmp_path: Path
         _, err = process.communicate()
     assert process.returncode != 0
     statuses = sorted(record["status"] for record in records_in(tmp_path).values())
-    assert statuses in (["failed", "running"], ["interrupted", "running"]), "who was killed can say nothing"
+    assert statuses == ["failed", "running"], "who was killed can say nothing"
+    (reason,) = own_lines_of(tmp_path)
+    assert reason.startswith(f"host {rank} went away"), reason
     assert not [line for line in err.splitlines() if "unforeseen" in line], err
     hosts = run_forks(tmp_path, ARGUMENTS, ARGUMENTS)
     assert [code for code, _, _ in hosts] == [0, 0], hosts
@@ -242,6 +287,14 @@ def test_hosts_that_arent_there_are_planned_for(tmp_path: Path) -> None:
     record = alone(tmp_path, "stages=plan_only", hosts, "max_memory.cpu=1MB", "hardware=2x24gb", "max_memory.0=2MB")
     (plan,) = tmp_path.glob("outputs/cache/plan/*/plan.json")
     hosts_planned = json.loads(plan.read_text())["hosts"]
-    assert len(hosts_planned) == 3
+    assert len(hosts_planned) == len(record["hosts"]) == 3
+    assert [{*map(str, host["device_map"].values())} for host in hosts_planned] == [
+        {*host["weights"]} for host in hosts_planned
+    ]
+    for host, recorded in zip(hosts_planned, record["hosts"], strict=True):
+        sums = {device: sum(parts.values()) for device, parts in host["predicted"].items()}
+        assert recorded["memory"] == {"budget": host["budgets"], "predicted": sums}
+        assert recorded["metrics"]["predicted_seconds_per_token"] == host["seconds"]
+    assert hosts_planned[1]["budgets"]["cpu"] == 5 * 10**6
     own = [host["seconds"] for host in hosts_planned]
     assert record["metrics"]["predicted_seconds_per_token"] > sum(own), "what is sent takes time too"

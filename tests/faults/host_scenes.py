@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from offstage.pipeline.memory_cgroups import make_group
+from offstage.pipeline.rendezvous import CONNECT_VARIABLE
 from tests.faults.hosts import SHORT, Hosts, Scene
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,11 @@ def torchrun_during(rank: int, number: int) -> tuple[Callable[[Hosts], None], Ca
         hosts.by_torchrun = True
 
     return prepare, during(rank, "generate", number)
+
+
+def short_wait(hosts: Hosts) -> None:
+    """Have hosts wait for each other for less long than they do by default."""
+    hosts.variables |= {rank: {CONNECT_VARIABLE: "12"} for rank in hosts.ranks}
 
 
 def at_start(hosts: Hosts) -> None:
@@ -166,6 +172,12 @@ def version(distribution: str) -> Callable[[Hosts], None]:
     return prepare
 
 
+def other_kernels(hosts: Hosts) -> None:
+    """Have torch choose its kernels on host 1 for a processor with less, and ask for hosts that compute alike."""
+    hosts.arguments = [*hosts.arguments, "+hardware.exact_hosts=true"]
+    hosts.variables[1] = {"ATEN_CPU_CAPABILITY": "avx2", "PYTHONPATH": str(ROOT)}  # read as torch is imported
+
+
 def port_taken(hosts: Hosts) -> None:
     """Have another program listen at the port, and never answer."""
     listening = hosts.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -173,8 +185,9 @@ def port_taken(hosts: Hosts) -> None:
 
 
 def missing(hosts: Hosts) -> None:
-    """Start host 0 of two alone."""
+    """Start host 0 of two alone, which doesn't wait for long."""
     hosts.ranks = [0]
+    hosts.variables[0] = {CONNECT_VARIABLE: "5"}
 
 
 def one_too_many(hosts: Hosts) -> None:
@@ -185,7 +198,7 @@ def one_too_many(hosts: Hosts) -> None:
 
 def twice(hosts: Hosts) -> None:
     """Start host 1 as host 0 too."""
-    hosts.variables[1] = {"RANK": "0"}
+    hosts.variables |= {0: {CONNECT_VARIABLE: "12"}, 1: {"RANK": "0", CONNECT_VARIABLE: "12"}}
 
 
 def other_size(hosts: Hosts) -> None:
@@ -243,7 +256,7 @@ BY_TORCHRUN = {0: {1}, 1: {1}}
 STOP, INT, TERM, KILL = signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 ENDS_0, ENDS_1 = {0: KILLED, 1: ENDED}, {0: ENDED, 1: KILLED}
 SCENES = (
-    Scene("killed at the start, host 1", "host 1 (didn't come|went away)", ENDS_1, fault=at_start, seconds=150),
+    Scene("killed at the start, host 1", "host 1 (didn't come|went away)", ENDS_1, short_wait, at_start),
     Scene("killed in plan, host 1", "host 1 went away", ENDS_1, fault=during(1, "plan")),
     Scene("killed in shard_load, host 1", "host 1 went away", ENDS_1, fault=during(1, "shard_load")),
     Scene("killed in dispatch, host 0", "host 0 went away", ENDS_0, fault=during(0, "dispatch")),
@@ -275,10 +288,11 @@ SCENES = (
     Scene("no room, host 1", "host 1.*max_memory", {0: {4, 5}, 1: {4, 5}}, option("max_memory.cpu=1KB")),
     Scene("another offstage, host 1", "offstage is .*99.0", BOTH, version("offstage-pipeline")),
     Scene("another torch, host 1", "torch is .*99.0", BOTH, version("torch")),
+    Scene("other kernels, host 1", "exact_hosts: host 1 .* torch's kernels AVX2,", BOTH, other_kernels),
     Scene("the port is taken", "MASTER_PORT=.* can't listen there", BOTH, port_taken),
-    Scene("a host never comes", "host 1 didn't come within 120 s", {0: {5}}, missing, seconds=150),
+    Scene("a host never comes", "host 1 didn't come within 5 s", {0: {5}}, missing),
     Scene("one host too many", "RANK=2: the 2 hosts", {0: {0}, 1: {0}, 2: {5}}, one_too_many, seconds=120),
-    Scene("two are host 0", "host 0.* for who came first|can't listen there", BOTH, twice, seconds=150),
+    Scene("two are host 0", "host 0.* for who came first|can't listen there", BOTH, twice),
     Scene("hosts of two runs", "WORLD_SIZE is ", BOTH, other_size),
     Scene("SIGINT, host 0", "host 0: interrupted", {0: {130}, 1: {5}}, fault=during(0, "generate", INT)),
     Scene("SIGINT, host 1", "host 1: interrupted", {0: {5}, 1: {130}}, fault=during(1, "generate", INT)),

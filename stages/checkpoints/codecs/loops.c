@@ -362,6 +362,7 @@ INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
 #ifdef __AVX2__
     __m256i wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
     _mm256_storeu_ps(made, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
+    __asm__("" : "+m"(*(float(*)[8])made)); /* to be loaded from there: taking a register apart is slower */
 #else
     for (int at = 0; at < 8; at++) made[at] = (float)(bytes >> 8 * at & 255) * factor;
 #endif
@@ -377,8 +378,7 @@ INLINE void run_scales(const uint8_t *block, float *restrict scales, float *rest
     uint64_t last = (mixed & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
     uint64_t least = (mixed >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
     times_bytes((first & 0x3f3f3f3f) | last << 32, half_at(block), scales);
-    times_bytes((second & 0x3f3f3f3f) | least << 32, half_at(block + 2), mores);
-    for (int run = 0; run < 8; run++) mores[run] = -mores[run];
+    times_bytes((second & 0x3f3f3f3f) | least << 32, -half_at(block + 2), mores);
 }
 
 INLINE void scale_runs(const uint8_t *block, float *values) {
@@ -691,6 +691,14 @@ INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
     }
 }
 
+/* Have what lies behind so many bytes be on its way: a product of one row reads weights once, one after the other, and
+   faster than a processor fetches them by itself. Where nothing lies any more, nothing is fetched. */
+enum { AHEAD = 8192 };
+
+INLINE void fetch_ahead(const uint8_t *packed, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(packed + AHEAD + at);
+}
+
 /* One row of blocks times one row given: by what adds a block, or by what unpacks one. */
 
 typedef float (*RowProduct)(const uint8_t *packed, int64_t blocks, const float *given);
@@ -698,7 +706,10 @@ typedef float (*RowProduct)(const uint8_t *packed, int64_t blocks, const float *
 #define ROW_PRODUCT(format, count, size)                                                                      \
     static float row_of_##format(const uint8_t *packed, int64_t blocks, const float *given) {                 \
         Lanes lanes = {0};                                                                                    \
-        for (int64_t at = 0; at < blocks; at++) add_##format(&lanes, packed + at * size, given + at * count); \
+        for (int64_t at = 0; at < blocks; at++, packed += size) {                                             \
+            fetch_ahead(packed, size);                                                                        \
+            add_##format(&lanes, packed, given + at * count);                                                 \
+        }                                                                                                     \
         return sum_of(&lanes);                                                                                \
     }
 
@@ -760,7 +771,7 @@ static Lanes of_strange(const uint8_t *codes, float low, float high) {
 }
 
 /* A row of codes of a kind: its product with those given, or, where there is room, no product, and its values there. */
-INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, float *room) {
+INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, const float *given, float *room) {
     const Work *work = all->work;
     int64_t lines = all->columns / work->columns, line = row * lines, nested = work->scale_kind == OF_TABLE;
     int64_t width = work->block_columns, halves = width == LANES / 2, each = kind >= FP4 ? 2 : 1, column = 0;
@@ -777,41 +788,45 @@ INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, float 
             count = rest < most ? rest : most;
             int strange = kind == FP8 && !are_numbers(codes, count);
             for (int64_t at = 0; at < count; at += LANES, codes += LANES / each, column += LANES) {
+                fetch_ahead(codes, LANES / each);
                 Lanes values = strange ? of_strange(codes, low, high) : of_scaled(kind, codes, all->values, low, high);
                 if (room)
                     keep_values(values, room + column);
                 else
-                    add_values(&lanes, values, all->given + column);
+                    add_values(&lanes, values, given + column);
             }
         }
     }
     return sum_of(&lanes);
 }
 
-INLINE float scaled_row(const Product *all, int64_t row, float *room) {
+INLINE float scaled_row(const Product *all, int64_t row, const float *given, float *room) {
     switch (all->work->kind) {
-        case FP8: return row_of_scaled(all, row, FP8, room);
-        case INT8: return row_of_scaled(all, row, INT8, room);
-        case TABLE: return row_of_scaled(all, row, TABLE, room);
-        default: return row_of_scaled(all, row, FP4, room);
+        case FP8: return row_of_scaled(all, row, FP8, given, room);
+        case INT8: return row_of_scaled(all, row, INT8, given, room);
+        case TABLE: return row_of_scaled(all, row, TABLE, given, room);
+        default: return row_of_scaled(all, row, FP4, given, room);
     }
 }
 
-static float multiply_row(const Product *all, int64_t row) {
+static float multiply_row(const Product *all, int64_t row, const float *given) {
     const Work *work = all->work;
-    if (all->family == SCALED) return scaled_row(all, row, 0);
+    if (all->family == SCALED) return scaled_row(all, row, given, 0);
     int64_t width = work->columns * FORMAT[work->kind].bytes;
-    return ROW_PRODUCTS[work->kind](work->codes + row * width, work->columns, all->given);
+    return ROW_PRODUCTS[work->kind](work->codes + row * width, work->columns, given);
 }
 
 static void unpack_row(const Product *all, int64_t row, float *room) {
     if (all->family == SCALED) {
-        scaled_row(all, row, room);
+        scaled_row(all, row, 0, room);
         return;
     }
     const Format *form = &FORMAT[all->work->kind];
     const uint8_t *packed = all->work->codes + row * all->work->columns * form->bytes;
-    for (int64_t at = 0; at < all->work->columns; at++) form->unpack(packed + at * form->bytes, room + at * form->values);
+    for (int64_t at = 0; at < all->work->columns; at++, packed += form->bytes, room += form->values) {
+        fetch_ahead(packed, form->bytes);
+        form->unpack(packed, room);
+    }
 }
 
 /* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
@@ -821,6 +836,9 @@ enum { PART = 16, BESIDE = 6 };
 #else
 enum { PART = 8, BESIDE = 2 };
 #endif
+
+/* So many columns at a time, of so many rows given, fill a first cache and leave the second to what is unpacked. */
+enum { ONE_RUN = 1024, SHARING = 32 };
 
 typedef float Part __attribute__((vector_size(4 * PART)));
 
@@ -835,28 +853,25 @@ INLINE Part part_at(const float *values) {
     return part;
 }
 
-/* Some rows of values times AT_ONCE rows given, all of columns, each behind the other. */
-INLINE void products_of(int some, const float *values, const float *given, int64_t columns, float *sums) {
-    float lanes[BESIDE * AT_ONCE][LANES];
-    for (int64_t part = 0; part < LANES; part += PART) {
-        Part parts[BESIDE * AT_ONCE];
+/* Some rows of values times AT_ONCE rows given, of columns each, in one part of the lanes: what comes of some more columns
+   is added to sums, PART of each, which begin as zeros where these are the first. */
+INLINE void add_products(int some, const float *values, const float *given, int64_t columns, int64_t more, int first,
+                         float *sums) {
+    Part parts[BESIDE * AT_ONCE];
+    if (first)
         memset(parts, 0, sizeof parts);
-        for (int64_t at = part; at < columns; at += LANES) {
-            Part first = part_at(given + at), second = part_at(given + columns + at);
-            Part third = part_at(given + 2 * columns + at), fourth = part_at(given + 3 * columns + at);
+    else
+        memcpy(parts, sums, (size_t)some * AT_ONCE * sizeof *parts);
+    for (int64_t at = 0; at < more; at += LANES) {
+        Part one = part_at(given + at), two = part_at(given + columns + at);
+        Part three = part_at(given + 2 * columns + at), four = part_at(given + 3 * columns + at);
 #pragma GCC unroll 6
-            for (int row = 0; row < some; row++) {
-                Part found = part_at(values + row * columns + at), *own = parts + row * AT_ONCE;
-                own[0] += found * first, own[1] += found * second, own[2] += found * third, own[3] += found * fourth;
-            }
+        for (int row = 0; row < some; row++) {
+            Part found = part_at(values + row * columns + at), *own = parts + row * AT_ONCE;
+            own[0] += found * one, own[1] += found * two, own[2] += found * three, own[3] += found * four;
         }
-#pragma GCC unroll 24
-        for (int at = 0; at < some * AT_ONCE; at++) memcpy(lanes[at] + part, parts + at, sizeof *parts);
     }
-    for (int at = 0; at < some * AT_ONCE; at++) {
-        Lanes all = values_at(lanes[at]);
-        sums[at] = sum_of(&all);
-    }
+    memcpy(sums, parts, (size_t)some * AT_ONCE * sizeof *parts);
 }
 
 static float multiply_one(const float *values, const float *given, int64_t columns) {
@@ -867,39 +882,78 @@ static float multiply_one(const float *values, const float *given, int64_t colum
 
 INLINE int64_t place_of(const Product *all, int64_t row) { return all->places ? all->places[row] : row; }
 
-/* The rows begin to end, which are unpacked to room, times AT_ONCE of those given, from first on. */
-static void multiply_some(const Product *all, int64_t begin, int64_t end, const float *room, int64_t first) {
-    int64_t columns = all->columns;
-    const float *given = all->given + first * columns;
-    for (int64_t row = begin, some; row < end; row += some, room += some * columns) {
-        float sums[BESIDE * AT_ONCE];
-        some = row + BESIDE <= end ? BESIDE : 1;
-        if (some == BESIDE)
-            products_of(BESIDE, room, given, columns, sums);
-        else
-            products_of(1, room, given, columns, sums);
-        for (int64_t at = 0; at < some * AT_ONCE; at++)
-            all->made[(first + at % AT_ONCE) * all->rows + place_of(all, row + at / AT_ONCE)] = sums[at];
+/* What comes of some rows and AT_ONCE of those given, from first on, whose lanes are added up: parts of these lie so many
+   sums behind each other. */
+INLINE void keep_sums(const Product *all, int64_t row, int64_t some, int64_t first, const float *sums, int64_t behind) {
+    for (int64_t at = 0; at < some; at++) {
+        float *made = all->made + first * all->rows + place_of(all, row + at);
+        for (int64_t given = 0; given < AT_ONCE; given++, made += all->rows, sums += PART) {
+            float lanes[LANES];
+            for (int64_t part = 0; part < LANES / PART; part++)
+                memcpy(lanes + part * PART, sums + part * behind, PART * sizeof *lanes);
+            Lanes found = values_at(lanes);
+            *made = sum_of(&found);
+        }
     }
 }
 
-/* The rows begin to end, for which there is room, times all rows given. */
-static void multiply_panel(const Product *all, int64_t begin, int64_t end, float *room) {
-    int64_t columns = all->columns, first = 0;
-    for (int64_t row = begin; row < end; row++) unpack_row(all, row, room + (row - begin) * columns);
-    for (; first + AT_ONCE <= all->count; first += AT_ONCE) multiply_some(all, begin, end, room, first);
-    for (; first < all->count; first++)
-        for (int64_t row = begin; row < end; row++)
-            all->made[first * all->rows + place_of(all, row)] =
-                multiply_one(room + (row - begin) * columns, all->given + first * columns, columns);
+/* The rows begin to end, which are unpacked to values, times count of those given, from first on: whole AT_ONCE of them,
+   SHARING at most. All that is added up of some columns is done before the next ones, and one part of the lanes before the
+   others, so that values stay in a core's first cache meanwhile; sums have a place for each lane of each product. */
+static void multiply_some(const Product *all, int64_t begin, int64_t end, const float *values, int64_t first, int64_t count,
+                          float *sums) {
+    int64_t columns = all->columns, rows = end - begin;
+    const float *given = all->given + first * columns;
+    for (int64_t from = 0, more; from < columns; from += more) {
+        more = columns - from < ONE_RUN ? columns - from : ONE_RUN;
+        for (int64_t part = 0; part < LANES; part += PART)
+            for (int64_t row = 0, some; row < rows; row += some) {
+                some = row + BESIDE <= rows ? BESIDE : 1;
+                const float *own = values + row * columns + from + part;
+                float *made = sums + (part * rows + row * PART) * count; /* all rows of a part lie side by side */
+                for (int64_t at = 0; at < count; at += AT_ONCE, made += some * AT_ONCE * PART) {
+                    const float *these = given + at * columns + from + part;
+                    if (some == BESIDE)
+                        add_products(BESIDE, own, these, columns, more, !from, made);
+                    else
+                        add_products(1, own, these, columns, more, !from, made);
+                }
+            }
+    }
+    for (int64_t row = 0, some; row < rows; row += some) {
+        some = row + BESIDE <= rows ? BESIDE : 1;
+        for (int64_t at = 0; at < count; at += AT_ONCE)
+            keep_sums(all, begin + row, some, first + at, sums + (row * count + some * at) * PART, rows * count * PART);
+    }
 }
 
+/* The rows begin to end, which are unpacked to values with room for sums behind them, times all rows given. */
+static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, float *values) {
+    int64_t columns = all->columns, whole = all->count / AT_ONCE * AT_ONCE;
+    float *sums = values + (end - begin) * columns;
+    for (int64_t first = 0; first < whole; first += SHARING)
+        multiply_some(all, begin, end, values, first, whole - first < SHARING ? whole - first : SHARING, sums);
+    for (int64_t first = whole; first < all->count; first++)
+        for (int64_t row = begin; row < end; row++)
+            all->made[first * all->rows + place_of(all, row)] =
+                multiply_one(values + (row - begin) * columns, all->given + first * columns, columns);
+}
+
+/* How many rows of values there is room for, and for the sums behind them. */
+INLINE int64_t rows_of(const Product *all, int64_t room) { return room / (all->columns + SHARING * LANES); }
+
+/* The rows begin to end times all rows given, of which a few don't make it worth the while to unpack anything. */
 static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, float *room) {
-    if (all->count == 1)
-        for (int64_t row = begin; row < end; row++) all->made[place_of(all, row)] = multiply_row(all, row);
+    if (all->count >= AT_ONCE)
+        for (int64_t first = begin, last; first < end; first = last) {
+            last = first + rows_of(all, all->room) < end ? first + rows_of(all, all->room) : end;
+            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * all->columns);
+            multiply_unpacked(all, first, last, room);
+        }
     else
-        for (int64_t row = begin, panel = all->room / all->columns; row < end; row += panel)
-            multiply_panel(all, row, row + panel < end ? row + panel : end, room);
+        for (int64_t row = begin; row < end; row++)
+            for (int64_t at = 0; at < all->count; at++)
+                all->made[at * all->rows + place_of(all, row)] = multiply_row(all, row, all->given + at * all->columns);
 }
 
 /* Weights that rest in columns: integers of two to eight bits, as GPTQ and AWQ have them. A line at rest is one input of
@@ -909,7 +963,7 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, flo
    inputs or as table tells them, has scales and, above, zeros. These rest one less than they mean where above_run is set.
    Codes of AWQ are told by inside. */
 
-enum { WIDE = 64, GIVEN = 4 };
+enum { WIDE = 64, GIVEN = 4, MANY = 12 };
 
 typedef struct {
     float scales[WIDE], zeros[WIDE];
@@ -1051,13 +1105,28 @@ static void multiply_tile(const Product *all, const Group *groups, int64_t first
     }
 }
 
+/* Unpack wide rows from first on, for MANY rows given or more. */
+static void unpack_columns(const Product *all, const Group *groups, int64_t first, int64_t wide, float *made) {
+    float values[LANES][WIDE];
+    for (int64_t input = 0; input < all->columns; input += LANES) {
+        values_of_columns(all->work, groups, input, first, wide, values);
+        for (int64_t row = 0; row < wide; row++)
+            for (int lane = 0; lane < LANES; lane++) made[row * all->columns + input + lane] = values[lane][row];
+    }
+}
+
 static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, float *room) {
     Group *groups = (Group *)room;
     for (int64_t first = begin; first < end; first += WIDE) {
         int64_t wide = end - first < WIDE ? end - first : WIDE;
         unpack_groups(all->work, first, wide, groups);
-        for (int64_t from = 0; from < all->count; from += GIVEN)
-            multiply_tile(all, groups, first, wide, from, all->count - from < GIVEN ? all->count - from : GIVEN);
+        if (all->count >= MANY) {
+            unpack_columns(all, groups, first, wide, (float *)(groups + all->work->across));
+            multiply_unpacked(all, first, first + wide, (float *)(groups + all->work->across));
+        }
+        else
+            for (int64_t from = 0; from < all->count; from += GIVEN)
+                multiply_tile(all, groups, first, wide, from, all->count - from < GIVEN ? all->count - from : GIVEN);
     }
 }
 

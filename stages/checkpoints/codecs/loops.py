@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, cast
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,26 +27,16 @@ from offstage.stages.units import DTYPE_BYTES
 _SOURCE = Path(__file__).with_name("loops.c")
 _UNPACKERS = ("unpack_scaled", "unpack_mxfp4", "unpack_ggml")
 _FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed")
-_DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+DTYPE_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3, "table": 4}
 _OF_EIGHT_BITS = ("fp8", "int8")
 FORMATS_OF_LOOPS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
 """Those of ggml's formats that there are loops for."""
-_FORMATS = {name: at for at, name in enumerate(FORMATS_OF_LOOPS)}
+FORMAT_NUMBERS = {name: at for at, name in enumerate(FORMATS_OF_LOOPS)}
 LANES = 32
 """In how many sums, side by side, each number of a product is added up."""
-_TOGETHER = 12
-"""By how many rows of a weight threads share them, or several times as many: whole runs of what registers sum up."""
-_PANEL_VALUES = 9 * 2**14
-"""How many values a thread unpacks at a time where several rows are multiplied, at most: half of a core's own cache."""
-_WIDE = 64
-"""How many rows of a weight that rests in columns are multiplied side by side."""
-_GGML, _SCALED, _GROUPED = range(3)
-_SHARES = 16
-"""In so many steps each thread takes rows: one that another process holds up has fewer."""
-
-_SCALES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e8m0fnu": 4, "uint8": 5}
-SCALE_DTYPES = tuple(_SCALES)
+SCALE_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e8m0fnu": 4, "uint8": 5}
+SCALE_DTYPES = tuple(SCALE_NUMBERS)
 """What loops take as scales."""
 _SCALES_OF_A_TABLE = 6
 
@@ -61,25 +51,13 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-_PRODUCT_NUMBERS = ("family", "rows", "columns", "count", "step", "room", "next_row", "next_room")
-
-
-class _LoopArguments(Structure):
+class LoopArguments(Structure):
     """``Work`` in ``loops.c``."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scales", "above", "made", "table", "scale_table")),
         *((name, c_int64) for name in _NUMBERS),
         ("offset", c_float),
-    ]
-
-
-class _ProductArguments(Structure):
-    """``Product`` in ``loops.c``."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("work", "given", "made", "rooms", "places", "values")),
-        *((name, c_int64) for name in _PRODUCT_NUMBERS),
     ]
 
 
@@ -97,7 +75,7 @@ class Loop:
 
     library: ctypes.CDLL
     function: Any
-    work: _LoopArguments
+    work: LoopArguments
     arrays: tuple[npt.NDArray[Any] | None, ...]
     tables: tuple[npt.NDArray[Any] | None, ...] = ()
 
@@ -124,30 +102,6 @@ class ScaleLayout(NamedTuple):
     nested: tuple[npt.NDArray[np.float32], int, float] | None = None
 
 
-class PackedGroups(NamedTuple):
-    """Integers in groups as they rest: bytes of codes, scales and zeros, and the group of each input where these are in
-    no order.
-    """
-
-    codes: Bytes
-    scales: Bytes
-    zeros: Bytes
-    order: npt.NDArray[np.int32] | None
-
-
-class GroupLayout(NamedTuple):
-    """What these mean: codes of so many ``bits``, a scale of ``scale_dtype`` and a zero for each ``group`` of inputs.
-
-    Zeros may rest ``less_one``; ``interleaved`` codes lie as AWQ's.
-    """
-
-    bits: int
-    group: int
-    scale_dtype: str
-    less_one: bool
-    interleaved: bool
-
-
 class LoopAfterReads:
     """Reads into a buffer, and a loop over what they bring: without Python's lock in between.
 
@@ -157,7 +111,7 @@ class LoopAfterReads:
     def __init__(self, loop: Loop, reads: Sequence[Read], *, at: tuple[int, int]) -> None:
         buffer, target = at
         self._call, self._function = loop.library.read_and_unpack, cast(loop.function, c_void_p)
-        work = _LoopArguments.from_buffer_copy(loop.work)
+        work = LoopArguments.from_buffer_copy(loop.work)
         work.codes, work.scales, work.made = work.codes - buffer, (work.scales or buffer) - buffer, work.made - target
         work.above = work.above and work.above - buffer
         self._reads, self._count, self._work, self._tables = (Read * len(reads))(*reads), len(reads), work, loop.tables
@@ -175,7 +129,7 @@ class Loops:
     """The compiled ``library``. All arrays are contiguous, and those to be filled as large as what is written there."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
         library.merge_planes.argtypes = [*[c_void_p] * 3, c_int64]
         library.read_and_unpack.argtypes = [c_void_p, c_int64, *[c_void_p] * 4]
         library.read_and_unpack.restype = c_int32
@@ -188,7 +142,7 @@ class Loops:
 
     def can_scale(self, code: str, dtype: str, block_columns: int) -> bool:
         """Return whether there is a loop for such codes, a scale for so many of them, to ``dtype``."""
-        return dtype in _DTYPES and (code in _OF_EIGHT_BITS or block_columns % 2 == 0)
+        return dtype in DTYPE_NUMBERS and (code in _OF_EIGHT_BITS or block_columns % 2 == 0)
 
     def scaled(self, codes: Bytes, scales: Bytes, made: Bytes, *, dtype: str, layout: ScaleLayout) -> Loop:
         """Return what writes to ``made`` [rows, bytes of a row of ``dtype``] what comes of ``codes`` [rows, bytes].
@@ -196,11 +150,11 @@ class Loops:
         ``scales`` [blocks down, bytes of a line of them], at any place, are those of ``layout`` from the block on that
         the first row is in.
         """
-        work, tables = _scaled_work(codes, scales, layout)
+        work, tables = scaled_work(codes, scales, layout)
         assert made.shape == (work.rows, work.columns * DTYPE_BYTES[dtype])
-        work.made, work.dtype = made.ctypes.data, _DTYPES[dtype]
+        work.made, work.dtype = made.ctypes.data, DTYPE_NUMBERS[dtype]
         arrays = (codes, scales, layout.above, made)
-        return Loop(self._library, self._library.unpack_scaled, work, arrays, tables)
+        return Loop(self.library, self.library.unpack_scaled, work, arrays, tables)
 
     def mxfp4(self, codes: Bytes, scales: Bytes, table: Numbers, made: Numbers) -> Loop:
         """Return what writes to ``made`` [columns, rows], the lines of which may be part of longer ones, what comes of
@@ -211,20 +165,20 @@ class Loops:
         assert (codes.shape, made.shape, table.shape) == ((rows, 16 * groups), (32 * groups, rows), (2**16,))
         assert made.strides[1] == made.itemsize == table.itemsize // 2
         line = made.strides[0] // made.itemsize
-        dtype = _DTYPES["float32" if made.itemsize == 4 else "bfloat16"]
-        work = _LoopArguments(
-            *_pointers(codes, scales, None), made.ctypes.data, *_pointers(table, None), 0, dtype, rows, line, groups
+        dtype = DTYPE_NUMBERS["float32" if made.itemsize == 4 else "bfloat16"]
+        work = LoopArguments(
+            *pointers(codes, scales, None), made.ctypes.data, *pointers(table, None), 0, dtype, rows, line, groups
         )
-        return Loop(self._library, self._library.unpack_mxfp4, work, (codes, scales, made), (table,))
+        return Loop(self.library, self.library.unpack_mxfp4, work, (codes, scales, made), (table,))
 
     def merge_planes(self, low: Bytes, high: Bytes, words: Numbers) -> None:
         """Write to ``words``, of two bytes, those that have their bytes in ``low`` and ``high``."""
         assert low.shape == high.shape == words.shape
-        self._library.merge_planes(*_pointers(low, high, words), words.size)
+        self.library.merge_planes(*pointers(low, high, words), words.size)
 
     def can_unpack_ggml(self, kind: str, dtype: str) -> bool:
         """Return whether there is a loop for ggml's format ``kind`` to ``dtype``."""
-        return kind in _FORMATS and dtype in _DTYPES
+        return kind in FORMAT_NUMBERS and dtype in DTYPE_NUMBERS
 
     def ggml(self, blocks: Bytes, made: Bytes, *, kind: str, dtype: str, places: npt.NDArray[np.int64] | None) -> Loop:
         """Return what writes to the rows ``places`` of ``made``, all where that is null, what comes of ``blocks``
@@ -239,88 +193,9 @@ class Loops:
             assert places.dtype == np.int64
             assert places.shape == (rows,)
             assert not rows or 0 <= places.min() <= places.max() < len(made)
-        pointers = _pointers(blocks, None, None, made, places, None)
-        work = _LoopArguments(*pointers, _FORMATS[kind], _DTYPES[dtype], rows, count)
-        return Loop(self._library, self._library.unpack_ggml, work, (blocks, made), (places,))
-
-    def multiply_ggml(
-        self, given: Floats, packed: Bytes, made: Floats, *, kind: str, places: Places | None, threads: int
-    ) -> None:
-        """Write to ``made`` [rows given, rows] the products of ``given`` [rows given, columns] with ``packed`` [rows,
-        bytes], blocks of ggml's format ``kind``, each at the place that ``places`` has for its row, if that isn't null.
-
-        The bits are the same for any number of ``threads``, as they are of all products here.
-        """
-        form, rows = FORMATS[kind], len(packed)
-        blocks = given.shape[1] // form.elements
-        assert (packed.shape[1], given.shape[1]) == (blocks * form.bytes, blocks * form.elements)
-        assert places is None or places.shape == (rows,)
-        pointers = _pointers(packed, None, None, None, None, None)
-        work = _LoopArguments(*pointers, _FORMATS[kind], _DTYPES["float32"], rows, blocks)
-        product = _ProductArguments(family=_GGML, places=_pointers(places)[0])
-        self._multiply(product, work, given, made, threads=threads)
-
-    def multiply_scaled(
-        self, given: Floats, codes: Bytes, scales: Bytes, made: Floats, *, layout: ScaleLayout, threads: int
-    ) -> None:
-        """Write to ``made`` [rows given, rows] the products of ``given`` [rows given, columns] with all rows of a
-        matrix that rests in ``codes`` [rows, bytes] and ``scales`` [blocks down, bytes of a line of them].
-
-        Codes of a table may be runs, several to a row of the matrix.
-        """
-        work, tables = _scaled_work(codes, scales, layout)
-        assert layout.inside == 0
-        assert can_multiply_scaled(work.columns, work.block_columns)
-        assert made.shape[1] * given.shape[1] == work.rows * work.columns
-        values = None if tables[0] is None else np.ascontiguousarray(tables[0].view(np.float32)[::32])
-        work.dtype = _DTYPES["float32"]
-        product = _ProductArguments(family=_SCALED, values=_pointers(values)[0])
-        self._multiply(product, work, given, made, threads=threads)
-
-    def multiply_grouped(
-        self, given: Floats, packed: PackedGroups, made: Floats, *, layout: GroupLayout, threads: int
-    ) -> None:
-        """Write to ``made`` [rows given, outputs] the products of ``given`` [rows given, inputs] with integers in
-        groups.
-        """
-        codes, scales, zeros, order = packed
-        (_, columns), rows, bits = given.shape, made.shape[1], layout.bits
-        width = int(DTYPE_BYTES[layout.scale_dtype])
-        groups = scales.nbytes // (rows * width)
-        assert columns % LANES == 0
-        assert rows * bits % 32 == 0
-        assert codes.nbytes * 8 == rows * columns * bits
-        assert zeros.nbytes * 8 == groups * rows * bits
-        assert scales.nbytes == groups * rows * width
-        assert groups > 0
-        if order is None:
-            assert groups == -(-columns // layout.group)
-        else:
-            assert order.dtype == np.int32
-            assert order.shape == (columns,)
-            assert 0 <= order.min() <= order.max() < groups
-        work = _LoopArguments(*_pointers(codes, scales, zeros, None, order, None), bits, 0, rows, columns, groups)
-        work.inside, work.block_columns, work.scale_kind = layout.interleaved, layout.group, _SCALES[layout.scale_dtype]
-        work.above_run = layout.less_one
-        product = _ProductArguments(family=_GROUPED, room=2 * _WIDE * groups)
-        self._multiply(product, work, given, made, threads=threads)
-
-    def _multiply(
-        self, product: _ProductArguments, work: _LoopArguments, given: Floats, made: Floats, *, threads: int
-    ) -> None:
-        """Do ``product`` in so many ``threads``, which share the rows of the weight that ``work`` tells of."""
-        (count, columns), rows = given.shape, made.shape[1]
-        assert len(made) == count
-        together = _WIDE if product.family == _GROUPED else _TOGETHER
-        if product.family != _GROUPED and count > 1:
-            together *= max(1, min(_PANEL_VALUES // columns, rows // (4 * threads)) // together)
-            product.room = together * columns
-        rooms = np.empty(threads * product.room, np.float32)
-        product.work, product.rooms = addressof(work), rooms.ctypes.data
-        product.given, product.made = _pointers(given, made)
-        product.rows, product.columns, product.count = rows, columns, count
-        product.step = max(1, rows // (threads * _SHARES * together)) * together
-        self._library.multiply_packed(byref(product), threads, _team())
+        laid = pointers(blocks, None, None, made, places, None)
+        work = LoopArguments(*laid, FORMAT_NUMBERS[kind], DTYPE_NUMBERS[dtype], rows, count)
+        return Loop(self.library, self.library.unpack_ggml, work, (blocks, made), (places,))
 
 
 def can_multiply_scaled(columns: int, block_columns: int) -> bool:
@@ -329,9 +204,9 @@ def can_multiply_scaled(columns: int, block_columns: int) -> bool:
     return columns % LANES == 0 and whole
 
 
-def _scaled_work(
+def scaled_work(
     codes: Bytes, scales: Bytes, layout: ScaleLayout
-) -> tuple[_LoopArguments, tuple[npt.NDArray[Any] | None, ...]]:
+) -> tuple[LoopArguments, tuple[npt.NDArray[Any] | None, ...]]:
     """Return what a loop is to know of ``codes`` [rows, bytes] and ``scales``, and the tables that it points to."""
     above, inside, values = layout.above, layout.inside, layout.values
     rows = len(codes)
@@ -351,15 +226,15 @@ def _scaled_work(
     else:
         assert above is None or above.nbytes == 4
     tables = values, scale_table
-    kind = _SCALES[layout.scale_dtype] if layout.nested is None else _SCALES_OF_A_TABLE
-    work = _LoopArguments(
-        *_pointers(codes, scales, above, None, *tables), _CODES[layout.code], 0, rows, columns, across, inside, height,
+    kind = SCALE_NUMBERS[layout.scale_dtype] if layout.nested is None else _SCALES_OF_A_TABLE
+    work = LoopArguments(
+        *pointers(codes, scales, above, None, *tables), _CODES[layout.code], 0, rows, columns, across, inside, height,
         width, kind, run, offset,
     )  # fmt: skip
     return work, tables
 
 
-def _pointers(*arrays: npt.NDArray[Any] | None) -> list[int | None]:
+def pointers(*arrays: npt.NDArray[Any] | None) -> list[int | None]:
     """Return where ``arrays`` lie, each in one piece; null for one that isn't there."""
     assert all(array is None or array.flags.c_contiguous for array in arrays)
     return [None if array is None else array.ctypes.data for array in arrays]
@@ -379,15 +254,6 @@ def loops() -> Loops | None:
     """Return the loops; null where they weren't compiled."""
     library = compiled_code.load(_SOURCE)
     return None if library is None else _typed(library)
-
-
-@cache
-def _team() -> c_void_p | None:
-    """Return what calls a function in several of OpenMP's threads, torch's own; null where its OpenMP has no such."""
-    try:
-        return cast(ctypes.CDLL(None).GOMP_parallel, c_void_p)
-    except AttributeError:
-        return None
 
 
 @cache

@@ -1,7 +1,7 @@
 """Matrices that are multiplied as they rest: what products are to know of each kind of codec's.
 
 One class serves a codec, and all say the same: how many ``rows`` and ``columns`` there are in use, what the parts
-beside the first are called, how some rows are float32 values by torch's operators, and how the codec's loops multiply.
+beside the first are called, how some rows are float32 values by torch's operators, and their product by loops.
 Parts of one byte a number are ``uint8`` wherever they lie, others of their own dtype. A matrix passes torch's operator
 as text, since that takes no objects.
 """
@@ -28,13 +28,18 @@ from offstage.stages.checkpoints.codecs.loops import (
     LANES,
     SCALE_DTYPES,
     Bytes,
-    Floats,
-    GroupLayout,
     Loops,
-    PackedGroups,
     Places,
     ScaleLayout,
     can_multiply_scaled,
+)
+from offstage.stages.checkpoints.codecs.product_loops import (
+    GroupLayout,
+    PackedGroups,
+    Product,
+    ggml_product,
+    grouped_product,
+    scaled_product,
 )
 from offstage.stages.checkpoints.codecs.scaled_codes import PackedScales, ScaledCodes, byte_scales, value_table
 from offstage.stages.checkpoints.dtypes import torch_dtype
@@ -54,6 +59,7 @@ class GgmlMatrix:
     kind: str
     swapped: tuple[int, int, int, int] | None = None
     beside: ClassVar[tuple[str, ...]] = ()
+    reordered: ClassVar[bool] = False
 
     @classmethod
     def of(cls, source: PackedTensor, codec: GgufCodec) -> Self | None:
@@ -72,9 +78,9 @@ class GgmlMatrix:
         """Return where each of the rows at rest is in use; null where they are in order."""
         return None if self.swapped is None else _places(self.rows, self.swapped)
 
-    def multiply(self, known: Loops, given: Floats, parts: list[Tensor], made: Floats, *, threads: int) -> None:
-        """Write to ``made`` [rows given, rows] the products with ``given`` [rows given, columns], by the loops."""
-        known.multiply_ggml(given, _bytes(parts[0]), made, kind=self.kind, places=self.places(), threads=threads)
+    def product(self, known: Loops, parts: list[Tensor]) -> Product:
+        """Return the product with the contiguous ``parts``, where they lie, by the loops."""
+        return ggml_product(known, _bytes(parts[0]), kind=self.kind, places=self.places())
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class ScaledMatrix:
     divided: bool = False
     values_of_codes: tuple[float, ...] = ()
     nested: PackedScales | None = None
+    reordered: ClassVar[bool] = False
 
     @classmethod
     def of(cls, source: PackedTensor, codec: ScaledCodes) -> Self | None:
@@ -142,8 +149,8 @@ class ScaledMatrix:
     def places(self) -> None:
         """Return null: rows are in order."""
 
-    def multiply(self, known: Loops, given: Floats, parts: list[Tensor], made: Floats, *, threads: int) -> None:
-        """Write to ``made`` [rows given, rows] the products with ``given`` [rows given, columns], by the loops."""
+    def product(self, known: Loops, parts: list[Tensor]) -> Product:
+        """Return the product with the contiguous ``parts``, where they lie, by the loops."""
         codes, scales, *above = map(_bytes, parts)
         table, nested = self.values_of_codes, self.nested
         runs, across = (self.rows * self._across, 1) if table else (self.rows, self._across)
@@ -157,7 +164,7 @@ class ScaledMatrix:
             nested=None if nested is None else (np.array(nested.values, np.float32), nested.run, nested.offset),
         )
         lines = scales.reshape(-1, across * int(DTYPE_BYTES[self.scale_dtype]))
-        known.multiply_scaled(given, codes.reshape(runs, -1), lines, made, layout=layout, threads=threads)
+        return scaled_product(known, codes.reshape(runs, -1), lines, rows=self.rows, layout=layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +215,13 @@ class GroupedMatrix:
     def places(self) -> None:
         """Return null: rows are in order."""
 
-    def multiply(self, known: Loops, given: Floats, parts: list[Tensor], made: Floats, *, threads: int) -> None:
-        """Write to ``made`` [rows given, rows] the products with ``given`` [rows given, columns], by the loops."""
+    def product(self, known: Loops, parts: list[Tensor]) -> Product:
+        """Return the product with the contiguous ``parts``, where they lie, by the loops."""
         codes, scales, zeros, *order = parts
         groups = order[0].detach().numpy() if order else None
         packed = PackedGroups(_bytes(codes), _bytes(scales), _bytes(zeros), groups)
         layout = GroupLayout(self.bits, self.group, self.scale_dtype, self.less_one, self.interleaved)
-        known.multiply_grouped(given, packed, made, layout=layout, threads=threads)
+        return grouped_product(known, packed, rows=self.rows, columns=self.columns, layout=layout)
 
 
 PackedMatrix = GgmlMatrix | ScaledMatrix | GroupedMatrix
@@ -277,5 +284,5 @@ def _places(rows: int, sizes: tuple[int, int, int, int]) -> Places:
 
 
 def _bytes(part: Tensor) -> Bytes:
-    found: Bytes = part.detach().contiguous().view(torch.uint8).numpy()
+    found: Bytes = part.detach().view(torch.uint8).numpy()
     return found

@@ -13,12 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offstage.stages.checkpoints.codecs.loops import LANES, loops
-from offstage.stages.checkpoints.codecs.packed_matrices import of_text
+from offstage.stages.checkpoints.codecs.loops import LANES, Loops, loops
+from offstage.stages.checkpoints.codecs.packed_matrices import PackedMatrix, of_text
+from offstage.stages.checkpoints.codecs.product_loops import Product
 
 _SCRATCH = 2**20
 """How many values torch's operators make at once."""
 _NAME = "multiply_packed"
+_KEPT = 2**13
+"""For so many places products are kept, some hundred bytes each: a model's layers, and its experts in their slots."""
+_products: dict[tuple[object, ...], Product] = {}
 
 _library = torch.library.Library("offstage", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"{_NAME}(Tensor given, Tensor[] parts, str told) -> Tensor")  # type: ignore[no-untyped-call]
@@ -57,10 +61,24 @@ def _on_host(given: Tensor, parts: list[Tensor], told: str) -> Tensor:
     known, matrix = loops(), of_text(told)
     if known is None:
         return by_operators(given, parts, told)
-    made = given.new_empty((len(given), matrix.rows))
-    arrays = given.detach().numpy(), parts, made.numpy()
-    matrix.multiply(known, *arrays, threads=torch.get_num_threads())
+    made, parts = given.new_empty((len(given), matrix.rows)), [part.contiguous() for part in parts]
+    assert given.shape[1] == matrix.columns
+    product = _product(known, matrix, told, parts)
+    product.run(given.data_ptr(), made.data_ptr(), len(given), threads=torch.get_num_threads())
     return made
+
+
+def _product(known: Loops, matrix: PackedMatrix, told: str, parts: list[Tensor]) -> Product:
+    """Return the product with ``parts``, made once for where they lie: places among them are looked at each time."""
+    if matrix.reordered:
+        return matrix.product(known, parts)
+    place = (told, *((part.data_ptr(), part.nbytes) for part in parts))
+    found = _products.get(place)
+    if found is None:
+        if len(_products) >= _KEPT:
+            _products.clear()
+        found = _products[place] = matrix.product(known, parts)
+    return found
 
 
 def _on_meta(given: Tensor, parts: list[Tensor], told: str) -> Tensor:

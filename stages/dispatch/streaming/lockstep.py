@@ -106,6 +106,9 @@ class Member:
 class Lockstep(Turns):
     """Calls that go together, at most ``size`` at a time; ``state`` is what they keep in the modules of the model.
 
+    They are called by their numbers after the ``name`` of all of them. ``failed`` is told which call an error ended,
+    and which error.
+
     They are divided as ``grouping`` says. A pass begins as all of a group are ready for it; where another group is in
     one already, ``begin`` is called as this one comes to use something instead. ``passes`` counts the passes that calls
     shared.
@@ -118,7 +121,10 @@ class Lockstep(Turns):
         *,
         grouping: Grouping | None = None,
         begin: Callable[[], None] = lambda: None,
+        name: str = "",
+        failed: Callable[[str, Exception], None] = lambda call, error: None,
     ) -> None:
+        self._name, self._failed = name, failed
         self._size, self._state, self._begin_anew = size, state, begin
         self._grouping = grouping or Grouping()
         self._group = self._using = 0  # which has its turn, and which used something last
@@ -147,6 +153,10 @@ class Lockstep(Turns):
                 self._resume(member)
                 if not self._going:
                     self._admit()
+        except Exception as error:
+            for member in self._members:
+                self._failed(member.name, error)
+            raise
         finally:
             self._dismiss()
             self._state.end()
@@ -167,6 +177,7 @@ class Lockstep(Turns):
                 with state.in_place():
                     task()
             except Exception as error:  # noqa: BLE001 - the whole raises it
+                self._failed(self.call, error)
                 errors.append(error)
 
         member.divides, member.parts, member.most = True, (partial(part, task) for task in tasks), size
@@ -213,7 +224,7 @@ class Lockstep(Turns):
         """Have tasks join as far as there is room, and go on until they call the model."""
         while (found := self._lanes.next()) is not None:
             number, group, task = found
-            member = Member(greenlet.greenlet(task), RandomState.current(), str(number), group)
+            member = Member(greenlet.greenlet(task), RandomState.current(), f"{self._name}.{number}", group)
             self._join(member, copy_context())
             self._resume(member)
 

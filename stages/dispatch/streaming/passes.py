@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -20,12 +21,31 @@ from torch import nn
 
 from offstage.stages.dispatch.streaming.lanes import Grouping, Task
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Turns
-from offstage.stages.dispatch.streaming.module_state import ModuleState
+from offstage.stages.dispatch.streaming.module_state import LockstepError, ModuleState
 from offstage.stages.dispatch.streaming.pass_lock import PassLock, calls_on
 from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.hosts.stand_ins import Borders
+from offstage.stages.hosts.wire import FailedCallError
 from offstage.stages.units import Position
+
+_QUEUE = "queue"
+
+
+@dataclass(slots=True)
+class _CallNames:
+    """What calls of the model were called so far, alike on all hosts: those that came to a queue by their numbers,
+    those that went together by the run of them, others by the passes that they made.
+    """
+
+    queued: Iterator[int] = field(default_factory=count)
+    runs: int = 0
+    passes: int = 0
+
+    def next_run(self) -> str:
+        """Return the name of the calls that go together now."""
+        self.runs += 1
+        return str(self.runs)
 
 
 class ModelPasses:
@@ -51,7 +71,7 @@ class ModelPasses:
         self.lock = PassLock(model)
         self.turns: Turns = ALONE
         self.borders: Borders | None = None
-        self._numbers = count()
+        self._names = _CallNames()
         self._copies: list[LargeCopies] = []  # of buffers, which no call needs now
 
     def hook(self) -> Iterator[Callable[[], None]]:
@@ -64,15 +84,27 @@ class ModelPasses:
     def meet(self, borders: Borders, positions: Mapping[str, Position]) -> None:
         """Have calls wait by turns for what other hosts send at ``borders``, in the order of ``positions``."""
         borders.place(positions)
-        borders.wire.call = lambda: self.turns.call
+        borders.wire.call = self._call
         borders.wire.wait = lambda arrival: self.turns.receive(arrival)
         self.borders = borders
+
+    def _call(self) -> str:
+        """Return what names the call under way, alike on all hosts; one that is no lockstep's by its pass."""
+        return self.turns.call or f"{'pass' if self._depth else 'after'}.{self._names.passes}"
+
+    def fail_call(self, error: Exception, call: str | None = None) -> None:
+        """Have ``call``, by default the one under way, fail on all hosts that compute it, by ``error``."""
+        if self.borders is not None:
+            reason = error.reason if isinstance(error, LockstepError) else None
+            self.borders.wire.fail(call or self._call(), error, why_not_together=reason)
 
     def _grouping(self, *, is_queue: bool) -> Grouping:
         if self.borders is None:
             return Grouping()
         wire = self.borders.wire
-        return Grouping(wire.hosts if wire.shares and not is_queue else None, self._numbers)
+        if is_queue:
+            return Grouping(None, self._names.queued)
+        return Grouping(wire.hosts if wire.shares else None)
 
     def go_together(self, tasks: Iterable[Task | None], *, size: int, is_queue: bool = False) -> Lockstep:
         """Call ``tasks``, at most ``size`` at a time, whose passes go together; return what they did.
@@ -85,11 +117,20 @@ class ModelPasses:
             self.turns.divide((task for task in tasks if task is not None), size=size)
             return self.turns
         with self.lock.held():
-            grouping = self._grouping(is_queue=is_queue)
-            group = self.turns = Lockstep(size, self._state(), grouping=grouping, begin=self._begin)
+            name = _QUEUE if is_queue else self._names.next_run()
+            group = self.turns = Lockstep(
+                size, self._state(), grouping=self._grouping(is_queue=is_queue), begin=self._begin, name=name,
+                failed=lambda call, error: self.fail_call(error, call),
+            )  # fmt: skip
             try:
                 with torch.no_grad():
                     group.run(tasks)
+            except Exception as error:
+                if not is_queue:  # those too that have yet to begin here; of a queue they will
+                    self.fail_call(error, name)
+                if isinstance(error, FailedCallError) and error.hangs_on_lockstep:
+                    raise LockstepError(error.reason) from error
+                raise
             finally:
                 self.turns = ALONE
                 if self._depth or self._is_left():  # by calls that ended early
@@ -138,6 +179,8 @@ class ModelPasses:
             return
         if (self._depth or self._is_left()) and not _is_nested(self._model):
             self._take_back()
+        if self.turns is ALONE and not self._depth:
+            self._names.passes += 1
         self._depth += 1
         self._begin()
 
@@ -148,6 +191,9 @@ class ModelPasses:
         if not self.lock.is_mine():  # it never began
             return
         well, self._ended_well = self._ended_well, False
+        error = sys.exception()
+        if not well and self.turns is ALONE and isinstance(error, Exception):
+            self.fail_call(error)
         if not self.turns.end_pass():
             return
         self._depth = max(0, self._depth - 1)

@@ -125,6 +125,10 @@ class Streamer:
         """
         return self._passes.go_together(tasks, size=size, is_queue=is_queue)
 
+    def fail_call(self, error: Exception) -> None:
+        """Have the call under way fail by ``error`` on all hosts that compute it, where several do."""
+        self._passes.fail_call(error)
+
     @property
     def is_divided(self) -> bool:
         """Whether other hosts compute parts of the model."""

@@ -163,6 +163,17 @@ def test_a_run_over_hosts_has_the_peaks_of_each(tmp_path: Path) -> None:
     assert told["hosts"] == (("1x EPYC, 2x Xeon", ("#1",)),)
 
 
+def test_of_hosts_that_were_planned_for_the_table_has_what_is_predicted_of_each(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "0") / "run.json"
+    hosts = [{"memory": {"predicted": {"cpu": (1 + host) * 10**9}}} for host in range(2)]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hosts": hosts}))
+    summary = summarise(find([tmp_path]))
+    peaks = {column.title: column.values for column in summary.table if "predicted peak" in column.title}
+    assert peaks == {"host 0, predicted peak cpu": (10**9,), "host 1, predicted peak cpu": (2 * 10**9,)}
+    told = {entry.key: entry.values for entry in summary.conditions}
+    assert told["hosts"] == (("2x planned for", ("#0",)),)
+
+
 def test_the_table_tells_each_of_several_links(tmp_path: Path) -> None:
     names = ("link_bytes_per_token", "link_stall_seconds_per_token")
     write_run(tmp_path / "0", metrics={f"{name}.{device}": device + 1.0 for name in names for device in (0, 1)})

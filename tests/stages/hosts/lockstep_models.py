@@ -1,7 +1,7 @@
 """Run by torchrun: small checkpoints divided among all ranks answer many prompts in lockstep.
 
 ``python lockstep_models.py FOLDER SEED NAME:memory NAME:disk…`` leaves ``NAME-disk-RANK.json`` in the folder, and so
-on: which calls didn't give what they give one after another in one process, where the weights lie in memory or on disk.
+on: which calls didn't give what they give one after another in one process, by where the weights lie (``compared``).
 The calls are drawn by the seed: how many, how long their prompts and
 answers are, whether they sample, search by beams, or end early.
 """
@@ -24,6 +24,7 @@ import offstage
 from offstage.pipeline.peers import peers
 from offstage.stages.hosts.stand_ins import StandIn
 from tests.stages.hosts.divided_models import CONFIGS
+from tests.stages.hosts.failing_calls import outcomes
 
 _END = 7
 """A token that ends an answer of random weights sooner or later, or never."""
@@ -65,15 +66,23 @@ def save(name: str, folder: Path) -> Path:
     return folder
 
 
-def compared(folder: Path, chance: random.Random, *, on_disk: bool) -> dict[str, Any]:
-    """Return which calls of the checkpoint ``folder`` differ, by ``lockstep``, and after them all by ``submit``."""
+def compared(folder: Path, chance: random.Random, lies: str) -> dict[str, Any]:
+    """Return which calls of the checkpoint ``folder`` differ, by ``lockstep``, and after them all by ``submit``.
+
+    Its weights lie in memory or in part on disk or on the host of a simulated accelerator; as ``fp8`` they are
+    quantised to that, on one host too. Accelerators compute in half precision, whose kernels don't go by where in
+    memory a weight begins.
+    """
     calls = drawn_calls(chance)
     size = chance.choice([2, 3, 4, len(calls)])
-    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache") as whole:
+    made: dict[str, Any] = {"fp8": {"quantize": "fp8"}, "simulated": {"dtype": "bfloat16"}}.get(lies, {})
+    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache", **made) as whole:
         wanted = [answered(whole.model, call, seed) for seed, call in enumerate(calls)]
         share = sum(tensor.nbytes for tensor in whole.model.parameters()) // peers().size
-    room = share * 2 // 3 if on_disk else 10**9
-    with offstage.load(folder, hosts="auto", max_memory={"cpu": room}, cache=folder / "cache") as loaded:
+    part = share * 2 // 3
+    room: dict[Any, int] = {"disk": {"cpu": part}, "simulated": {0: part, "cpu": 10**9}}.get(lies, {"cpu": 10**9})
+    made |= {"hardware": {"devices": [{"memory": "1GB"}]}} if lies == "simulated" else {}
+    with offstage.load(folder, hosts="auto", max_memory=room, cache=folder / "cache", **made) as loaded:
         asked = [partial(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
         found = offstage.lockstep(loaded.model, asked, size=size)
         queued = [loaded.submit(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
@@ -124,8 +133,9 @@ def main(folder: Path, seed: int, cases: list[str]) -> None:
     saved = {name: save(name, folder / f"{name}-{rank}") for name in names}
     for number, case in enumerate(cases):
         name, _, lies = case.partition(":")
-        found = compared(saved[name], random.Random(seed + number), on_disk=lies == "disk")
+        found = compared(saved[name], random.Random(seed + number), lies)
         (folder / f"{name}-{lies}-{rank}.json").write_text(json.dumps(found))
+    (folder / f"failing-{rank}.json").write_text(json.dumps(outcomes(saved["llama"])))
     (folder / f"pace-{rank}.json").write_text(json.dumps(paced(saved["llama"])))
     peers().close()
 

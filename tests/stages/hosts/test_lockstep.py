@@ -18,9 +18,10 @@ from tests.long_form import in_ci
 from tests.stages.hosts.divided_models import CONFIGS
 
 ROOT = Path(__file__).parents[3]
-IN_CI = [("llama", "disk"), ("t5", "disk"), ("mixtral", "disk"), ("mamba", "memory")]
-"""CI has the windows of gemma2 over hosts in ``test_same_tokens``."""
-CASES = [(name, lies) for name in CONFIGS for lies in ("memory", "disk")]
+IN_CI = [("llama", "disk"), ("t5", "disk"), ("mixtral", "disk"), ("mamba", "memory"), ("gemma2", "memory")]
+IN_CI += [("llama", "simulated"), ("llama", "fp8")]
+CASES = [(name, lies) for name in CONFIGS for lies in ("memory", "disk", "simulated")]
+CASES += [(name, "fp8") for name in ("llama", "tied", "mixtral", "qwen3_moe")]
 
 
 @pytest.fixture(scope="module", params=in_ci(3, of=[2, 3, 4]))
@@ -40,7 +41,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert done.returncode == 0, (seed, done.stderr[-3000:])
     return {
         case: [json.loads((folder / f"{case.replace(':', '-')}-{host}.json").read_text()) for host in range(hosts)]
-        for case in [*asked, "pace"]
+        for case in [*asked, "failing", "pace"]
     }
 
 
@@ -49,7 +50,25 @@ def test_every_call_has_what_it_has_alone_in_one_process(answers: dict[str, list
     for host in answers[f"{name}:{lies}"]:
         assert host["differ"] == [], host
         assert host["prompts_alike"], host
-        assert host["streams"] == (lies == "disk"), host
+        assert host["streams"] == (lies in ("disk", "simulated")), host
+
+
+def test_a_call_that_fails_on_one_host_fails_on_all_and_no_other_does(answers: dict[str, list[Any]]) -> None:
+    *others, last = answers["failing"]
+    failing = ("alone", "in lockstep", "submitted")
+    assert {last[way] for way in failing} == {"ValueError: this block is out of order"}
+    said = f"FailedCallError: host {len(others)}: ValueError: this block is out of order"
+    assert {host[way] for host in others for way in failing} == {said}
+    for host in (*others, last):
+        right = ("after one alone", "after lockstep", "beside it", "after cancelled ones", "begun again", "in the end")
+        assert {name: host[name] for name in right} == dict.fromkeys(right, True)
+
+
+def test_a_call_that_is_cancelled_on_one_host_ends_on_all(answers: dict[str, list[Any]]) -> None:
+    first, *others = answers["failing"]
+    assert first["cancelled"] == ["CancelledError: ", "CancelledError: "]
+    said = "FailedCallError: host 0: the call was cancelled"
+    assert [host["cancelled"] for host in others] == [[said, said]] * len(others)
 
 
 def test_hosts_compute_at_once_what_calls_in_turn_have_them_wait_for(answers: dict[str, list[Any]]) -> None:

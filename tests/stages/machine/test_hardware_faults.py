@@ -19,6 +19,7 @@ def device(**keys: Any) -> dict[str, Any]:
 
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"hosts": {"memory": "1GB"}}, "hardware.hosts", "names no hosts; give null for one, auto for those that torchrun"),
+    ({"exact_hosts": "yes"}, "hardware.exact_hosts", "'yes' is neither; give true to have hosts with unlike kernels"),
     ({"hosst": {"memory": "1GB"}}, "hardware.hosst", "unknown key (did you mean 'host'?); here may stand devices"),
     ({"hosts": [{"devices": 3}, {}]}, "hardware.hosts[0].devices", "3 is no list"),
     ({"zzz": 1}, "hardware.zzz", "unknown key; here may stand devices, host, rates"),

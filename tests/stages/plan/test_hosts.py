@@ -18,7 +18,7 @@ from offstage.stages.machine.host_memory import Host
 from offstage.stages.machine.hosts import Network
 from offstage.stages.machine.kernels import NOMINAL
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.hosts import Division, PlannedHost, divide, soonest_together, with_division
+from offstage.stages.plan.hosts import Division, PlannedHost, around_seconds, divide, soonest_together, with_division
 from offstage.stages.plan.inputs import gather_inputs
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
@@ -103,7 +103,7 @@ def test_what_is_sent_takes_time_too() -> None:
 
 
 def test_with_several_prompts_under_way_a_token_takes_what_the_slowest_host_takes() -> None:
-    outline, hosts = model([10**7] * 8), [host(10**9)] * 2
+    outline, hosts = model([10**8] * 8), [host(10**9)] * 2
     chain = chain_of(outline.skeleton)
 
     def divided_for(members: int) -> Division:
@@ -113,7 +113,9 @@ def test_with_several_prompts_under_way_a_token_takes_what_the_slowest_host_take
         )  # fmt: skip
 
     alone, several = divided_for(1), divided_for(4)
-    assert several.seconds == pytest.approx(max(one.seconds for one in several.hosts))
+    around = around_seconds(hosts)
+    assert several.seconds == pytest.approx(max(one.seconds for one in several.hosts) + around), "for all tokens"
+    assert alone.seconds == pytest.approx(sum(one.seconds for one in alone.hosts) + around), "all do it at once"
     assert alone.seconds / several.seconds > 1.6
     assert several.partition.cuts["layers"] == (0, 4, 8), "alike hosts have as much to compute"
 

@@ -113,6 +113,7 @@ def codes(code: str, block: tuple[int, int], scales: str = "float32", *, strange
 
 WEIGHTS: Mapping[str, tuple[Make, int, int]] = {
     **{kind: (of_ggml(kind), 75, COLUMNS) for kind in FORMATS_OF_LOOPS},
+    "q8_0 in long rows": (of_ggml("q8_0"), 50, 2112),
     "fp8 in blocks": (codes("fp8", (16, 128)), 75, COLUMNS),
     "fp8, one scale": (codes("fp8", (40, 96), "bfloat16"), 40, 96),
     "fp8 by rows": (codes("fp8", (1, 1024), "float16"), 33, 1024),
@@ -127,6 +128,7 @@ WEIGHTS: Mapping[str, tuple[Make, int, int]] = {
     "nf4": (bitsandbytes(nested=False), 75, COLUMNS),
     "nf4, scales packed too": (bitsandbytes(nested=True), 75, COLUMNS),
     **{name: (grouped(name), 96, 256) for name in test_grouped.KINDS},
+    "GPTQ in long rows": (grouped("GPTQ, reordered"), 96, 1280),
     "GPTQ, bfloat16": (grouped("GPTQ, reordered", torch.bfloat16), 160, 192),
     "AWQ, float32": (grouped("AWQ", torch.float32), 72, 192),
 }
@@ -155,16 +157,26 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(name: str, tmp_path: Path) -> None:
     make, rows, columns = WEIGHTS[name]
     matrix, parts = make(tmp_path, rows, columns)
-    given, told = given_rows(7, columns), as_text(matrix)
+    given, told = given_rows(39, columns), as_text(matrix)
     wanted = by_operators(given, parts, told)
     assert bool(wanted.isnan().any()) == ("no numbers" in name)
     for count in (1, 2, 3):
         with in_threads(count):
-            assert same_bits(multiply_packed(given, parts, told), wanted)
-            alone = [multiply_packed(row[None], parts, told) for row in given]
-            assert same_bits(torch.cat(alone), wanted)
-            some = multiply_packed(given[2:6].contiguous(), parts, told)
-            assert same_bits(some, wanted[2:6])
+            for some in (1, 2, 3, 4, 7, 13, 39):
+                assert same_bits(multiply_packed(given[:some], parts, told), wanted[:some])
+            assert same_bits(multiply_packed(given[2:6], parts, told), wanted[2:6])
+
+
+@pytest.mark.usefixtures("compiled")
+def test_what_rests_at_an_address_may_change(tmp_path: Path) -> None:
+    make, rows, columns = WEIGHTS["q8_0"]
+    matrix, (packed,) = make(tmp_path, rows, columns)
+    given, told = given_rows(5, columns), as_text(matrix)
+    before = multiply_packed(given, [packed], told)
+    packed.copy_(packed.flip(0))
+    after = multiply_packed(given, [packed], told)
+    assert same_bits(after, before.flip(1))
+    assert not same_bits(after, before)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of compilers for x86")

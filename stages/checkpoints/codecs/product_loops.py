@@ -1,0 +1,196 @@
+"""Products by the loops of ``loops.c``: what is looked at once for each weight, and run for all that is given to it.
+
+A model makes some hundred products a token, many of which take as long as looking at their arrays does. So a product
+is made for a weight where it lies, sizes held against the arrays; a call says only what is multiplied, and where to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import Structure, addressof, byref, c_int64, c_void_p, cast
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.codecs.loops import (
+    DTYPE_NUMBERS,
+    FORMAT_NUMBERS,
+    LANES,
+    SCALE_NUMBERS,
+    Bytes,
+    LoopArguments,
+    Loops,
+    Places,
+    ScaleLayout,
+    can_multiply_scaled,
+    pointers,
+    scaled_work,
+)
+from offstage.stages.units import DTYPE_BYTES
+
+_TOGETHER = 12
+"""By how many rows of a weight threads share them, or several times as many: whole runs of what registers sum up."""
+_PANEL_VALUES = 6 * 2**14
+"""How many values a thread unpacks at a time where several rows are multiplied, at most: part of a core's own cache."""
+_AT_ONCE = 4
+"""From so many rows given on a weight is unpacked, some of its rows at a time; fewer read it as one does."""
+_SHARING = 32
+"""How many rows given share what was unpacked while it is in a core's first cache."""
+_WIDE, _MANY = 64, 12
+"""How many rows of a weight in columns are multiplied side by side; from how many rows given on it is unpacked."""
+_SHARES = 4
+"""In so many steps each thread takes rows: one that another process holds up has fewer."""
+_LINE = 64
+_GGML, _SCALED, _GROUPED = range(3)
+_NUMBERS = ("family", "rows", "columns", "count", "step", "room", "next_row", "next_room")
+
+
+class _ProductArguments(Structure):
+    """``Product`` in ``loops.c``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("work", "given", "made", "rooms", "places", "values")),
+        *((name, c_int64) for name in _NUMBERS),
+    ]
+
+
+class PackedGroups(NamedTuple):
+    """Integers in groups as they rest: bytes of codes, scales and zeros, and the group of each input where these are in
+    no order.
+    """
+
+    codes: Bytes
+    scales: Bytes
+    zeros: Bytes
+    order: npt.NDArray[np.int32] | None
+
+
+class GroupLayout(NamedTuple):
+    """What these mean: codes of so many ``bits``, a scale of ``scale_dtype`` and a zero for each ``group`` of inputs.
+
+    Zeros may rest ``less_one``; ``interleaved`` codes lie as AWQ's.
+    """
+
+    bits: int
+    group: int
+    scale_dtype: str
+    less_one: bool
+    interleaved: bool
+
+
+class Product:
+    """The product with one weight where it lies, which ``work`` tells of: of ``rows`` and ``columns``.
+
+    The weight isn't kept alive. Any threads may run it side by side.
+    """
+
+    def __init__(
+        self,
+        known: Loops,
+        work: LoopArguments,
+        *,
+        rows: int,
+        columns: int,
+        places: Places | None = None,
+        tables: Mapping[str, npt.NDArray[Any] | None] | None = None,
+        room: int | None = None,
+    ) -> None:
+        family = _GROUPED if room is not None else _GGML if tables is None else _SCALED
+        self._function, self._kept = known.library.multiply_packed, (work, places, tables)
+        self._rows, self._columns, self._room = rows, columns, room
+        self._arguments = _ProductArguments(
+            work=addressof(work), family=family, rows=rows, columns=columns, places=pointers(places)[0]
+        )
+        self._arguments.values = pointers((tables or {}).get("values"))[0]
+
+    def run(self, given: int, made: int, count: int, *, threads: int) -> None:
+        """Write the products of ``count`` rows of float32 at the address ``given`` [count, columns] to that of ``made``
+        [count, rows], in so many ``threads``, which share the rows of the weight.
+
+        The bits are the same for any number of them.
+        """
+        product, together = _ProductArguments.from_buffer_copy(self._arguments), _TOGETHER
+        room, unpacks = self._room or 0, count >= (_AT_ONCE if self._room is None else _MANY)
+        if self._room is not None:
+            together = _WIDE
+        elif unpacks:
+            together *= max(1, min(_PANEL_VALUES // self._columns, self._rows // (4 * threads)) // together)
+        if unpacks:
+            room += together * (self._columns + _SHARING * LANES)
+        if room:
+            rooms = np.empty(threads * room + _LINE // 4, np.float32)  # whole lines of a cache are read at once
+            product.rooms = -(-rooms.ctypes.data // _LINE) * _LINE
+        product.given, product.made, product.count, product.room = given, made, count, room
+        product.step = max(1, self._rows // (threads * _SHARES * together)) * together
+        self._function(byref(product), threads, _team())
+
+
+def ggml_product(known: Loops, packed: Bytes, *, kind: str, places: Places | None) -> Product:
+    """Return the product with ``packed`` [rows, bytes], blocks of ggml's format ``kind``, each of whose numbers goes to
+    the place that ``places`` has for its row, if that isn't null.
+    """
+    form, rows = FORMATS[kind], len(packed)
+    blocks = packed.shape[1] // form.bytes
+    assert packed.shape[1] == blocks * form.bytes
+    assert places is None or places.shape == (rows,)
+    laid = pointers(packed, None, None, None, None, None)
+    work = LoopArguments(*laid, FORMAT_NUMBERS[kind], DTYPE_NUMBERS["float32"], rows, blocks)
+    return Product(known, work, rows=rows, columns=blocks * form.elements, places=places)
+
+
+def scaled_product(known: Loops, codes: Bytes, scales: Bytes, *, rows: int, layout: ScaleLayout) -> Product:
+    """Return the product with a matrix of ``rows`` that rests in ``codes`` [rows, bytes] and ``scales`` [blocks down,
+    bytes of a line of them].
+
+    Codes of a table may be runs, several to a row of the matrix.
+    """
+    work, tables = scaled_work(codes, scales, layout)
+    columns, over = divmod(work.rows * work.columns, rows)
+    assert layout.inside == 0
+    assert can_multiply_scaled(work.columns, work.block_columns)
+    assert not over
+    values, scale_table = tables
+    work.dtype = DTYPE_NUMBERS["float32"]
+    singles = None if values is None else np.ascontiguousarray(values.view(np.float32)[::32])
+    kept = {"values": singles, "codes": values, "scales": scale_table}
+    return Product(known, work, rows=rows, columns=columns, tables=kept)
+
+
+def grouped_product(known: Loops, packed: PackedGroups, *, rows: int, columns: int, layout: GroupLayout) -> Product:
+    """Return the product with integers in groups, of ``rows`` outputs and ``columns`` inputs."""
+    codes, scales, zeros, order = packed
+    bits, width = layout.bits, int(DTYPE_BYTES[layout.scale_dtype])
+    groups = scales.nbytes // (rows * width)
+    assert columns % LANES == 0
+    assert rows * bits % 32 == 0
+    assert codes.nbytes * 8 == rows * columns * bits
+    assert zeros.nbytes * 8 == groups * rows * bits
+    assert scales.nbytes == groups * rows * width
+    assert groups > 0
+    if order is None:
+        assert groups == -(-columns // layout.group)
+    else:
+        assert order.dtype == np.int32
+        assert order.shape == (columns,)
+        assert 0 <= order.min() <= order.max() < groups
+    work = LoopArguments(*pointers(codes, scales, zeros, None, order, None), bits, 0, rows, columns, groups)
+    work.inside, work.block_columns, work.scale_kind = (
+        layout.interleaved,
+        layout.group,
+        SCALE_NUMBERS[layout.scale_dtype],
+    )
+    work.above_run = layout.less_one
+    return Product(known, work, rows=rows, columns=columns, room=2 * _WIDE * groups)
+
+
+@cache
+def _team() -> c_void_p | None:
+    """Return what calls a function in several of OpenMP's threads, torch's own; null where its OpenMP has no such."""
+    try:
+        return cast(ctypes.CDLL(None).GOMP_parallel, c_void_p)
+    except AttributeError:
+        return None

@@ -1,0 +1,129 @@
+"""Calls of a divided model that fail on one host alone: what the others have of them, and of all that come after.
+
+Run on each host by ``lockstep_models``. A host that waits for what never comes hangs, and the test with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offstage
+from offstage.stages.hosts.stand_ins import StandIn
+
+_BAD, _GOOD, _TOKENS = list(range(20, 27)), [[11, 12, 13], [14, 15], [16, 17, 18, 19]], 5
+_LARGE = 1 << 19
+"""Floats that lockstep has no copies of for each call."""
+
+
+def outcomes(folder: Path) -> dict[str, Any]:
+    """Return what came of calls of the checkpoint ``folder``: of each that fails its error, else whether it is right.
+
+    The last host fails at prompts of as many tokens as ``_BAD`` has, whose other hosts know nothing of that.
+    """
+    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache") as whole:
+        wanted = [_answer(whole.model, ids) for ids in _GOOD]
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {"hosts": "auto", "concurrency": "lockstep", "batch_size": 3}
+    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache", **options) as loaded:
+        ask = partial(_answer, loaded.model)
+
+        def right(answers: list[torch.Tensor]) -> bool:
+            return len(answers) == len(wanted) and all(map(torch.equal, answers, wanted))
+
+        with _changing(loaded.model):
+            again = loaded.generate([*_GOOD], lockstep=3, batch_size=1, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS)
+        found["begun again"] = right([torch.tensor([[*one.prompt_token_ids, *one.token_ids]]) for one in again])
+        with _failing(loaded.model, lambda hidden: hidden.shape[1] == len(_BAD)):
+            found["alone"] = _error(lambda: ask(_BAD))
+            found["after one alone"] = right([ask(ids) for ids in _GOOD])
+            found["in lockstep"] = _error(
+                lambda: offstage.lockstep(loaded.model, [partial(ask, ids) for ids in (*_GOOD, _BAD, *_GOOD)], size=3)
+            )
+            found["after lockstep"] = right(offstage.lockstep(loaded.model, [partial(ask, ids) for ids in _GOOD]))
+            submitted = [loaded.submit(ask, ids) for ids in (_BAD, *_GOOD)]
+            found["submitted"] = _error(submitted[0].result)
+            found["beside it"] = right([future.result() for future in submitted[1:]])
+        found |= _cancelled(loaded, ask, right)
+        found["in the end"] = right(offstage.lockstep(loaded.model, [partial(ask, ids) for ids in _GOOD]))
+    return found
+
+
+def _cancelled(
+    loaded: offstage.LoadedModel, ask: Callable[..., torch.Tensor], right: Callable[[list[torch.Tensor]], bool]
+) -> dict[str, Any]:
+    """Have host 0 cancel one call that is under way and one that waits for its turn."""
+    long = [loaded.submit(ask, [30, 31], tokens=200) for _ in range(4)]
+    following = [loaded.submit(ask, ids) for ids in _GOOD]
+    if os.environ["RANK"] == "0":
+        while not long[0].running():
+            pass
+        assert long[0].cancel()
+        assert long[3].cancel()
+    errors = [_error(long[number].result) for number in (0, 3)]
+    assert all(future.result().shape == (1, 202) for future in long[1:3])
+    return {"cancelled": errors, "after cancelled ones": right([future.result() for future in following])}
+
+
+def _answer(model: Any, ids: list[int], *, tokens: int = _TOKENS) -> torch.Tensor:
+    found: torch.Tensor = model.generate(
+        torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, do_sample=False
+    )
+    return found
+
+
+def _error(call: Callable[[], object]) -> str:
+    """Return the kind of the error that ``call`` raises, and what it says; nothing where it raises none."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - it is told
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _own_block(model: nn.Module) -> nn.Module | None:
+    """Return a block that this host computes, on the last one; null on the others."""
+    if int(os.environ["RANK"]) + 1 < int(os.environ["WORLD_SIZE"]):
+        return None
+    blocks = model.get_submodule("model.layers").children()
+    return next(block for block in blocks if not isinstance(block, StandIn))
+
+
+@contextmanager
+def _failing(model: nn.Module, fails: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Have a block of the last host fail at hidden states that ``fails`` says so of."""
+    block = _own_block(model)
+
+    def look(_module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if fails(given[0]):
+            raise ValueError("this block is out of order")
+
+    hook = None if block is None else block.register_forward_pre_hook(look)
+    yield
+    if hook is not None:
+        hook.remove()
+
+
+@contextmanager
+def _changing(model: nn.Module) -> Iterator[None]:
+    """Have a block of the last host change something in place that each call in lockstep would need a copy of."""
+    block = _own_block(model)
+    if block is None:
+        yield
+        return
+    block.register_buffer("seen", torch.zeros(_LARGE), persistent=False)
+
+    def change(module: nn.Module, _given: object) -> None:
+        module.get_buffer("seen").add_(1)
+
+    hook = block.register_forward_pre_hook(change)
+    yield
+    hook.remove()
+    del block.seen
