@@ -59,6 +59,10 @@ class Finished:
         return {stage["name"]: stage["cached"] for stage in self.record["stages"]}
 
 
+HUSHED = ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")
+"""What a command that runs in this process sets for its libraries, and for the jobs that it starts."""
+
+
 def records_in(folder: Path) -> dict[Path, dict[str, Any]]:
     """Return every run record below ``folder``, oldest first."""
     paths = sorted(folder.glob("outputs/**/run.json"))
@@ -70,7 +74,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
     What a command that ran in this process left there is no part of it.
     """
-    left = ("HYDRA_FULL_ERROR", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY", *SET_BY_RUNS)
+    left = ("HYDRA_FULL_ERROR", *HUSHED, *SET_BY_RUNS)
     clean = {key: value for key, value in os.environ.items() if key not in left}
     return {**clean, "HF_HUB_OFFLINE": "1", **(extra or {})}
 
@@ -262,7 +266,8 @@ def start_job(
     stdout: IO[bytes] | None = None, stderr: IO[bytes] | None = None,
 ) -> Process:  # fmt: skip
     """Start the ``command`` of a job as ``offstage.pipeline.job_process`` would, in a fork where that is the same."""
-    variables = {**env, "HF_HUB_OFFLINE": "1"}
+    asked = {key: value for key, value in env.items() if key not in HUSHED or value != "error"}  # a job hushes its own
+    variables = {**asked, "HF_HUB_OFFLINE": "1"}
     plain = list(command[:3]) == [sys.executable, "-P", "-c"]  # and under no cap
     server = warm_server(variables) if plain else None
     if server is None:
@@ -270,7 +275,10 @@ def start_job(
             command, process_group=process_group, env=env, pass_fds=pass_fds, stdout=stdout, stderr=stderr
         )
     streams = (0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
-    return server.start_on(streams, Path.cwd(), command[4:], variables, entry="job", leads="group", kept=pass_fds)
+    arguments = list(command[4:])
+    if "--parent" in arguments:  # a job ends with who waits for it, which for a fork is the server
+        arguments[arguments.index("--parent") + 1] = str(server.pid)
+    return server.start_on(streams, Path.cwd(), arguments, variables, entry="job", leads="group", kept=pass_fds)
 
 
 @contextmanager

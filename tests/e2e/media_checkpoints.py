@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,18 @@ def save(folder: Path, made: str | tuple[Any, Any]) -> Path:
     model.save_pretrained(folder, max_shard_size="100KB" if isinstance(made, str) else "1GB")
     processor.save_pretrained(folder)
     return folder
+
+
+def tell_languages(folder: Path) -> None:
+    """Have the whisper in ``folder`` be one of several languages and tasks, as its generation config says."""
+    number = hf.AutoProcessor.from_pretrained(folder).tokenizer.convert_tokens_to_ids
+    file = folder / "generation_config.json"
+    spoken = {
+        "is_multilingual": True, "lang_to_id": {"<|en|>": number("<|en|>")},
+        "task_to_id": {"transcribe": number("<|transcribe|>")}, "no_timestamps_token_id": number("<|notimestamps|>"),
+    }  # fmt: skip
+    defaults = {name: value for name, value in json.loads(file.read_text()).items() if name != "_from_model_config"}
+    file.write_text(json.dumps(defaults | spoken))
 
 
 def picture(file: Path, size: tuple[int, int] = (60, 40), seed: int = 0) -> Path:

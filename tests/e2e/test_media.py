@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 
 from tests.e2e.conftest import Finished, Replay
-from tests.e2e.media_checkpoints import picture, recording, save
+from tests.e2e.media_checkpoints import picture, recording, save, tell_languages
 from tests.long_form import in_ci
 from tests.stages.inputs.test_media import bomb
 
@@ -91,14 +91,7 @@ def test_what_a_model_sees_or_hears_is_answered_as_it_is_in_memory(
 
 def test_whisper_takes_its_own_options(tmp_path: Path, offstage_here: Callable[..., Finished]) -> None:
     folder, media = save(tmp_path / "checkpoint", "whisper"), recording(tmp_path / "a.wav")
-    number = hf.AutoProcessor.from_pretrained(folder).tokenizer.convert_tokens_to_ids
-    file = folder / "generation_config.json"
-    spoken = {
-        "is_multilingual": True, "lang_to_id": {"<|en|>": number("<|en|>")},
-        "task_to_id": {"transcribe": number("<|transcribe|>")}, "no_timestamps_token_id": number("<|notimestamps|>"),
-    }  # fmt: skip
-    defaults = {name: value for name, value in json.loads(file.read_text()).items() if name != "_from_model_config"}
-    file.write_text(json.dumps(defaults | spoken))
+    tell_languages(folder)
     prompts = f"generate.prompts=[{{audio: {media}, language: en, task: transcribe}}, {{audio: {media}, language: 3}}]"
     refused = offstage_here(f"model.path={folder}", prompts)
     assert refused.code == 2

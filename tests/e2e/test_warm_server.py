@@ -5,11 +5,24 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tests.e2e.conftest as harness
-from tests.e2e.conftest import Finished, environment, finish, records_in, start, start_anew, wait_for, warm_server
+from offstage.pipeline import job_process
+from tests.e2e.conftest import (
+    Finished,
+    Process,
+    environment,
+    finish,
+    records_in,
+    start,
+    start_anew,
+    start_job,
+    wait_for,
+    warm_server,
+)
 from tests.e2e.warm_server import ForkedCommand, of_imports
 
 ENDLESS = ("generate.max_new_tokens=100000", "generate.min_new_tokens=100000")
@@ -49,6 +62,21 @@ def test_what_runs_inside_this_process_leave_in_its_environment_is_no_reason_for
 ) -> None:
     assert offstage_here("generate.max_new_tokens=1").code == 0
     assert warm_server(environment()) is not None
+
+
+def test_the_jobs_of_a_sweep_in_this_process_are_forks_that_complete(
+    offstage_here: Callable[..., Finished], jobs_fork: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Process] = []
+
+    def start_noted(*command: Any, **options: Any) -> Process:
+        started.append(start_job(*command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(job_process.subprocess, "Popen", start_noted)
+    done = offstage_here("-m", "seed=0,1", "generate.max_new_tokens=1")
+    assert [record["status"] for record in done.records] == ["completed", "completed"], done.err
+    assert [type(job) for job in started] == [ForkedCommand, ForkedCommand]
 
 
 @pytest.mark.parametrize("name", ["HF_HOME", "OMP_NUM_THREADS", "PYTHONIOENCODING", "LC_ALL"])

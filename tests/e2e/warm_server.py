@@ -126,6 +126,11 @@ class WarmServer:
         theirs.close()
         self._forks = self._control.recv(_REQUEST_BYTES) == _READY
 
+    @property
+    def pid(self) -> int:
+        """The process whose children the forks are."""
+        return self._process.pid
+
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Return whether a command with ``environment`` may be a fork: it fits, and no import has started a thread."""
         return self._forks and self.fits(environment)

@@ -3,15 +3,15 @@
 // colours from the page's style, in the scheme that the reader has, and again when that changes.
 ((DataTable) => {
   const dark = matchMedia("(prefers-color-scheme: dark)"), phone = matchMedia("(max-width: 600px)");
-  const root = document.documentElement, parts = [...document.querySelectorAll("figure")];
-  const dataOf = (part, revive) => JSON.parse(part.querySelector("script").textContent, revive);
+  const root = document.documentElement, parts = [...document.querySelectorAll("figure")], drawn = new Set();
+  const textOf = part => part.querySelector("script").textContent;
 
   // The figure with the values of the colours that it names, in a height and with names for the reader's screen.
   function figureOf(part) {
-    const style = getComputedStyle(root), token = /^var\((--[\w-]+)\)$/;
-    const {data, layout} = dataOf(part, (_, value) =>
-      typeof value === "string" && token.test(value) ? style.getPropertyValue(value.match(token)[1]).trim() : value);
-    const {rows, panels} = layout.meta, narrow = phone.matches;
+    const style = getComputedStyle(root), narrow = phone.matches;
+    const {data, layout} = JSON.parse(textOf(part).replace(/"var\((--[\w-]+)\)"/g, (_, name) =>
+      JSON.stringify(style.getPropertyValue(name).trim())));
+    const {rows, panels} = layout.meta;
     const entries = data.filter(trace => layout.showlegend && trace.showlegend !== false).length;
     const row = narrow ? 48 : 28, least = narrow ? 260 : 340;
     layout.height = panels * (rows ? 64 + rows * row : panels > 1 ? 240 : least) + 24 + 22 * (narrow ? entries : 1);
@@ -35,24 +35,38 @@
   }
 
   async function draw(part) {
-    const drawn = await Plotly.react(...figureOf(part));
-    drawn.removeAllListeners("plotly_click").on("plotly_click", ({points: [{customdata}]}) => {
+    drawn.add(part);
+    inView.unobserve(part);
+    const plot = await Plotly.react(...figureOf(part));
+    plot.removeAllListeners("plotly_click").on("plotly_click", ({points: [{customdata}]}) => {
       if (customdata && matchMedia("(hover: hover)").matches) location.href = customdata; // a finger asks what it is
     });
   }
 
   // One picture after another, so that the page can be used meanwhile.
-  async function drawAll() {
-    root.classList.toggle("dark", dark.matches);
-    for (const part of parts) {
+  async function drawEach(some) {
+    for (const part of some) {
       await new Promise(done => setTimeout(done));
       await draw(part);
     }
-    root.dataset.drawn = parts.length;
+  }
+
+  // A picture is drawn when it is within a screen of what is seen. Its room is there before: nothing moves.
+  const inView = new IntersectionObserver(
+    entries => drawEach(entries.filter(({isIntersecting}) => isIntersecting).map(({target}) => target)),
+    {rootMargin: "100% 0px"});
+
+  function fitToScreen() {
+    root.classList.toggle("dark", dark.matches);
+    for (const part of parts) {
+      const [plot, , {height}] = figureOf(part);
+      plot.style.minHeight = `${height}px`;
+    }
+    drawEach(drawn);
   }
 
   function tableOf(part) {
-    const {columns, rows, many} = dataOf(part), page = 100;
+    const {columns, rows, many} = JSON.parse(textOf(part)), page = 100;
     // Where a cell says nothing the row comes last, whichever way it is sorted.
     const known = order => (a, b) => (a === null) - (b === null) || order * (a - b);
     Object.assign(DataTable.ext.type.order, {"known-asc": known(1), "known-desc": known(-1)});
@@ -80,6 +94,8 @@
 
   const table = document.getElementById("table");
   if (table) tableOf(table);
-  for (const each of [dark, phone]) each.addEventListener("change", drawAll);
-  drawAll();
+  for (const each of [dark, phone]) each.addEventListener("change", fitToScreen);
+  addEventListener("beforeprint", () => parts.filter(part => !drawn.has(part)).forEach(draw));
+  fitToScreen();
+  for (const part of parts) inView.observe(part);
 })(DATATABLE);

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offstage.pipeline.report.command import run
-from tests.pipeline.report.browser import CONTRAST, Browser, browser, installed
+from tests.pipeline.report.browser import CONTRAST, DRAWN, Browser, browser, installed
 from tests.pipeline.report.sample_runs import write_sweep
 
 FOUND = installed()
@@ -177,3 +177,28 @@ def test_the_pictures_take_the_colours_of_the_scheme_that_the_reader_changes_to(
     dark = chromium.evaluate(f"new Promise(done => setTimeout(() => done({ink}), 1500))")
     assert light == "rgb(28, 31, 36)"
     assert dark == "rgb(232, 234, 237)"
+
+
+UNDRAWN = "[...document.querySelectorAll('figure')].filter(figure => !figure.querySelector('.main-svg')).map(f => f.id)"
+
+
+def test_a_picture_is_drawn_where_it_comes_near_what_is_seen_and_nothing_moves(chromium: Browser, page: Path) -> None:
+    for width in (1440, 390):
+        chromium.open(page, width=width, scheme="light")
+        height = chromium.evaluate("document.documentElement.scrollHeight")
+        assert "stages" in chromium.evaluate(UNDRAWN)
+        chromium.evaluate("document.getElementById('stages').scrollIntoView()")
+        drawn = "document.querySelector('#stages .main-svg')"
+        chromium.evaluate(
+            f"new Promise(done => {{ const look = () => {drawn} ? done() : setTimeout(look, 20); look(); }})"
+        )
+        assert abs(chromium.evaluate("document.documentElement.scrollHeight") - height) <= 1
+        chromium.evaluate(DRAWN)
+        assert abs(chromium.evaluate("document.documentElement.scrollHeight") - height) <= 1
+
+
+def test_paper_has_all_pictures(chromium: Browser, page: Path) -> None:
+    chromium.open(page, width=1440, scheme="light")
+    assert chromium.evaluate(UNDRAWN) != []
+    assert chromium.print_page().startswith(b"%PDF")
+    assert chromium.evaluate(UNDRAWN) == []
