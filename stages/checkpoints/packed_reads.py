@@ -31,6 +31,9 @@ each time, in a tenth of the time that reading one takes.
 """
 
 
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class SpanRead:
     """A read that brings ``span`` into ``memory``, directly where there is a ``chunk``; ``data`` is the span's part."""
@@ -101,7 +104,10 @@ def working_bytes(blocks: Iterable[PackedBlock], scratch_bytes: int) -> int:
 
 
 class ThreadBuffers:
-    """A buffer of ``size`` bytes, as ``allocate`` gives them, for each thread that reads; none where that is 0."""
+    """A buffer of ``size`` bytes, as ``allocate`` gives them, for each thread that reads.
+
+    Where that is 0, since all waits in memory as it rests, no memory is taken, and no thread waits for another's.
+    """
 
     def __init__(self, size: int, allocate: Callable[[int], Bytes] = buffer_bytes) -> None:
         self.size, self._allocate = size, allocate
@@ -116,6 +122,9 @@ class ThreadBuffers:
     @contextmanager
     def lend(self) -> Iterator[Bytes]:
         """Lend one, once there is one."""
+        if not self.size:
+            yield _NOTHING
+            return
         buffer = self._free.get()
         try:
             yield buffer
