@@ -44,7 +44,7 @@ HOST: Mapping[str, Any] = {
     "device_map": "disk",
 }
 TWO_GPUS: Mapping[str, Any] = {
-    "hardware": {"devices": [{"memory": "4MB"}, {"memory": "2MB"}], "host": {"memory": "4GB"}},
+    "hardware": {"devices": [{"memory": "60MB"}, {"memory": "40MB"}], "host": {"memory": "4GB"}},
     "max_memory": {0: "80kB", 1: "80kB", "cpu": "30kB"},
 }
 

@@ -251,19 +251,27 @@ def test_what_was_done_is_served_from_the_cache_and_replays(offstage_here: Run, 
     assert f"different; output 0, last_hidden_state sha256: was {'0' * 64}, is" in out
 
 
-def test_a_unet_of_diffusers(forward: Any, tmp_path: Path) -> None:
-    diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(0)
+def save_unet(folder: Path, inputs: Path) -> dict[str, torch.Tensor]:
+    """Save a small UNet of diffusers in ``folder``, and what its forward is given in a file; return the latter."""
+    import diffusers
+
     unet = diffusers.UNet2DConditionModel(
         sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 64),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=16, attention_head_dim=8, norm_num_groups=8,
     )  # fmt: skip
-    unet.save_pretrained(tmp_path / "pipe/unet", max_shard_size="300KB")
+    unet.save_pretrained(folder, max_shard_size="300KB")
     given = {
         "sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(7), "encoder_hidden_states": torch.randn(2, 5, 16)
     }  # fmt: skip
-    save_file(given, tmp_path / "in.safetensors")
+    save_file(given, inputs)
+    return given
+
+
+def test_a_unet_of_diffusers(forward: Any, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    given = save_unet(tmp_path / "pipe/unet", tmp_path / "in.safetensors")
     found, _ = forward(f"model.path={tmp_path}/pipe/unet", "forward.inputs=in.safetensors", "max_memory.cpu=3MB")
     with torch.no_grad():
         expected = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "pipe/unet").eval()(**given)

@@ -20,7 +20,7 @@ ASKED = (
     "hardware.rates={storage: 10MB, host: 10GB, link: 10GB, device: 10GB}",
 )  # fmt: skip
 MACHINE = (
-    "hardware.devices=[{memory: 6MB}, {memory: 6MB}]", "max_memory={0: 2MB, 1: 2MB, cpu: 8MB}"
+    "hardware.devices=[{memory: 60MB}, {memory: 60MB}]", "max_memory={0: 2MB, 1: 2MB, cpu: 8MB}"
 )  # fmt: skip
 
 

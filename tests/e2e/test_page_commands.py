@@ -24,6 +24,7 @@ from offstage.pipeline.cache import command as cache_command
 from offstage.pipeline.report import command as report_command
 from tests.e2e import checkpoints_of_kinds as kinds, media_checkpoints as media
 from tests.e2e.conftest import enter, records_in
+from tests.e2e.test_forward import save_unet
 from tests.long_form import in_ci
 from tests.stages.checkpoints.test_gguf_entries import made as make_gguf
 from tests.test_pages import COMMANDS, OTHER_COMMANDS
@@ -97,6 +98,19 @@ def tiny(folder: Path) -> None:
     shutil.copytree(TINY, folder)
 
 
+def lora(folder: Path) -> None:
+    """Make an adapter of the embedded checkpoint."""
+    import peft
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY)
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(folder)
+
+
+def unet(folder: Path) -> None:
+    """Make a UNet, and latents for it in the reader's folder."""
+    save_unet(folder, Path("latents.safetensors"))
+
+
 HEARS = transformers.Wav2Vec2FeatureExtractor()
 CHECKPOINTS: Mapping[str, Callable[[Path], object]] = {
     "/ckpt/llama": tiny, "/ckpt/llama-70b-fp8": tiny, "/ckpt/opt-13b": tiny, "/my/llama": tiny,
@@ -106,9 +120,10 @@ CHECKPOINTS: Mapping[str, Callable[[Path], object]] = {
     "/ckpt/bge": of_kind(kinds.bert(), "BertModel", kinds.tokenizer()),
     "/ckpt/clip": of_kind(kinds.clip(), "CLIPModel", kinds.clip_processor()),
     "/ckpt/wav2vec2": of_kind(kinds.wav2vec2(), "Wav2Vec2Model", HEARS),
+    "/ckpt/my-lora": lora, "/ckpt/sd15/unet": unet,
     "/ckpt/llama-q4_k_m.gguf": gguf_file, "/ckpt/mynet": own_module,
 }  # fmt: skip
-TEXT = "Weights wait offstage until their cue. " * 40
+TEXT = "Weights wait offstage until their cue. " * 60
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +165,7 @@ def given_words(command: str, folder: Path) -> list[str]:
     for place in sorted(CHECKPOINTS, key=len, reverse=True):
         own = folder / place.lstrip("/")
         if place in command and not own.exists():
-            own.parent.mkdir(exist_ok=True)
+            own.parent.mkdir(parents=True, exist_ok=True)
             CHECKPOINTS[place](own)
     placed = [re.sub(r"(?<=[= ])/(?=ckpt/|my/)|^/(?=my/)", f"{folder}/", word) for word in words]
     return [*placed, *([ACCELERATOR] if "max_memory.0=" in command else [])]
