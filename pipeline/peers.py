@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,8 +36,8 @@ _HEADER_BYTES = 512
 """What goes before a message: the JSON of what it is, if that is short, and how long it is."""
 _NEVER_TAG = 2**20
 """By which nothing is sent."""
-_ENDING_SECONDS = 2.0
-"""How long other threads have to end what they wait for as the process ends."""
+_ENDING_SECONDS = 10.0
+"""How long other threads have, at most, to end what they wait for as the process ends."""
 _EVER = timedelta(days=30)
 """Those who are slow are waited for: whether they live is told otherwise."""
 _LIBRARIES = ("offstage", "torch", "transformers", "tokenizers")
@@ -91,6 +92,7 @@ class Peers:
         self.sent_bytes = 0
         self._distributed = distributed
         self._waits: list[Any] = []
+        self._ending, self._is_over = threading.Lock(), False
         self._watch: HostWatch | None = None
         store, machines = meet(self.rank, self.size)
         store.set_timeout(timedelta(seconds=connect_seconds()))
@@ -175,14 +177,19 @@ class Peers:
 
     def _send(self, data: torch.Tensor, host: int, tag: int) -> None:
         with self._guarded(host):
-            self._wait(self._distributed.isend(data, host, group=self._group, tag=tag))
+            self._wait(self._distributed.isend, data, host, tag)
 
     def _receive(self, data: torch.Tensor, host: int, tag: int) -> None:
         with self._guarded(host):
-            self._wait(self._distributed.irecv(data, host, group=self._group, tag=tag))
+            self._wait(self._distributed.irecv, data, host, tag)
 
-    def _wait(self, work: Any) -> None:
-        self._waits.append(work)
+    def _wait(self, begin: Callable[..., Any], data: torch.Tensor, host: int, tag: int) -> None:
+        """Wait until ``data`` is sent or received, as ``begin`` begins it."""
+        with self._ending:
+            if self._is_over:
+                raise HostError("the process ends, and waits for nothing more")
+            work = begin(data, host, group=self._group, tag=tag)
+            self._waits.append(work)
         try:
             work.wait()
         finally:
@@ -195,6 +202,8 @@ class Peers:
         """
         import torch
 
+        with self._ending:  # no thread begins to wait after that
+            self._is_over = True
         if not self._waits:
             return
         other = (self.rank + 1) % self.size
@@ -203,7 +212,7 @@ class Peers:
             never_sent.wait(timedelta(milliseconds=1))
         until = time.monotonic() + _ENDING_SECONDS
         while self._waits and time.monotonic() < until:
-            time.sleep(_ENDING_SECONDS / 200)
+            time.sleep(0.01)
 
     @contextmanager
     def _guarded(self, host: int | None = None) -> Iterator[None]:
