@@ -3,7 +3,8 @@
 // colours from the page's style, in the scheme that the reader has, and again when that changes.
 ((DataTable) => {
   const dark = matchMedia("(prefers-color-scheme: dark)"), phone = matchMedia("(max-width: 600px)");
-  const root = document.documentElement, parts = [...document.querySelectorAll("figure")], drawn = new Set();
+  const root = document.documentElement, parts = [...document.querySelectorAll("figure")];
+  const figures = new Map(), drawn = new Set(); // for the screen as it is, by their parts; and those that are drawn
   const textOf = part => part.querySelector("script").textContent;
 
   // The figure with the values of the colours that it names, in a height and with names for the reader's screen.
@@ -37,7 +38,7 @@
   async function draw(part) {
     drawn.add(part);
     inView.unobserve(part);
-    const plot = await Plotly.react(...figureOf(part));
+    const plot = await Plotly.react(...figures.get(part));
     plot.removeAllListeners("plotly_click").on("plotly_click", ({points: [{customdata}]}) => {
       if (customdata && matchMedia("(hover: hover)").matches) location.href = customdata; // a finger asks what it is
     });
@@ -59,10 +60,10 @@
   function fitToScreen() {
     root.classList.toggle("dark", dark.matches);
     for (const part of parts) {
-      const [plot, , {height}] = figureOf(part);
+      const [plot, , {height}] = figures.set(part, figureOf(part)).get(part);
       plot.style.minHeight = `${height}px`;
     }
-    drawEach(drawn);
+    drawEach([...drawn]); // more are drawn meanwhile
   }
 
   function tableOf(part) {
