@@ -63,7 +63,7 @@ Nominal."""
 
 
 @dataclass(slots=True)
-class Traffic:
+class PassTraffic:
     """What a pass with a token for each of ``members`` moves, in bytes, and how much there is to do for it.
 
     What it brings to where it is used is ``at_rest``, by where it waits; of these those ``packed``, which come to what
@@ -187,7 +187,7 @@ class Traffic:
         return [(device, count * shares.get(device, 1)) for device, count in self.runs]
 
 
-def token_seconds(brought: Traffic, rates: Rates) -> dict[str, float]:
+def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
     """Return the seconds that a token takes storage, the links, either memory, and the cores that unpack and compute,
     of a pass that moves what is ``brought``.
     """
@@ -219,7 +219,7 @@ def crossing_seconds(output_bytes: int, rates: Rates) -> float:
     return _CROSSING_SECONDS + output_bytes / rates.slowest_link
 
 
-def _read_on_devices(brought: Traffic, rates: Rates) -> float:
+def _read_on_devices(brought: PassTraffic, rates: Rates) -> float:
     """Return the bytes that accelerators read one after the other, or one of them in all if that is more.
 
     They compute in turn, each with what it holds and what came; what one unpacks it does meanwhile. Of a memory with a
@@ -233,7 +233,7 @@ def _read_on_devices(brought: Traffic, rates: Rates) -> float:
     return max([total, *own])
 
 
-def link_seconds(brought: Traffic, rates: Rates) -> float:
+def link_seconds(brought: PassTraffic, rates: Rates) -> float:
     """Return how long the links take for a pass: the slowest, what they share, or all that comes one after the other.
 
     That is what is asked for one layer at a time, or what no reserve has room for before its run. Reserves have room
@@ -254,13 +254,13 @@ def link_seconds(brought: Traffic, rates: Rates) -> float:
     return max(max([*links.values(), in_turn, late], default=0.0) / rates.link, together)
 
 
-def _slower_links(brought: Traffic, rates: Rates) -> dict[DeviceId, float]:
+def _slower_links(brought: PassTraffic, rates: Rates) -> dict[DeviceId, float]:
     """Return how many times as long as ``rates.link`` the link of each accelerator takes."""
     devices = [*brought.used, *(device for device, _ in brought.runs)]
     return {device: rates.link / rates.link_of(device) for device in devices if device != CPU}
 
 
-def waiting_seconds(brought: Traffic, rates: Rates, host_seconds: float) -> float:
+def waiting_seconds(brought: PassTraffic, rates: Rates, host_seconds: float) -> float:
     """Return how long accelerators wait in a pass for which the host computes so many ``host_seconds``.
 
     While the host or another accelerator is at it, each link runs ahead as far as its one of ``reserves``. What can't

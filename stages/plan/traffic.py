@@ -21,7 +21,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Line
 from offstage.stages.plan.token_time import (
     HOST_TOKENS,
-    Traffic,
+    PassTraffic,
     expected_seconds,
     forwards_for_free,
     slowest,
@@ -62,10 +62,10 @@ PLAIN_STEP = Step()
 """One token of one sequence."""
 
 
-def traffic(layout: Layout, step: Step) -> Traffic:
+def traffic(layout: Layout, step: Step) -> PassTraffic:
     """Return what ``step`` moves: of experts those that are wanted and in no slot, all of what else is streamed."""
     outline, routing, forwards = layout.outline, step.routing, step.forwards
-    found = Traffic(
+    found = PassTraffic(
         step.members,
         layout.reserves,
         output_bytes=step.output_bytes,
@@ -109,7 +109,7 @@ def traffic(layout: Layout, step: Step) -> Traffic:
     return found
 
 
-def _held_bytes(layout: Layout, step: Step, brought: Traffic) -> dict[DeviceId, int]:
+def _held_bytes(layout: Layout, step: Step, brought: PassTraffic) -> dict[DeviceId, int]:
     """Return the bytes that a token reads on each device which computes with what it holds; of experts those it uses.
 
     What waits on the host for an accelerator isn't among them, nor are tables, of which next to nothing is read; what
@@ -162,7 +162,7 @@ class Forecast:
     """
 
     rates: Rates
-    brought: Traffic
+    brought: PassTraffic
     terms: dict[str, float]
 
     @property
@@ -230,7 +230,9 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, me
     less = max(0.0, used - over_links * share) if moved else 0.0
     saved = Counter({device: less * of_all for device, of_all in shares.items()})
     ahead = 1 - float(plan.forecast.get("expert_bytes_per_token", 0)) / expected if expected else 1.0
-    found = Traffic(members, held=plan.used_bytes, at_rest=streamed, packed=packed, unpacked=unpacked, used=computed)
+    found = PassTraffic(
+        members, held=plan.used_bytes, at_rest=streamed, packed=packed, unpacked=unpacked, used=computed
+    )
     found.unpacked_there, found.saved = unpacked_there, saved
     found.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
     found.runs = [(device, count * ahead) for device, count in computed.items()]

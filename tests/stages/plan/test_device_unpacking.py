@@ -12,7 +12,7 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.table import packed_told
-from offstage.stages.plan.token_time import Traffic, token_seconds
+from offstage.stages.plan.token_time import PassTraffic, token_seconds
 from offstage.stages.plan.traffic import bound_seconds
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan, of
@@ -141,7 +141,7 @@ def test_experts_are_unpacked_in_their_slots() -> None:
 
 
 def test_accelerators_unpack_side_by_side_and_compute_in_turn() -> None:
-    brought = Traffic(2, held={0: 100, 1: 100})
+    brought = PassTraffic(2, held={0: 100, 1: 100})
     for device in (0, 1):
         brought.add("cpu", 10, computes=device, unpacked=20, moved=300)
     assert brought.links == {0: 10, 1: 10}

@@ -19,7 +19,7 @@ from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.stage import PlanStage
 from offstage.stages.plan.table import render
-from offstage.stages.plan.token_time import Traffic, waiting_seconds
+from offstage.stages.plan.token_time import PassTraffic, waiting_seconds
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
@@ -114,7 +114,7 @@ def test_where_many_share_what_is_brought_less_computes_on_the_host() -> None:
 def test_while_the_host_computes_a_link_runs_ahead_as_far_as_its_reserve_has_room(
     host_seconds: float, waits: float
 ) -> None:
-    brought = Traffic(runs=[(CPU, 1.0), (0, 30.0)], reserves={0: 20})
+    brought = PassTraffic(runs=[(CPU, 1.0), (0, 30.0)], reserves={0: 20})
     assert waiting_seconds(brought, Rates(link=10), host_seconds) == waits
 
 

@@ -22,7 +22,7 @@ from offstage.stages.plan.placement import Placement, resident_bytes
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import packed_bytes, packed_told
-from offstage.stages.plan.token_time import Traffic, slowest, token_seconds
+from offstage.stages.plan.token_time import PassTraffic, slowest, token_seconds
 from offstage.stages.plan.traffic import PLAIN_STEP, bound_seconds, traffic
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.plan.mixtures import mixture
@@ -66,7 +66,7 @@ def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_t
 
 def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> None:
     at_rest = Counter({"disk": 10.0, "cpu": 20.0})
-    brought = Traffic(2, held={0: 100}, at_rest=at_rest, packed=10, unpacked=40, used=Counter({0: 60.0}))
+    brought = PassTraffic(2, held={0: 100}, at_rest=at_rest, packed=10, unpacked=40, used=Counter({0: 60.0}))
     seconds = token_seconds(brought, RATES)
     assert seconds == {
         "storage": 10 / 10 / 2,

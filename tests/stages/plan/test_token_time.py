@@ -9,7 +9,7 @@ import pytest
 from offstage.stages.machine.rates import Rates, read_rates
 from offstage.stages.plan.token_time import (
     HOST,
-    Traffic,
+    PassTraffic,
     expected_seconds,
     late_bytes,
     link_seconds,
@@ -21,8 +21,8 @@ from offstage.stages.units import CPU, DISK, DeviceId
 RATES = Rates(storage=10, host=1000, link=100, device=1000)
 
 
-def brought(runs: Sequence[tuple[DeviceId, float]], *, ahead: bool = True) -> Traffic:
-    found = Traffic()
+def brought(runs: Sequence[tuple[DeviceId, float]], *, ahead: bool = True) -> PassTraffic:
+    found = PassTraffic()
     for device, count in runs:
         found.add(CPU, count, computes=device, ahead=ahead)
     return found
@@ -66,7 +66,7 @@ def test_of_a_run_on_one_accelerator_that_is_late_which_its_reserve_has_no_room_
 
 
 def test_memories_are_read_one_after_the_other() -> None:
-    seconds = token_seconds(Traffic(held={0: 400, 1: 400, CPU: 100}), RATES)
+    seconds = token_seconds(PassTraffic(held={0: 400, 1: 400, CPU: 100}), RATES)
     assert slowest(seconds) == ("device memory", 0.9)
     assert slowest({**seconds, "unpacking": 2.0}) == ("unpacking", 2.1)
 
@@ -78,24 +78,24 @@ def test_a_root_of_links_is_given_or_there_is_none() -> None:
 
 def test_calls_take_the_host_a_while_however_few_weights_there_are() -> None:
     rates = Rates(host=100, calls=10)
-    seconds = [token_seconds(Traffic(held={CPU: 100}, host_calls=calls), rates)[HOST] for calls in (0, 20)]
+    seconds = [token_seconds(PassTraffic(held={CPU: 100}, host_calls=calls), rates)[HOST] for calls in (0, 20)]
     assert seconds == [1, 3]
 
 
 def test_an_accelerator_waits_for_the_host_to_give_it_work_however_little_that_is() -> None:
     rates = Rates(device=100, link=10, launches=10)
-    waits = token_seconds(Traffic(held={0: 100}, device_calls=20), rates)
+    waits = token_seconds(PassTraffic(held={0: 100}, device_calls=20), rates)
     assert slowest(waits) == ("kernel launches", 2)
     assert expected_seconds(waits) == 2, "it computes meanwhile"
-    found = Traffic(2, held={0: 100}, device_calls=20)
+    found = PassTraffic(2, held={0: 100}, device_calls=20)
     found.add(CPU, 5, computes=0, tensors=4)
     assert slowest(token_seconds(found, rates)) == ("kernel launches", 2.2)
 
 
 def read(
     count: float, *, ahead: bool = True, unpacked: float | None = None, tensors: float = 0, mapped: bool = False
-) -> Traffic:
-    found = Traffic()
+) -> PassTraffic:
+    found = PassTraffic()
     found.add(DISK, count, computes=CPU, ahead=ahead, unpacked=unpacked, tensors=tensors, mapped=mapped)
     return found
 
@@ -112,11 +112,11 @@ def read(
         (read(0, tensors=10), 1 + 0.12),
         (read(0, tensors=10, ahead=False), 1 + 0.04),
         (read(0, tensors=10, mapped=True), 1 + 0.013),
-        (Traffic(), 1),
+        (PassTraffic(), 1),
     ],
 )
 def test_what_overlaps_on_the_host_takes_from_each_other_and_experts_wait_for_their_call(
-    streamed: Traffic, expected: float
+    streamed: PassTraffic, expected: float
 ) -> None:
     rates = Rates(storage=10, host=1000, unpacking=500, calls=1000)
     streamed.held = {CPU: 1000}
@@ -125,7 +125,7 @@ def test_what_overlaps_on_the_host_takes_from_each_other_and_experts_wait_for_th
 
 
 def test_what_an_accelerator_computes_has_nothing_disturbed_but_by_what_the_host_unpacks() -> None:
-    streamed = Traffic(held={0: 100})
+    streamed = PassTraffic(held={0: 100})
     streamed.add(DISK, 20, computes=0, unpacked=40)
     seconds = token_seconds(streamed, Rates(storage=10, unpacking=40, link=100, device=1000))
     assert expected_seconds(seconds) == pytest.approx(2 + 0.25 * 1)
@@ -136,7 +136,7 @@ def test_an_accelerator_waits_for_experts_that_the_host_unpacks_as_they_are_call
     rates = Rates(storage=10, unpacking=40, link=100, device=1000)
     seconds = {}
     for ahead in (True, False):
-        streamed = Traffic(held={0: 100})
+        streamed = PassTraffic(held={0: 100})
         streamed.add(DISK, 20, computes=0, unpacked=40, ahead=ahead)
         seconds[ahead] = expected_seconds(token_seconds(streamed, rates))
     assert seconds == pytest.approx({True: 2.25, False: 2.25 + 0.14})
