@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Mapping
 from ctypes import Structure, addressof, byref, c_int64, c_void_p, cast
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,29 +84,27 @@ class GroupLayout(NamedTuple):
 
 
 class Product:
-    """The product with one weight where it lies, which ``work`` tells of: of ``rows`` and ``columns``.
+    """The product with one weight where it lies, which ``work`` tells of: of ``rows`` and ``columns``, of a ``family``.
 
-    The weight isn't kept alive. Any threads may run it side by side.
+    A thread has ``room`` floats beside what it unpacks to, and ``tables`` are kept, as ``work`` is: not the weight. Any
+    threads may run it side by side.
     """
 
     def __init__(
         self,
         known: Loops,
         work: LoopArguments,
+        family: int,
         *,
         rows: int,
         columns: int,
-        places: Places | None = None,
-        tables: Mapping[str, npt.NDArray[Any] | None] | None = None,
-        room: int | None = None,
+        room: int = 0,
+        tables: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
     ) -> None:
-        family = _GROUPED if room is not None else _GGML if tables is None else _SCALED
-        self._function, self._kept = known.library.multiply_packed, (work, places, tables)
-        self._rows, self._columns, self._room = rows, columns, room
-        self._arguments = _ProductArguments(
-            work=addressof(work), family=family, rows=rows, columns=columns, places=pointers(places)[0]
-        )
-        self._arguments.values = pointers((tables or {}).get("values"))[0]
+        self._function, self._kept = known.library.multiply_packed, (work, tables)
+        self._in_columns, self._rows, self._columns, self._room = family == _GROUPED, rows, columns, room
+        self._arguments = _ProductArguments(work=addressof(work), family=family, rows=rows, columns=columns)
+        self._arguments.places, self._arguments.values = pointers(tables.get("places"), tables.get("values"))
 
     def run(self, given: int, made: int, count: int, *, threads: int) -> None:
         """Write the products of ``count`` rows of float32 at the address ``given`` [count, columns] to that of ``made``
@@ -113,11 +112,9 @@ class Product:
 
         The bits are the same for any number of them.
         """
-        product, together = _ProductArguments.from_buffer_copy(self._arguments), _TOGETHER
-        room, unpacks = self._room or 0, count >= (_AT_ONCE if self._room is None else _MANY)
-        if self._room is not None:
-            together = _WIDE
-        elif unpacks:
+        product, room = _ProductArguments.from_buffer_copy(self._arguments), self._room
+        together, unpacks = (_WIDE, count >= _MANY) if self._in_columns else (_TOGETHER, count >= _AT_ONCE)
+        if unpacks and not self._in_columns:
             together *= max(1, min(_PANEL_VALUES // self._columns, self._rows // (4 * threads)) // together)
         if unpacks:
             room += together * (self._columns + _SHARING * LANES)
@@ -139,7 +136,7 @@ def ggml_product(known: Loops, packed: Bytes, *, kind: str, places: Places | Non
     assert places is None or places.shape == (rows,)
     laid = pointers(packed, None, None, None, None, None)
     work = LoopArguments(*laid, FORMAT_NUMBERS[kind], DTYPE_NUMBERS["float32"], rows, blocks)
-    return Product(known, work, rows=rows, columns=blocks * form.elements, places=places)
+    return Product(known, work, _GGML, rows=rows, columns=blocks * form.elements, tables={"places": places})
 
 
 def scaled_product(known: Loops, codes: Bytes, scales: Bytes, *, rows: int, layout: ScaleLayout) -> Product:
@@ -157,7 +154,7 @@ def scaled_product(known: Loops, codes: Bytes, scales: Bytes, *, rows: int, layo
     work.dtype = DTYPE_NUMBERS["float32"]
     singles = None if values is None else np.ascontiguousarray(values.view(np.float32)[::32])
     kept = {"values": singles, "codes": values, "scales": scale_table}
-    return Product(known, work, rows=rows, columns=columns, tables=kept)
+    return Product(known, work, _SCALED, rows=rows, columns=columns, tables=kept)
 
 
 def grouped_product(known: Loops, packed: PackedGroups, *, rows: int, columns: int, layout: GroupLayout) -> Product:
@@ -184,7 +181,7 @@ def grouped_product(known: Loops, packed: PackedGroups, *, rows: int, columns: i
         SCALE_NUMBERS[layout.scale_dtype],
     )
     work.above_run = layout.less_one
-    return Product(known, work, rows=rows, columns=columns, room=2 * _WIDE * groups)
+    return Product(known, work, _GROUPED, rows=rows, columns=columns, room=2 * _WIDE * groups)
 
 
 @cache
