@@ -1,15 +1,18 @@
-"""transformers' package of models, imported without what takes a quarter of a second and that no model needs.
+"""transformers' package of models, imported without what takes half a second and that no model needs.
 
 transformers makes a list of what its models' files have, of the source of all of them, and makes it again as its
-package of models is imported, where names only lack that package's own.
+package of models is imported, where names only lack that package's own. Every model's module imports the losses of
+all, and those of object detection scipy's optimizers, of which they call one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import transformers
@@ -20,13 +23,20 @@ Listing = Mapping[frozenset[str], Mapping[str, set[str]]]
 
 _PACKAGE = Path(transformers.__file__).parent / "models"
 _PREFIX = "models."
+_LOSSES, _OPTIMIZERS = "transformers.loss.loss_utils", "scipy.optimize"
 
 
 def import_models() -> None:
-    """Import transformers' package of models with the list that is there, if it wasn't imported before.
+    """Import transformers' package of models with the list that is there, and its losses without scipy's optimizers,
+    if they weren't imported before.
 
-    A transformers that lists its models otherwise does so.
+    A transformers that does otherwise is left to it.
     """
+    _import_listed()
+    _import_losses()
+
+
+def _import_listed() -> None:
     made: Any = getattr(import_utils, "define_import_structure", None)
     is_listed = getattr(made, "cache_info", None) is not None and made.cache_info().currsize == 1
     if "transformers.models" in sys.modules or not is_listed:
@@ -41,6 +51,24 @@ def import_models() -> None:
         import_module("transformers.models")
     finally:
         import_utils.define_import_structure = made
+
+
+def _import_losses() -> None:
+    """Import the losses with a stand-in for scipy's optimizers, which are imported as a loss calls one."""
+    if {_LOSSES, _OPTIMIZERS} & sys.modules.keys() or not import_utils.is_scipy_available():
+        return
+    stand_in: Any = ModuleType(_OPTIMIZERS)
+    stand_in.linear_sum_assignment = _linear_sum_assignment
+    sys.modules[_OPTIMIZERS] = stand_in
+    try:
+        with suppress(ImportError):
+            import_module(_LOSSES)
+    finally:
+        del sys.modules[_OPTIMIZERS]
+
+
+def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
+    return import_module(_OPTIMIZERS).linear_sum_assignment(*args, **kwargs)
 
 
 def models_alone(listing: Listing) -> Listing:

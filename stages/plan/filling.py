@@ -78,16 +78,22 @@ def place(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
 def _best(outline: Outline, budgets: Budgets, filling: Filling, *, slots: int) -> Placement:
     """Return the placement that holds most on the accelerators, then on the host, with its reserves kept free.
 
-    Every accelerator with a budget is tried as the main device; those before it then hold nothing, so that it is the
-    first of the map. Where no accelerator can hold a layer beside the reserve, one of them still computes, and the cpu
-    where none can hold even that. If no placement keeps its reserves, the one on the largest main device is returned,
-    for ``checks.require_fit`` to refuse.
+    Accelerators with a budget are tried as the main device; those before it then hold nothing, so that it is the first
+    of the map. After one that will do, others of the same budget hold no more, and where one holds something it is more
+    than where none is to. Where no accelerator can hold a layer beside the reserve, one of them still computes, and the
+    cpu where none can hold even that. If no placement keeps its reserves, the one on the largest main device is
+    returned, for ``checks.require_fit`` to refuse.
     """
     attempts: list[_Attempt] = []
+    leading: set[int | None] = set()
     for main, caps in _candidates(budgets):
+        if leading and (budgets.get(main) in leading or not budgeted_accelerators(caps)):
+            continue
         attempts.append(_settle(outline, budgets, filling, main=main, caps=caps, slots=slots))
         if attempts[-1].sound and not attempts[-1].kept:
             break
+        if attempts[-1].sound and held_bytes(outline, attempts[-1].placement.homes)[0]:
+            leading.add(budgets.get(main))
     sound = [attempt.placement for attempt in attempts if attempt.sound]
     if sound:
         return max(sound, key=lambda placement: held_bytes(outline, placement.homes))

@@ -22,7 +22,7 @@ from offstage.stages.plan.outline import Layer, Outline, most_unpacking_bytes
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_devices
 from offstage.stages.plan.reserves import needed_rooms
 from offstage.stages.plan.row_blocks import block_rows, least_sizes
-from offstage.stages.plan.serving import Io, Line, Serving, is_streamed
+from offstage.stages.plan.serving import Io, Line, Serving, TensorTable, is_streamed
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
 Counts = Mapping[DeviceId, int]
@@ -51,7 +51,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(TensorTable):
     """The ``lines`` of ``placement``, in the order of execution, and what follows from them under ``budgets``.
 
     A device that ``budgets`` doesn't list holds nothing, except that disk is then unlimited.
@@ -63,19 +63,9 @@ class Layout:
     budgets: Budgets = field(default_factory=dict)
 
     @cached_property
-    def by_name(self) -> dict[str, Line]:
+    def tensors(self) -> dict[str, Line]:
         """The lines by the tensors' names."""
         return {line.name: line for line in self.lines}
-
-    @cached_property
-    def execution(self) -> dict[str, DeviceId]:
-        """Where each module computes that holds tensors itself."""
-        return {module: self.by_name[names[0]].computes for module, names in self.outline.direct.items() if names}
-
-    @cached_property
-    def serving(self) -> dict[str, Serving]:
-        """How each tensor is served that isn't resident where it computes."""
-        return {line.name: line.serving for line in self.lines if line.serving is not None}
 
     @cached_property
     def weights(self) -> dict[DeviceId, int]:
@@ -204,14 +194,8 @@ class Layout:
 
     def block_device(self, block: str) -> DeviceId:
         """Return where ``block`` computes; what has no weights does so on the main device."""
-        inside = (self.by_name[tensor].computes for tensor in self.outline.below(block))
+        inside = (self.tensors[tensor].computes for tensor in self.outline.below(block))
         return next(inside, self.placement.main)
-
-    @property
-    def host_layers(self) -> tuple[str, ...]:
-        """The layers that compute on the host because they lie there, beside accelerators."""
-        placement = self.placement
-        return tuple(name for name, device in placement.computes.items() if device == CPU != placement.main)
 
     @cached_property
     def _made_there(self) -> int:

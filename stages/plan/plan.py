@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import write_text
-from offstage.stages.empty_init.skeleton import Skeleton, parent
+from offstage.stages.empty_init.skeleton import Skeleton
 from offstage.stages.hosts.partition import Partition, share
 from offstage.stages.machine.rates import Rates, known_rates
 from offstage.stages.plan.expert_slots import Pool
 from offstage.stages.plan.layout import Layout, Room
 from offstage.stages.plan.outline import Layer
 from offstage.stages.plan.placement import fold
-from offstage.stages.plan.serving import Line, Serving
+from offstage.stages.plan.serving import Line, TensorTable
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 FILE_NAME = "plan.json"
@@ -120,7 +120,7 @@ class LoadPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(TensorTable):
     """Where every tensor lies and where every module computes: ``devices`` and ``tensors`` have it.
 
     The tensors are written by the layers that are alike, in the order of execution. ``reasons`` says why each layer
@@ -168,21 +168,6 @@ class Plan:
         return {line.name: line for layer in names for line in found[layer].lines_of(layer)}
 
     @cached_property
-    def homes(self) -> dict[str, DeviceId]:
-        """Where each tensor lies."""
-        return {name: line.home for name, line in self.tensors.items()}
-
-    @cached_property
-    def execution(self) -> dict[str, DeviceId]:
-        """Where each module computes that holds tensors directly."""
-        return {parent(name): line.computes for name, line in self.tensors.items()}
-
-    @cached_property
-    def serving(self) -> dict[str, Serving]:
-        """How each tensor gets to where it computes that isn't resident there."""
-        return {name: line.serving for name, line in self.tensors.items() if line.serving is not None}
-
-    @cached_property
     def device_map(self) -> dict[str, DeviceId]:
         """The shortest map that says where the tensors lie, module or tensor → device; what code makes as placed."""
         return fold({name: DISK if line.made else line.home for name, line in self.tensors.items()})
@@ -190,8 +175,7 @@ class Plan:
     @property
     def host_layers(self) -> tuple[str, ...]:
         """The layers that compute on the host because they lie there, beside accelerators."""
-        on_host = (line.layer for line in self.tensors.values() if line.computes == CPU != self.main_device)
-        return tuple(dict.fromkeys(on_host))
+        return self.layers_on_host(self.main_device)
 
     @property
     def loading(self) -> LoadPlan:
@@ -271,7 +255,7 @@ def plan_of(
 
 def _reason(layout: Layout, layer: Layer, policy: str) -> str:
     """Return why ``layer`` lies where it does, in words."""
-    lines = list({layout.by_name[name].leader: layout.by_name[name] for name in layer.tensors}.values())
+    lines = list({layout.tensors[name].leader: layout.tensors[name] for name in layer.tensors}.values())
     homes = in_tier_order(line.home for line in lines)
     size, where = format_bytes(sum(line.used for line in lines)), " and ".join(str(home) for home in homes)
     device = lines[0].computes

@@ -9,9 +9,13 @@ uses it where a map of its file has it. What rests packed is of no use in a map:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Literal, NamedTuple
 
-from offstage.stages.units import DeviceId
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.units import CPU, DeviceId
 
 Serving = Literal["direct", "map", "rows", "copy", "packed", "experts"]
 """``direct``: read from disk past the page cache, for each use. ``map``: used where a map of its file has it. ``rows``:
@@ -76,3 +80,32 @@ class Line(NamedTuple):
     def is_unpacked(self) -> bool:
         """Whether it is unpacked for each use."""
         return self.at_rest and self.serving in ("direct", "packed", "experts")
+
+
+class TensorTable(ABC):
+    """A line for each tensor, and what else is read from the lines, whoever has them: a layout, or a plan on disk."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Line]:
+        """The line of every tensor by its name, tied ones included, in the order of execution."""
+
+    @cached_property
+    def homes(self) -> dict[str, DeviceId]:
+        """Where each tensor lies."""
+        return {name: line.home for name, line in self.tensors.items()}
+
+    @cached_property
+    def execution(self) -> dict[str, DeviceId]:
+        """Where each module computes that holds tensors itself."""
+        return {parent(name): line.computes for name, line in self.tensors.items()}
+
+    @cached_property
+    def serving(self) -> dict[str, Serving]:
+        """How each tensor gets to where it computes that isn't resident there."""
+        return {name: line.serving for name, line in self.tensors.items() if line.serving is not None}
+
+    def layers_on_host(self, main: DeviceId) -> tuple[str, ...]:
+        """Return the layers that compute on the host because they lie there, where ``main`` is an accelerator."""
+        on_host = (line.layer for line in self.tensors.values() if line.computes == CPU != main)
+        return tuple(dict.fromkeys(on_host))

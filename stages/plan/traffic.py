@@ -74,7 +74,7 @@ def traffic(layout: Layout, step: Step) -> PassTraffic:
         computed=computed_bytes(layout, step),
     )
     kept = hit_rates(outline, layout.offloaded_experts, pools=layout.pools, slots=layout.slots, routing=routing)
-    on_host = set(layout.host_layers)
+    on_host = set(layout.layers_on_host(layout.placement.main))
     needed = [(layer, list(lines)) for layer, lines in groupby(_needed(layout, step), key=lambda line: line.layer)]
     for layer, there in needed * forwards:
         for line in there:

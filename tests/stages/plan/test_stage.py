@@ -154,7 +154,7 @@ def test_a_plan_is_the_layout_that_it_was_made_of() -> None:
                     tied=[["embed.weight", "head.weight"]], classes={"block": "Block"}, no_split=["Block"])  # fmt: skip
     layout = lay_out(model, sequential(model, {CPU: 19, DISK: None}), {CPU: 19, DISK: None})
     plan = plan_of(layout, policy="sequential")
-    assert plan.tensors == layout.by_name
+    assert plan.tensors == layout.tensors
     assert (plan.homes, plan.execution, plan.serving) == (
         {line.name: line.home for line in layout.lines}, layout.execution, layout.serving,
     )  # fmt: skip
