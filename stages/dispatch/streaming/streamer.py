@@ -33,7 +33,7 @@ from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, strea
 from offstage.stages.dispatch.streaming.transport import OpenLink, Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
-from offstage.stages.dispatch.transfer.link import pin
+from offstage.stages.dispatch.transfer.link import Link, pin
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.empty_init.skeleton import parent
@@ -190,6 +190,12 @@ class Streamer:
         memory = private_bytes(size)
         pin(self._transport.link(self._transport.apart[0]), memory)
         return memory
+
+    def link_to(self, device: torch.device) -> Link | None:
+        """Return a link to ``device``; null where nothing that streams has one there."""
+        apart = (each for each in self._transport.apart if self._devices.torch_device(each) == device)
+        found = next(apart, None)
+        return None if found is None else self._transport.link(found)
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context of calls that keep in the modules of the model nothing that later ones see."""

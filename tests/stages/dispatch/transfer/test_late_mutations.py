@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from offstage.stages.dispatch.transfer.link import Moved, Order, Piece
+from offstage.stages.dispatch.transfer.link import CopyBack, Moved, Order, Piece
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.pinned_buffers import Buffer
-from offstage.stages.finetune.stores import _CopyBack
 from tests.stages.dispatch.late_link import LateLink, LateMemory
 from tests.stages.dispatch.test_late_models import faults as of_models
 from tests.stages.dispatch.transfer.test_late_orders import faults as of_parts
@@ -59,7 +58,7 @@ def follow_only_what_was_ahead(self: Mover, found: Sequence[Moved]) -> None:
     _follow(self, [moved for moved in found if moved.order != Order.URGENT])
 
 
-def take_as_back(self: _CopyBack) -> None:
+def take_as_back(self: CopyBack) -> None:
     """Have computing begin before the activations have come back that it needs."""
     self._done = None
 
@@ -90,7 +89,7 @@ MUTATIONS: Mapping[str, Mutation] = {
 }
 
 
-ACTIVATIONS: Mapping[str, Mutation] = {"what comes back isn't waited for": (_CopyBack, "follow", take_as_back)}
+ACTIVATIONS: Mapping[str, Mutation] = {"what comes back isn't waited for": (CopyBack, "follow", take_as_back)}
 """Of what models alone have."""
 OF_A_FEW: Mapping[str, Mutation] = {
     "a region is given back early": (Mover, "abandon", give_back_early),
