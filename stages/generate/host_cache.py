@@ -95,7 +95,9 @@ class HostRows:
     def _fetch(self, states: torch.Tensor, past: int) -> torch.Tensor:
         assert self._rows is not None
         whole = states.new_empty((*states.shape[:2], self.length, states.shape[-1]))
-        if past:
+        if not past:  # what was on its way was taken back since
+            self._coming = None
+        else:
             whole[..., :past, :] = self._bring(past, states.device).permute(1, 2, 0, 3)
         whole[..., past:, :] = states
         return whole

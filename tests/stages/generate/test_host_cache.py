@@ -76,6 +76,16 @@ def test_sequences_are_reordered_repeated_and_selected_and_positions_taken_back(
         same(one, other, 1, rows=rows)
 
 
+def test_what_is_on_its_way_is_what_is_kept_when_it_is_used() -> None:
+    torch.manual_seed(0)
+    one, other = layers()
+    for positions, forgotten in ((9, 0), (1, 4), (2, 8), (3, 0), (1, 0)):
+        same(one, other, positions)
+        other.ask()
+        for layer in (one, other):
+            layer.crop(-forgotten)
+
+
 def test_memory_is_taken_once_for_what_was_foretold() -> None:
     sizes: list[int] = []
     _, other = layers(100, sizes)
