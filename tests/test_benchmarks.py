@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -254,3 +255,27 @@ def test_each_section_that_needs_a_gpu_is_tried_without_one_by_the_same_command(
     gpu = importlib.import_module("tests.benchmarks.gpu")
     modules = [{name: one.command.split()[1] for name, one in table.items()} for table in (gpu.SECTIONS, gpu.TRIALS)]
     assert modules[0] == modules[1]
+
+
+def test_sections_for_a_gpu_go_on_after_one_that_fails_or_takes_too_long_and_are_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = importlib.import_module("tests.benchmarks.gpu")
+    commands = {"fails": "-c exit(3)", "takes long": "-c while(1):pass", "ends": "-c print('done')"}
+    sections = {name: gpu.Section(command, 10 if name != "takes long" else 1) for name, command in commands.items()}
+    monkeypatch.setattr(gpu, "SECTIONS", sections)
+    monkeypatch.setattr(gpu, "TRIALS", sections)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--simulated", "--folder", str(tmp_path)])
+    kept = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        assert ended.value.code == 1
+        kept.append(json.loads((tmp_path / "gpu.json").read_text()))
+    assert [(name, found["code"]) for name, found in kept[0].items()] == [
+        ("fails", 3),
+        ("takes long", None),
+        ("ends", 0),
+    ]
+    assert kept[1] == kept[0], "nothing was done again"
+    assert "| takes long | took too long |" in (tmp_path / "gpu.md").read_text()

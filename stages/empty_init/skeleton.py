@@ -169,9 +169,9 @@ class CacheSpec:
     window: int | None = None
 
     @property
-    def grows_alone(self) -> bool:
-        """Whether keys and values of all positions are all that it is."""
-        return self.window is None and not self.state_bytes and not self.encoded_bytes
+    def keeps_all(self) -> bool:
+        """Whether keys and values of all positions are all that it is, an encoder's among them."""
+        return self.window is None and not self.state_bytes
 
     def after_prompt(self, positions: int, *, encoded: int) -> float:
         """Return the bytes of one block and sequence after the first forward: of all ``positions``.

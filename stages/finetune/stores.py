@@ -22,7 +22,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 
 from offstage.stages.dispatch.transfer.arena import Arena, HostMemory, Memory
-from offstage.stages.dispatch.transfer.link import Event, Link, pin
+from offstage.stages.dispatch.transfer.link import CopyBack, Link, pin
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.machine.aligned_memory import Bytes, TensorRoom, align_up, private_bytes
@@ -168,7 +168,7 @@ class HostStore(ActivationStore[torch.Tensor]):
     def fetch(self, region: torch.Tensor, room: TensorRoom, size: int, *, trace: Trace | None) -> Follow:
         """Ask for the copy into ``room``, behind what its memory was used for before."""
         with span(trace, "back", "copy", size):
-            return _CopyBack(self._back, region[:size], room.tensor[:size]).follow
+            return CopyBack(self._back, region[:size], room.tensor[:size]).follow
 
     def _memory(self, size: int, *, least: int) -> HostMemory:
         return HostMemory(size, self._registered)
@@ -178,27 +178,6 @@ class HostStore(ActivationStore[torch.Tensor]):
         found = private_bytes(align_up(size))
         pin(self._out, found)
         return found
-
-
-class _CopyBack:
-    """A copy over ``link`` whose ``source`` and ``target`` live until it is done.
-
-    Where nobody wants it after all it is waited for: their memory goes to others then, which don't know of it.
-    """
-
-    def __init__(self, link: Link, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._link, self._ends = link, (source, target)
-        self._done: Event = None
-        self._done = link.copy([(source, target)], after=link.computed())
-
-    def follow(self) -> None:
-        """Put what is computed from now on behind the copy."""
-        self._link.follow(self._done)
-        self._done = None
-
-    def __del__(self) -> None:
-        if self._done is not None:
-            self._link.finish(self._done)
 
 
 def open_host_store(devices: Devices, device: DeviceId) -> HostStore:

@@ -25,7 +25,7 @@ from offstage.stages.generate import decode, options, prompts
 from offstage.stages.generate.assistant import Assistant
 from offstage.stages.generate.batches import Asked, make_batches
 from offstage.stages.generate.detokenizer import Detokenizer, decode_after
-from offstage.stages.generate.host_cache import host_cache
+from offstage.stages.generate.host_cache import HostRoom, host_cache
 from offstage.stages.generate.inputs import GenerateInputs
 from offstage.stages.generate.judged import Judged
 from offstage.stages.generate.logprobs import ChosenLogprobs
@@ -320,8 +320,12 @@ class Decoding:
         if (own := getattr(self._dispatched.model, "generation_config", None)) is not None:
             own.cache_implementation = None
         streamer = self._dispatched.streamer
-        new = call.get("max_new_tokens") or max(0, (call.get("max_length") or 0) - prompt)
-        return host_cache(self._dispatched.model, streamer.pinned, room=prompt + new) if streamer.is_apart else {}
+        model: Any = self._dispatched.model
+        before = 0 if model.config.is_encoder_decoder else prompt
+        new = call.get("max_new_tokens") or max(0, (call.get("max_length") or 0) - before)
+        if not streamer.is_apart:
+            return {}
+        return host_cache(model, HostRoom(before + new, streamer.pinned, streamer.link_to))
 
 
 def _agreed(reason: str | None, progress: Progress) -> str | None:

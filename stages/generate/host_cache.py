@@ -1,8 +1,10 @@
 """Keys and values that wait on the host: a layer's come to where it computes for its own attention, and go again.
 
 An accelerator then has those of one layer at a time, and the whole of that layer's is copied over its link for each
-token; new ones go to the host once. Bits are those of the cache that stays. Layers that keep a window or a state keep
-it where they compute: that is small, and doesn't grow.
+token; new ones go to the host once. While a layer computes, those of the next are on their way, on the stream of what
+is awaited; which is the next, the tokens before show. Bits are those of the cache that stays. Layers that keep a window
+or a state keep it where they compute: that is small, and doesn't grow. What a decoder keeps of its encoder's positions,
+which don't grow either, waits as well: it is as much for a long input.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from offstage.stages.calls.results import CACHES
+from offstage.stages.dispatch.transfer.link import CopyBack, Link
 from offstage.stages.inputs.generate_options import KEPT_POSITIONS
 from offstage.stages.machine.aligned_memory import Bytes, align_up
 
@@ -25,13 +29,26 @@ Allocate = Callable[[int], Bytes]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-class HostRows:
-    """Keys, or values, of one layer on the host; ``room`` is how many positions there is memory for at first."""
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Where a cache waits: in memory for so many ``positions`` at first, as ``allocate`` gives it.
 
-    def __init__(self, room: int, allocate: Allocate) -> None:
+    What comes ahead of its use comes over ``link_to`` the device; where that is null, nothing comes ahead.
+    """
+
+    positions: int
+    allocate: Allocate
+    link_to: Callable[[torch.device], Link | None] = lambda _: None
+
+
+class HostRows:
+    """Keys, or values, of one layer, which wait in ``room``."""
+
+    def __init__(self, room: HostRoom) -> None:
         self.length = 0
-        self._room, self._allocate = room, allocate
+        self._room = room
         self._rows: torch.Tensor | None = None  # of shape (positions, sequences, heads, size)
+        self._coming: tuple[CopyBack, torch.Tensor] | None = None
 
     def append(self, states: torch.Tensor) -> torch.Tensor:
         """Keep ``states`` of shape (sequences, heads, new positions, size); return those of all positions, beside them.
@@ -47,16 +64,41 @@ class HostRows:
         """Have all of them be what ``change`` makes of them on ``device``, of other sequences or fewer positions."""
         if self._rows is None:
             return
-        there = self._rows[: self.length].to(device).permute(1, 2, 0, 3)
+        there = self._bring(self.length, device).permute(1, 2, 0, 3)
         self.length, self._rows = 0, None
         self.append(change(there))
+
+    def fetch(self, device: torch.device) -> torch.Tensor:
+        """Return those of all positions on ``device``, contiguous."""
+        before = self._bring(self.length, device).permute(1, 2, 0, 3)
+        return before.new_empty(before.shape).copy_(before)
+
+    def ask(self, device: torch.device) -> None:
+        """Have those of all positions be on their way to ``device``, for the next use."""
+        link = self._room.link_to(device)
+        if link is None or self._rows is None or not self.length or self._coming is not None:
+            return
+        waiting = self._rows[: self.length]
+        there = torch.empty_like(waiting, device=device)
+        self._coming = CopyBack(link, waiting, there, urgent=True), there
+
+    def _bring(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return those of the first ``count`` positions on ``device``, which may be on their way."""
+        assert self._rows is not None
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return self._rows[:count].to(device, non_blocking=True)
+        copy, there = coming
+        copy.follow()
+        return there[:count]
 
     def _fetch(self, states: torch.Tensor, past: int) -> torch.Tensor:
         assert self._rows is not None
         whole = states.new_empty((*states.shape[:2], self.length, states.shape[-1]))
-        if past:
-            before = self._rows[:past].to(states.device, non_blocking=True)
-            whole[..., :past, :] = before.permute(1, 2, 0, 3)
+        if not past:  # what was on its way was taken back since
+            self._coming = None
+        else:
+            whole[..., :past, :] = self._bring(past, states.device).permute(1, 2, 0, 3)
         whole[..., past:, :] = states
         return whole
 
@@ -65,8 +107,8 @@ class HostRows:
         if self._rows is not None and self.length <= len(self._rows):
             return self._rows
         sequences, heads, _, size = states.shape
-        shape = (align_up(max(self._room, self.length), KEPT_POSITIONS), sequences, heads, size)
-        memory = self._allocate(math.prod(shape) * states.dtype.itemsize)
+        shape = (align_up(max(self._room.positions, self.length), KEPT_POSITIONS), sequences, heads, size)
+        memory = self._room.allocate(math.prod(shape) * states.dtype.itemsize)
         rows = torch.frombuffer(memory, dtype=states.dtype, count=math.prod(shape)).view(shape)
         if self._rows is not None:
             if states.device.type != "cpu":
@@ -77,11 +119,25 @@ class HostRows:
 
 
 class HostLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer that keeps all positions, on the host."""
+    """A layer that keeps all positions, on the host.
 
-    def __init__(self, room: int, allocate: Allocate) -> None:
-        super().__init__()
-        self._kept = HostRows(room, allocate), HostRows(room, allocate)
+    A decoder's code reads what it keeps of its encoder's positions as ``keys`` and ``values``, which come then.
+    """
+
+    def __init__(self, room: HostRoom, order: LayerOrder) -> None:
+        self._room, self._order = room, order
+        self._kept = HostRows(room), HostRows(room)
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The keys of all positions, where they are used; null before there are any."""
+        return self._kept[0].fetch(self.device) if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The values of all positions, where they are used once the keys are; null before there are any."""
+        return self._order.note(self, self._kept[1].fetch(self.device)) if self.is_initialized else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -89,7 +145,13 @@ class HostLayer(DynamicLayer):  # type: ignore[misc]
         """Keep the new states; return those of all positions, where the new ones are."""
         self.device, self.is_initialized = key_states.device, True
         keys, values = self._kept
-        return keys.append(key_states), values.append(value_states)
+        return keys.append(key_states), self._order.note(self, values.append(value_states))
+
+    def ask(self) -> None:
+        """Have all of it be on its way to where it is used."""
+        if self.is_initialized:
+            for rows in self._kept:
+                rows.ask(self.device)
 
     def get_seq_length(self) -> int:
         """Return how many positions it keeps."""
@@ -97,7 +159,8 @@ class HostLayer(DynamicLayer):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Keep none."""
-        self._kept = tuple(HostRows(rows._room, rows._allocate) for rows in self._kept)  # type: ignore[assignment]
+        self._kept = HostRows(self._room), HostRows(self._room)
+        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget so many of the last positions, told as a negative number."""
@@ -121,14 +184,42 @@ class HostLayer(DynamicLayer):  # type: ignore[misc]
             rows.change(change, self.device)
 
 
-def host_cache(model: Any, allocate: Allocate, *, room: int) -> dict[str, Any]:
-    """Return the argument of ``model``'s generate by which its cache is on the host, with memory for ``room`` positions
-    at first.
+class LayerOrder:
+    """Which layer of a cache is used after which, as it was the last time."""
+
+    def __init__(self) -> None:
+        self._following: dict[HostLayer, HostLayer] = {}
+        self._last: HostLayer | None = None
+
+    def note(self, layer: HostLayer, brought: torch.Tensor) -> torch.Tensor:
+        """Hear that all of ``layer`` was ``brought`` to be used; return that, with the next layer on its way."""
+        if self._last is not None:
+            self._following[self._last] = layer
+        self._last = layer
+        following = self._following.get(layer)
+        if following is not None:
+            following.ask()
+        return brought
+
+
+def host_cache(model: Any, room: HostRoom) -> dict[str, Any]:
+    """Return the argument of ``model``'s generate by which its cache waits in ``room``.
+
+    A decoder's cache of its encoder's positions has memory for these.
     """
-    make, cache = partial(HostLayer, room, allocate), DynamicCache(config=model.config)
+    order = LayerOrder()
+    cache: DynamicCache | EncoderDecoderCache = _of_layers(model, partial(HostLayer, room, order))
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, _of_layers(model, partial(HostLayer, replace(room, positions=0), order)))
+    taken = [name for name in inspect.signature(model.forward).parameters if name in CACHES]
+    return {taken[0]: cache}
+
+
+def _of_layers(model: Any, make: Callable[[], HostLayer]) -> DynamicCache:
+    """Return a cache of ``model`` in which layers that keep all positions are as ``make`` makes them."""
+    cache = DynamicCache(config=model.config)
     if cache.layers:
         cache.layers = [make() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     else:
         cache.layer_class_to_replicate = make
-    taken = [name for name in inspect.signature(model.forward).parameters if name in CACHES]
-    return {taken[0]: cache}
+    return cache

@@ -23,7 +23,7 @@ from offstage.stages.inputs.prompts import Prompt, check_seed
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""
 
-CACHES = ("dynamic", "static", OFFLOADED)
+QUANTIZED, CACHES = "quantized", ("dynamic", "static", OFFLOADED)
 """The values of ``cache_implementation`` that a run can have: the first two stay where the model computes."""
 
 
@@ -152,7 +152,9 @@ def _removed(options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    if options.get(CACHE) not in (None, *CACHES):
+    if options.get(CACHE) == QUANTIZED:
+        yield CACHE, f"keeps keys and values in fewer bits, and gives other tokens; {OFFLOADED} keeps all, on the host"
+    elif options.get(CACHE) not in (None, *CACHES):
         yield CACHE, f"is no cache that a run can have; give {' or '.join(CACHES)}, or leave it out"
     if options.get(CACHE) == OFFLOADED and (why := _why_not_on_host(model)):
         yield CACHE, f"asks for keys and values that wait on the host, and {why}; leave it out"
@@ -199,8 +201,8 @@ def _why_not_on_host(model: Mapping[str, Any]) -> str | None:
     """Return why a cache of the model can't wait on the host; null where it can."""
     name = _architecture(model)
     kind = getattr(transformers, name, None)
-    if read_config(ModelSource.of(model).folder).get("is_encoder_decoder"):
-        return f"{name} has an encoder's beside its own"
+    if "Whisper" in name:
+        return f"{name} has one for each part of a recording, and begins them itself"
     if kind is not None and not kind._supports_default_dynamic_cache():
         return f"{name} has a cache of a kind of its own"
     return None

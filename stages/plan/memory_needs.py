@@ -26,8 +26,8 @@ class BlockCache:
     """The bytes that ``block`` keeps of a request: after the prompts' forward, and in the end.
 
     The first may be more: a window's keys are a view of the whole prompt's until the next token comes. They are those
-    of so many ``tensors``, keys and values of each call. What ``grows`` may wait on the host; what ``waits`` does, and
-    comes to where the block computes for its attention.
+    of so many ``tensors``, keys and values of each call. What ``grows``, or is an encoder's beside what does, may wait
+    on the host; what ``waits`` does, and comes to where the block computes for its attention.
     """
 
     block: str
@@ -237,14 +237,15 @@ def block_caches(outline: Outline, geometry: Geometry, request: Request, *, widt
     return tuple(
         BlockCache(
             block,
-            prompted=round(sequences * spec.after_prompt(_in_steps(prompt, waits), encoded=request.prompt)),
-            finished=round(sequences * spec.after_token(_in_steps(request.length, waits), encoded=request.prompt)),
+            prompted=round(sequences * spec.after_prompt(_in_steps(prompt, waits), encoded=encoded)),
+            finished=round(sequences * spec.after_token(_in_steps(request.length, waits), encoded=encoded)),
             tensors=2 * request.members * request.forwards,
-            grows=spec.grows_alone,
+            grows=spec.keeps_all,
             waits=waits,
         )
         for spec in specs
-        for waits in (request.cache_on_host and spec.grows_alone,)
+        for waits in (request.cache_on_host and spec.keeps_all,)
+        for encoded in (_in_steps(request.prompt, waits),)
         for block in spec.blocks
     )
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, LlamaConfig, T5Config
 
 from tests.e2e.conftest import Finished
+from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 BUDGET_EXIT = 4
@@ -105,6 +106,43 @@ def test_streamed_weights_go_with_it(more: tuple[str, ...], offstage_here: Run, 
     assert expected.code == 0, expected.err
     assert (found.code, found.tokens) == (0, expected.tokens), found.err
     assert found.record["metrics"]["streamed_bytes_per_token"] > 0
+
+
+@pytest.fixture(scope="module", params=["t5", "bart"])
+def halves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an encoder-decoder that keeps 2 kB of each token and layer, its own and the encoder's, of four layers."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {"vocab_size": 100, "d_model": 64, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    config = (
+        T5Config(**sizes, d_kv=64, d_ff=96, num_layers=4, num_heads=4)
+        if request.param == "t5"
+        else BartConfig(**{**sizes, "d_model": 256}, **heads, encoder_layers=4, decoder_layers=4)
+    )
+    AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("more", in_ci("generate.num_beams=2", of=["generate.num_beams=2", "generate.lockstep=2"]))
+def test_a_decoder_keeps_on_the_host_what_it_has_of_its_encoder_too(
+    more: str, offstage_here: Run, halves: Path
+) -> None:
+    third = (halves / "model.safetensors").stat().st_size // 3
+    given = (*asked(halves, **{"0": str(third)}), "+generate.min_new_tokens=5", more)
+    expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)
+    assert expected.code == 0, expected.err
+    assert (found.code, found.tokens) == (0, expected.tokens), found.err
+    assert found.record["metrics"]["streamed_bytes_per_token"] > 0
+
+
+def test_the_host_has_the_bytes_of_both_of_a_decoders_caches(offstage_here: Run, halves: Path) -> None:
+    there, waiting = (planned(offstage_here, *asked(halves), "generate.lockstep=1", *more) for more in ((), (ON_HOST,)))
+    layer = 2 * 4 * 64 * 4 * (64 + 448)
+    assert waiting["devices"]["cpu"]["ledger"]["cache"] == 4 * layer
+    assert waiting["devices"]["0"]["ledger"]["cache"] == 2 * layer
+    assert 3 * layer * 400 / 512 < there["devices"]["0"]["ledger"]["cache"] <= 4 * layer
+    assert waiting["forecast"]["cache_bytes_per_token"] == 4 * layer
 
 
 def test_on_the_host_alone_it_changes_nothing(offstage_here: Run, checkpoint: Path) -> None:

@@ -110,8 +110,8 @@ class Lockstep(Turns):
     and which error.
 
     They are divided as ``grouping`` says. A pass begins as all of a group are ready for it; where another group is in
-    one already, ``begin`` is called as this one comes to use something instead. ``passes`` counts the passes that calls
-    shared.
+    one already, all of ``begin`` is called as this one comes to use something instead. ``passes`` counts the passes
+    that calls shared.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Lockstep(Turns):
         state: ModuleState,
         *,
         grouping: Grouping | None = None,
-        begin: Callable[[], None] = lambda: None,
+        begin: Sequence[Callable[[], object]] = (),
         name: str = "",
         failed: Callable[[str, Exception], None] = lambda call, error: None,
     ) -> None:
@@ -213,7 +213,8 @@ class Lockstep(Turns):
         self._park(member, shared)
         if self._using != member.group:
             self._using = member.group
-            self._begin_anew()
+            for begin in self._begin_anew:
+                begin()
 
     def receive(self, arrival: Arrival) -> None:
         """Wait until ``arrival`` has come; others have their turn meanwhile."""

@@ -10,7 +10,7 @@ all passes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
@@ -49,18 +49,19 @@ class _CallNames:
 
 
 class ModelPasses:
-    """The passes of ``model``: ``begin`` is called before each, ``end`` after one that ended well.
+    """The passes of ``model``: all of ``begin`` is called before each, all of ``end`` after one that ended well.
 
-    ``recover`` is called before the first pass after one that was interrupted, and before one where ``is_left`` says
-    that a call outside of all passes was. Calls that go together share a pass. Threads have them by turns, by ``lock``.
+    Both are lists that whoever made them may change between passes. ``recover`` is called before the first pass after
+    one that was interrupted, and before one where ``is_left`` says that a call outside of all passes was. Calls that go
+    together share a pass. Threads have them by turns, by ``lock``.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        begin: Callable[[], None],
-        end: Callable[[], None],
+        begin: Sequence[Callable[[], object]],
+        end: Sequence[Callable[[], object]],
         recover: Callable[[], None],
         is_left: Callable[[], bool],
     ) -> None:
@@ -182,7 +183,8 @@ class ModelPasses:
         if self.turns is ALONE and not self._depth:
             self._names.passes += 1
         self._depth += 1
-        self._begin()
+        for begin in self._begin:
+            begin()
 
     def _after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._ended_well = True
@@ -199,7 +201,8 @@ class ModelPasses:
         self._depth = max(0, self._depth - 1)
         try:
             if well:
-                self._end()
+                for end in self._end:
+                    end()
         finally:
             if not self._depth and not self._calls:
                 self.lock.leave()

@@ -33,7 +33,7 @@ from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, strea
 from offstage.stages.dispatch.streaming.transport import OpenLink, Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
-from offstage.stages.dispatch.transfer.link import pin
+from offstage.stages.dispatch.transfer.link import Link, pin
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.empty_init.skeleton import parent
@@ -137,8 +137,14 @@ class Streamer:
         self._caches: list[WeightCache] = []
         self._parts: list[StreamedPart] = []
         self._refusal: str | None = None
+        self._at_begin: list[Callable[[], object]] = [self._is_there]  # of each pass, while the hooks serve
+        self._at_end: list[Callable[[], object]] = []
         self._passes = ModelPasses(
-            model, begin=self._begin, end=self._end, recover=self._recover, is_left=lambda: self._saved.in_calls
+            model,
+            begin=self._at_begin,
+            end=self._at_end,
+            recover=self._recover,
+            is_left=lambda: self._saved.in_calls,
         )
         if borders is not None:
             self._passes.meet(borders, part_positions(plan))
@@ -149,6 +155,7 @@ class Streamer:
             self._hook(plan, host)
             self._newcomers = Newcomers(model)
             self._stack.callback(self._newcomers.forget)
+            self._prepare_passes()
             undo.pop_all()
         _streamers[model] = weakref.ref(self)
 
@@ -184,6 +191,12 @@ class Streamer:
         pin(self._transport.link(self._transport.apart[0]), memory)
         return memory
 
+    def link_to(self, device: torch.device) -> Link | None:
+        """Return a link to ``device``; null where nothing that streams has one there."""
+        apart = (each for each in self._transport.apart if self._devices.torch_device(each) == device)
+        found = next(apart, None)
+        return None if found is None else self._transport.link(found)
+
     def alone(self) -> AbstractContextManager[None]:
         """Return a context of calls that keep in the modules of the model nothing that later ones see."""
         return self._passes.alone()
@@ -203,6 +216,7 @@ class Streamer:
             self.is_attached, self._refusal = False, refusal or self._refusal
             if refusal is not None:  # before the hooks go, since a call of another thread may begin meanwhile
                 refuse_calls(self._model, refusal)
+            del self._at_begin[1:], self._at_end[:]
             self._stack.close()
             self._caches.clear()
             if refusal is not None:
@@ -361,19 +375,11 @@ class Streamer:
         source = self._stored[place.name] if place.host is None else place.host
         return place.bound is not None and not torch.equal(place.bound.detach().to(source.device), source.detach())
 
-    def _begin(self) -> None:
-        if not self._is_there():
-            return
-        self._newcomers.check()
-        self.routed.begin_pass()
-        self._backward.begin_pass()
-        for cache in self._caches:
-            cache.begin_pass()
-
-    def _end(self) -> None:
-        self._backward.end_pass()
-        for cache in self._caches:
-            cache.end_pass()
+    def _prepare_passes(self) -> None:
+        """Note what each pass calls as it begins and as it ends: no more is on a byte's way than has to be."""
+        self._at_begin += [self._newcomers.check, self.routed.begin_pass, self._backward.begin_pass]
+        self._at_begin += [cache.begin_pass for cache in self._caches]
+        self._at_end += [self._backward.end_pass, *(cache.end_pass for cache in self._caches)]
 
     def _recover(self) -> None:
         """Take everything back from a pass that was interrupted."""

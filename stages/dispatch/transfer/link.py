@@ -120,6 +120,27 @@ class Link(Protocol):
         return
 
 
+class CopyBack:
+    """A copy over ``link`` to where something computes, whose ``source`` and ``target`` live until it is done.
+
+    Where nobody wants it after all it is waited for: their memory goes to others then, which don't know of it.
+    """
+
+    def __init__(self, link: Link, source: torch.Tensor, target: torch.Tensor, *, urgent: bool = False) -> None:
+        self._link, self._ends = link, (source, target)
+        self._done: Event = None
+        self._done = link.copy([(source, target)], after=link.computed(), urgent=urgent)
+
+    def follow(self) -> None:
+        """Put what is computed from now on behind the copy."""
+        self._link.follow(self._done)
+        self._done = None
+
+    def __del__(self) -> None:
+        if self._done is not None:
+            self._link.finish(self._done)
+
+
 def pin(link: Link, memory: Bytes) -> Callable[[], object]:
     """Register ``memory`` until the function that is returned is called, or the memory is gone.
 

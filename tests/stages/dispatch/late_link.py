@@ -6,6 +6,9 @@ first fills its target with poison, and reads its source at the very end. Comput
 to its end, which is a while later. So computing that doesn't wait for its weights reads poison, a region that is taken
 too early is poisoned under the computing that still reads it, what is given up on its way and arrives all the same
 lands in what came after it, and a buffer that is used again too early arrives with the next read's bytes.
+
+Its memory is given by the rules of torch's caching allocator: a block that is let go is at once there for what is taken
+next, whatever other queues than computing still do to it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import ctypes
 import random
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -22,6 +27,7 @@ import torch
 
 from offstage.stages.dispatch.transfer.link import Operators, Piece
 from offstage.stages.machine.aligned_memory import Bytes, private_bytes
+from offstage.stages.machine.caching_allocator import Block, CachingAllocator
 from offstage.stages.units import DEVICE_ALIGNMENT
 
 POISON = 0xA5
@@ -55,21 +61,50 @@ class Stream:
             work()
 
 
+class DeviceBytes:
+    """All memory of such an accelerator, of which ``allocator`` says what is whose."""
+
+    def __init__(self, capacity: int) -> None:
+        self._bytes, self.allocator = private_bytes(capacity), CachingAllocator(capacity)
+        self.address: int = self._bytes.ctypes.data
+        self._gone: deque[Block] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> Bytes:
+        """Return ``size`` bytes, which others get once nothing views them; what was there before stays there."""
+        with self._lock:
+            while self._gone:
+                self.allocator.free(self._gone.popleft())
+            block = self.allocator.allocate(size)
+        found = at(self.address + block.begin, size)
+        weakref.finalize(found, _let_go, self._gone, block, self._bytes).atexit = False
+        return found
+
+
+def _let_go(gone: deque[Block], block: Block, _whole: Bytes) -> None:
+    gone.append(block)
+
+
 class LateMemory:
     alignment = DEVICE_ALIGNMENT
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.bytes = private_bytes(size)
-        self.bytes[:] = POISON
+    def __init__(self, memory: Bytes) -> None:
+        self.size, self.bytes = memory.nbytes, memory
 
     def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
         region = self.bytes[begin : begin + length]
         return torch.frombuffer(region, dtype=torch.uint8), region
 
 
+CAPACITY = 2**29
+"""Of what isn't used there is none."""
+
+
 class LateLink:
-    """The link to such an accelerator; the thread that makes it is the one that runs the model, and must not wait."""
+    """The link to such an accelerator; the thread that makes it is the one that runs the model, and must not wait.
+
+    One ``beside`` another has queues of its own for all but computing.
+    """
 
     in_place = False
 
@@ -80,22 +115,24 @@ class LateLink:
         compute_pause: float = 0.002,
         unpack_pause: float | None = None,
         urgent_pause: float | None = None,
+        beside: LateLink | None = None,
     ) -> None:
-        self.copies, self.computing = Stream(copy_pause), Stream(compute_pause)
+        self.copies, self._beside = Stream(copy_pause), beside
+        self.computing = Stream(compute_pause) if beside is None else beside.computing
         self.urgent = Stream(compute_pause if urgent_pause is None else urgent_pause)
         self.unpacking = Stream(copy_pause if unpack_pause is None else unpack_pause)
         self._kernel_seconds = compute_pause
-        self.memories: list[LateMemory] = []
-        self.pinned: list[Bytes] = []
-        self.wrong: list[str] = []
+        self.device, self.taken = DeviceBytes(CAPACITY) if beside is None else beside.device, list[int]()
+        self.pinned: list[Bytes] = [] if beside is None else beside.pinned
+        self.wrong: list[str] = [] if beside is None else beside.wrong
         self.registers = True
         self._stalled = 0.0
         self._model_thread = threading.get_ident()
         self._closing = False
 
     def memory(self, size: int) -> LateMemory:
-        self.memories.append(LateMemory(size))
-        return self.memories[-1]
+        self.taken.append(size)
+        return LateMemory(self.device.take(size))
 
     def computed(self) -> threading.Event:
         happened = threading.Event()
@@ -182,10 +219,13 @@ class LateLink:
 
     def end(self) -> None:
         self.close()
-        self.computing.end()
-        self.copies.end()
-        self.urgent.end()
-        self.unpacking.end()
+        for stream in (self.copies, self.urgent, self.unpacking, *([self.computing] if self._beside is None else [])):
+            stream.end()
+
+    def write(self, target: torch.Tensor, value: int) -> None:
+        """Have computing fill ``target``, when its turn comes."""
+        address, count = target.data_ptr(), target.nbytes
+        self.computing.add(lambda: at(address, count).fill(value))
 
     def launch(self, weight: torch.Tensor, expected: torch.Tensor) -> None:
         """Have computing compare what lies where ``weight`` is now with ``expected``, when its turn comes."""

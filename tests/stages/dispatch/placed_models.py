@@ -21,6 +21,7 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import DevicePlan
+from offstage.stages.shard_load.expert_rows import locate_rows
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.plan.plans import plan_by_hand
 from tests.stages.shard_load.checkpoints import disk_weights
@@ -120,7 +121,7 @@ class Setup:
         computes = {parent(name): execution(parent(name)) for name in placed}
         self.score = score_for(skeleton, placed, computes, options.pop("rooms", None))
         self.score = replace(self.score, staging_bytes=options.pop("staging_bytes", self.score.staging_bytes))
-        self.score = replace(self.score, unpacking=options.pop("unpacking", {}))
+        self.score = replace(self.score, unpacking=options.pop("unpacking", {}), slots=options.pop("slots", {}))
         serving = options.pop("serving", None)
         if serving is not None:
             parts = {n: replace(p, serving=dict.fromkeys(p.serving, serving)) for n, p in self.score.parts.items()}
@@ -133,7 +134,9 @@ class Setup:
         self.resident = sum(tensor.bytes for tensor in skeleton.tensors if placed[tensor.name] == 0)
         store = options.pop("store", to_disk)
         extents = store(model, {name for name, home in placed.items() if home == "disk"}, folder / "weights")
-        self.streamer = Streamer(model, self.score, stored=disk_weights(extents), devices=self.devices, **options)
+        stacks = [name for part in self.score.parts.values() if part.experts for name in part.experts.tensors]
+        rows = {name: locate_rows([at], at.shape, at.dtype) for name in stacks if (at := extents.get(name))}
+        self.streamer = Streamer(model, self.score, stored=disk_weights(extents, rows), devices=self.devices, **options)
 
     def ledger(self, device: int) -> Ledger:
         found = self.devices.ledger(device)

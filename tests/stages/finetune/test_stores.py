@@ -10,24 +10,9 @@ from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.finetune.stores import HostStore, Parcel, open_host_store
 from offstage.stages.machine.aligned_memory import TensorRoom
 from offstage.stages.machine.devices import Devices
-from tests.stages.dispatch.late_link import POISON, LateLink, at
+from tests.stages.dispatch.late_link import POISON, LateLink
 
 SIZE = 70_000
-
-
-class LateDevice(LateLink):
-    """Copies out of it and back to it; what it computes is one queue, seen from both links."""
-
-    def __init__(self, other: LateLink | None = None) -> None:
-        super().__init__()
-        if other is not None:
-            self.computing.end()
-            self.computing, self.pinned, self.wrong = other.computing, other.pinned, other.wrong
-
-    def write(self, target: torch.Tensor, value: int) -> None:
-        """Have computing fill ``target``, when its turn comes."""
-        address, count = target.data_ptr(), target.nbytes
-        self.computing.add(lambda: at(address, count).fill(value))
 
 
 class PoisonedStore(HostStore):
@@ -40,16 +25,15 @@ class PoisonedStore(HostStore):
 
 
 @pytest.fixture
-def device() -> Iterator[tuple[LateDevice, LateDevice, HostStore]]:
-    out = LateDevice()
-    back = LateDevice(out)
+def device() -> Iterator[tuple[LateLink, LateLink, HostStore]]:
+    out = LateLink()
+    back = LateLink(beside=out)
     yield out, back, PoisonedStore(Devices(), "cpu", out=out, back=back)
-    out.close()
-    for stream in (out.computing, out.copies, back.copies):
-        stream.end()
+    for link in (back, out):
+        link.end()
 
 
-def wrong(out: LateDevice, back: LateDevice) -> list[str]:
+def wrong(out: LateLink, back: LateLink) -> list[str]:
     """Return what went wrong once all has happened. Memory of the device is no pinned memory, and none is needed."""
     for link in (out, back, out):
         link.close()
@@ -64,7 +48,7 @@ def fetched(parcel: Parcel[torch.Tensor]) -> torch.Tensor:
 
 
 def test_the_source_may_be_written_to_once_its_parcel_is_ready_and_comes_back_as_it_was(
-    device: tuple[LateDevice, LateDevice, HostStore],
+    device: tuple[LateLink, LateLink, HostStore],
 ) -> None:
     out, back, store = device
     sources = [torch.zeros(SIZE + number, dtype=torch.uint8) for number in range(6)]
@@ -89,7 +73,7 @@ def test_the_source_may_be_written_to_once_its_parcel_is_ready_and_comes_back_as
 
 
 def test_what_is_fetched_before_it_has_left_waits_for_that_by_itself(
-    device: tuple[LateDevice, LateDevice, HostStore],
+    device: tuple[LateLink, LateLink, HostStore],
 ) -> None:
     out, back, store = device
     sources = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(8)]
@@ -103,7 +87,7 @@ def test_what_is_fetched_before_it_has_left_waits_for_that_by_itself(
 
 
 def test_what_nobody_wants_after_all_is_waited_for_before_its_memory_goes_to_others(
-    device: tuple[LateDevice, LateDevice, HostStore],
+    device: tuple[LateLink, LateLink, HostStore],
 ) -> None:
     _, back, store = device
     source = torch.full((SIZE,), 3, dtype=torch.uint8)

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from offstage.stages.generate.host_cache import HostLayer, host_cache
+from offstage.stages.dispatch.transfer.arena import HostMemory
+from offstage.stages.dispatch.transfer.link import Event, Piece
+from offstage.stages.dispatch.transfer.links import SynchronousLink
+from offstage.stages.generate.host_cache import HostLayer, HostRoom, LayerOrder, host_cache
 from offstage.stages.inputs.generate_options import KEPT_POSITIONS
 from offstage.stages.machine.aligned_memory import Bytes, private_bytes
 from tests.stages.plan.cache_models import build, inputs_of
+
+
+class CountingLink(SynchronousLink):
+    """A link that counts its copies."""
+
+    def __init__(self) -> None:
+        super().__init__(HostMemory)
+        self.copies = 0
+
+    def copy(self, pieces: Sequence[Piece], *, after: Event, urgent: bool = False) -> Event:
+        self.copies += urgent
+        return super().copy(pieces, after=after, urgent=urgent)
 
 
 def layers(room: int = 1, sizes: list[int] | None = None) -> tuple[DynamicLayer, HostLayer]:
@@ -21,7 +36,7 @@ def layers(room: int = 1, sizes: list[int] | None = None) -> tuple[DynamicLayer,
             sizes.append(size)
         return private_bytes(size)
 
-    return DynamicLayer(), HostLayer(room, allocate)
+    return DynamicLayer(), HostLayer(HostRoom(room, allocate, lambda _: CountingLink()), LayerOrder())
 
 
 def states(positions: int, *, rows: int = 2, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +76,16 @@ def test_sequences_are_reordered_repeated_and_selected_and_positions_taken_back(
         same(one, other, 1, rows=rows)
 
 
+def test_what_is_on_its_way_is_what_is_kept_when_it_is_used() -> None:
+    torch.manual_seed(0)
+    one, other = layers()
+    for positions, forgotten in ((9, 0), (1, 4), (2, 8), (3, 0), (1, 0)):
+        same(one, other, positions)
+        other.ask()
+        for layer in (one, other):
+            layer.crop(-forgotten)
+
+
 def test_memory_is_taken_once_for_what_was_foretold() -> None:
     sizes: list[int] = []
     _, other = layers(100, sizes)
@@ -71,7 +96,7 @@ def test_memory_is_taken_once_for_what_was_foretold() -> None:
     assert len(sizes) == 4
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3_next", "t5", "bart"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_models_with_all_kinds_of_layers_decode_the_same(name: str, beams: int) -> None:
     torch.manual_seed(0)
@@ -79,6 +104,10 @@ def test_models_with_all_kinds_of_layers_decode_the_same(name: str, beams: int) 
     given = inputs_of(name, sequences=2, length=90)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     expected = model.generate(**given, **options)
-    cache = host_cache(model, private_bytes, room=96)
-    assert any(isinstance(layer, HostLayer) for layer in next(iter(cache.values())).layers) == (name != "mistral")
+    link = CountingLink()
+    cache = host_cache(model, HostRoom(96, private_bytes, lambda _: link))
+    whole = next(iter(cache.values()))
+    halves = (whole.self_attention_cache, whole.cross_attention_cache) if model.config.is_encoder_decoder else (whole,)
+    assert all(any(isinstance(layer, HostLayer) for layer in half.layers) == (name != "mistral") for half in halves)
     assert torch.equal(model.generate(**given, **options, **cache), expected)
+    assert (link.copies > 0) == (name != "mistral"), "layers come ahead of their use"

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import offstage
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.dispatch.streaming.streamer import streamer_of
+from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.plan import allocator
+from offstage.stages.plan.plan import DevicePlan
 from tests.e2e.fp8_checkpoints import save_fp8
+from tests.long_form import in_ci
 from tests.stages.simulated_memory import SimulatedMemory
 
 CONFIG: dict[str, Any] = {
@@ -45,6 +48,11 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(folder: Path, *, left: int = 0, rows: int, prompt: int, new: int, **options: Any) -> int:
     """Answer prompts where there is what the plan says, less ``left`` bytes; return what is the allocator's of it."""
+    return held(folder, left=left, rows=rows, prompt=prompt, new=new, **options)[0].ledger["allocator"]
+
+
+def held(folder: Path, *, left: int, rows: int, prompt: int, new: int, **options: Any) -> tuple[DevicePlan, int]:
+    """Return what the plan says of the accelerator of ``generate``, and what was reserved there at most."""
     tokens = torch.randint(2, 2000, (rows, prompt), generator=torch.Generator().manual_seed(1))
     given = {"batch_size": rows, "max_length": prompt + new, "hardware": HARDWARE, "cache": folder / "cache", **options}
     with offstage.load(folder, **given) as loaded:
@@ -53,7 +61,7 @@ def generate(folder: Path, *, left: int = 0, rows: int, prompt: int, new: int, *
         ledger.allocator.capacity = planned.own_bytes - left
         with torch.inference_mode(), SimulatedMemory(ledger.allocator):
             loaded.model.generate(tokens, min_new_tokens=new, max_new_tokens=new, do_sample=False)
-        return planned.ledger["allocator"]
+        return planned, streamer_of(loaded.model)._devices.reserved[0]
 
 
 @pytest.mark.parametrize(("rows", "prompt", "new"), [(1, 60, 3), (6, 130, 6), (2, 500, 3)])
@@ -72,3 +80,28 @@ def test_the_pool_of_the_stream_that_unpacks_is_counted(packed: Path, monkeypatc
     monkeypatch.setattr(allocator, "_in_pool_apart", lambda _: [])
     with pytest.raises(BudgetError, match="out of memory"):
         generate(packed, rows=1, prompt=6, new=2, **{**given, "cache": packed / "other"})
+
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32_000,
+    "max_position_embeddings": 1024, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+GIGABYTES: dict[str, Any] = {
+    "llama": LlamaConfig(**WIDE, intermediate_size=2816, num_hidden_layers=34),
+    "gpt2": GPT2Config(vocab_size=32_000, n_embd=1024, n_layer=36, n_head=16, pad_token_id=0, eos_token_id=1),
+    "mixtral": MixtralConfig(**WIDE, intermediate_size=1408, num_hidden_layers=11, num_local_experts=8),
+}
+
+
+@pytest.mark.parametrize("kind", in_ci("gpt2", "mixtral", of=GIGABYTES))
+def test_what_is_reserved_of_a_model_of_a_gigabyte_is_within_a_twentieth_of_what_its_plan_says(
+    kind: str, tmp_path: Path
+) -> None:
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(GIGABYTES[kind], dtype=torch.bfloat16)
+    model.to_empty(device="cpu").tie_weights()
+    model.save_pretrained(tmp_path)
+    del model
+    request = {"left": 0, "rows": 1, "prompt": 24, "new": 2}
+    planned, reserved = held(tmp_path, **request, device_map={"": 0}, max_memory={0: "1.2GB"})
+    assert reserved <= planned.own_bytes <= 1.05 * reserved

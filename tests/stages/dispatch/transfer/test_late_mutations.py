@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from offstage.stages.dispatch.transfer.link import Piece
+from offstage.stages.dispatch.transfer.link import CopyBack, Moved, Order, Piece
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.pinned_buffers import Buffer
 from tests.stages.dispatch.late_link import LateLink, LateMemory
-from tests.stages.dispatch.transfer.test_late_orders import faults
+from tests.stages.dispatch.test_late_models import faults as of_models
+from tests.stages.dispatch.transfer.test_late_orders import faults as of_parts
 
-CASES = (6, 56, 59, 82, 86, 102, 119, *range(60))
-"""Those first that find what few do."""
-_lend, _unpack, _copy = LateMemory.lend, LateLink.unpack, LateLink.copy
+PARTS, MODELS = (6, 56, 59, 82, 86, 102, 119, *range(60)), (30, 0, 6, *range(1, 40))
+"""Cases of single parts, and of whole models. Those first that find what few do."""
+_lend, _unpack, _copy, _follow = LateMemory.lend, LateLink.unpack, LateLink.copy, Mover._follow
+Mutation = tuple[type, str, Callable[..., Any]]
 
 
 def follow_nothing(self: Mover, found: Sequence[Any]) -> None:
@@ -44,6 +47,22 @@ def give_back_early(self: Mover, transfer: Transfer) -> None:
     transfer.region = None
 
 
+def hand_on_early(self: Mover, transfer: Transfer) -> None:
+    """Take a region back once nothing is asked for any more, though computing doesn't follow what was."""
+    wait([work for work in transfer.work if not work.cancel()])
+    transfer.region = None
+
+
+def follow_only_what_was_ahead(self: Mover, found: Sequence[Moved]) -> None:
+    """Have computing begin before what it awaits has come, by the stream for what is urgent."""
+    _follow(self, [moved for moved in found if moved.order != Order.URGENT])
+
+
+def take_as_back(self: CopyBack) -> None:
+    """Have computing begin before the activations have come back that it needs."""
+    self._done = None
+
+
 def unpack_beside(self: LateLink, *given: Any, after: Sequence[object], **options: Any) -> object:
     """Unpack without waiting for the copies of what is unpacked, which another stream makes."""
     return _unpack(self, *given, after=(), **options)
@@ -59,18 +78,33 @@ def watch_the_tensor(self: LateMemory, begin: int, length: int) -> tuple[torch.T
     return region, region
 
 
-MUTATIONS: Mapping[str, tuple[type, str, Callable[..., Any]]] = {
+MUTATIONS: Mapping[str, Mutation] = {
     "computing doesn't wait for a copy": (Mover, "_follow", follow_nothing),
+    "computing doesn't wait for the urgent stream": (Mover, "_follow", follow_only_what_was_ahead),
     "an awaited copy doesn't wait for computing": (LateLink, "copy", hurry),
     "a copy doesn't wait for computing": (LateLink, "computed", come_at_once),
-    "a region is given back early": (Mover, "abandon", give_back_early),
     "unpacking is on a stream that waits for nothing": (LateLink, "unpack", unpack_beside),
     "a buffer is forgotten while it is copied from": (Buffer, "note_copy", forget_the_copy),
     "what is still seen is lent again": (LateMemory, "lend", watch_the_tensor),
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_each_mutation_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*MUTATIONS[name])
-    assert any(faults(seed, tmp_path) for seed in CASES)
+ACTIVATIONS: Mapping[str, Mutation] = {"what comes back isn't waited for": (CopyBack, "follow", take_as_back)}
+"""Of what models alone have."""
+OF_A_FEW: Mapping[str, Mutation] = {
+    "a region is given back early": (Mover, "abandon", give_back_early),
+    "what was given up is forgotten by computing": (Mover, "abandon", hand_on_early),
+}
+"""That too few models find for a test of seconds."""
+
+
+@pytest.mark.parametrize("mutation", {**MUTATIONS, **OF_A_FEW}.values(), ids=[*MUTATIONS, *OF_A_FEW])
+def test_parts_find_each_mutation(mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*mutation)
+    assert any(of_parts(seed, tmp_path) for seed in PARTS)
+
+
+@pytest.mark.parametrize("mutation", {**MUTATIONS, **ACTIVATIONS}.values(), ids=[*MUTATIONS, *ACTIVATIONS])
+def test_models_find_each_mutation(mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*mutation)
+    assert any(of_models(seed, tmp_path) for seed in MODELS)

@@ -198,12 +198,12 @@ def test_a_part_as_large_as_the_staging_memory_fits_it_to_the_byte(tmp_path: Pat
     ahead.close()
     link.end()
     unpin()
-    assert (link.wrong, [memory.size for memory in link.memories], traffic.overflow_bytes) == ([], [exact], 0)
+    assert (link.wrong, link.taken, traffic.overflow_bytes) == ([], [exact], 0)
 
 
 def test_tensors_begin_where_an_accelerator_likes_them(stage: Callable[..., Stage]) -> None:
     late = stage("mixed")
-    base = late.link.memories[0].bytes.ctypes.data
+    base = late.link.device.address
     for part in IN_ORDER:
         assert all((tensor.data_ptr() - base) % 512 == 0 for tensor in late.ahead.acquire(part) if tensor.numel())
         late.ahead.release(part)
@@ -332,7 +332,7 @@ def test_an_accelerator_without_room_for_it_unpacks_nothing(tmp_path: Path) -> N
     link = LateLink()
     assert open_unpacker(link, places, room=device_bytes(places) - 1) is None
     assert open_unpacker(link, [], room=10**9) is None
-    assert link.memories == []
+    assert link.taken == []
     link.end()
 
 
