@@ -1,7 +1,8 @@
 """Whether the hosts of a run live: each says so every second in the rendezvous' store, and looks at what others say.
 
 Where one failed, or says nothing more, all end, by themselves or from the watch's thread. Nothing else of a run may
-wait for the store: it hangs where host 0 does.
+wait for the store: it hangs where host 0 does. How long a host says nothing is counted in what this process was at
+work: where all are stopped for a while, as Slurm suspends a job, they go on after it.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class HostWatch:
         self._state: dict[str, Any] = {"state": _RUNNING}
         self._store = open_store("watch")
         self._seen: dict[int, tuple[int | None, float]] = {}
+        self._awake = 0.0  # the seconds in which this process was at work, and not stopped
         self._lost: str | None = None
         self._stopped = threading.Event()
-        self._beats, self._answered = 0, time.monotonic()
+        self._beats, self._answered = 0, self._awake
         self._signals = _Signals()
         self._beat()
         for work in (self._run, self._oversee):
@@ -128,7 +130,7 @@ class HostWatch:
             while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None:
                 self._beat()
                 self._lost = next(filter(None, map(self._look, self._others)), None)
-                self._answered = time.monotonic()
+                self._answered = self._awake
         except RuntimeError as error:  # the store's connection broke: its process is gone, or the network
             self._lost = self._lost or f"{self._server} went away, or can't be reached ({first_line(error)})"
         if self._lost is not None:
@@ -140,10 +142,12 @@ class HostWatch:
 
     def _oversee(self) -> None:
         """End the process where it doesn't end by itself: of an interrupt, of the loss of a host, or of the store."""
-        interrupted = False
+        interrupted, now = False, time.monotonic()
         while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None and not interrupted:
+            before, now = now, time.monotonic()
+            self._awake += min(now - before, 2 * _BEAT_SECONDS)
             interrupted = self._signals.came()
-            if time.monotonic() - self._answered > _SILENT_SECONDS:
+            if self._awake - self._answered > _SILENT_SECONDS:
                 self._gone.update(self._others)
                 self._lost = (
                     f"{self._server} has said nothing for {_SILENT_SECONDS:.0f} s: it hangs, or the network does"
@@ -159,7 +163,7 @@ class HostWatch:
 
     def _look(self, host: int) -> str | None:
         """Return why ``host`` is lost, null while it isn't."""
-        said, now = self._said(host), time.monotonic()
+        said, now = self._said(host), self._awake
         state = said.get("state")
         if state in (_FAILED, _LEAVING):
             return str(said["reason"]) if state == _LEAVING else f"{self.name(host)}: {said['reason']}"

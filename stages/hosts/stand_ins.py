@@ -18,6 +18,7 @@ from torch import nn
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.empty_init.skeleton import parent, upward
+from offstage.stages.hosts.calls_over import around
 from offstage.stages.hosts.partition import Partition
 from offstage.stages.hosts.wire import Wire
 from offstage.stages.machine.hosts import KEY
@@ -52,6 +53,11 @@ class AwayRun:
         """Return what a block returns; nobody asks again after the last one, and it may be large."""
         call = self._wire.call()
         return self._values.pop(call, None) if is_last else self._values.get(call)
+
+    def forget(self, call: str) -> None:
+        """Let go what ``call`` has left, or a part of it: it ended inside."""
+        for inside in [inside for inside in self._values if call in around(inside)]:
+            del self._values[inside]
 
 
 class StandIn(nn.Module):
@@ -121,6 +127,13 @@ class Borders:
         self.wire = wire
         self.runs: list[tuple[AwayRun, Collection[str], AwayRun]] = []
 
+    def end(self, call: str) -> None:
+        """Hear that ``call`` is over on this host: nothing of it is kept, however it ended."""
+        self.wire.end(call)
+        for before, _, after in self.runs:
+            before.forget(call)
+            after.forget(call)
+
     def place(self, positions: Mapping[str, Position]) -> None:
         """Set when in a pass each run is waited for: right before or after what is the host's of ``positions``.
 
@@ -154,7 +167,7 @@ def stand_in(model: nn.Module, partition: Partition, wire: Wire, host: int) -> B
         _replace(model, blocks, range(own.stop if own else 0, count), after)
         if own:
             following = (others if ends else []) if is_last else [partition.owner(stack, own.stop)]
-            _send_on(model.get_submodule(blocks[own.stop - 1]), wire, following, after)
+            _send_on(model.get_submodule(blocks[own.stop - 1]), wire, following, None if is_last else after)
     head = partition.head
     if head is not None and host != partition.last:
         _put(model, head, AwayHead(model.get_submodule(head), wire, partition.last))

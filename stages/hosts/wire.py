@@ -8,13 +8,16 @@ whoever sends these has no need of anything that comes after.
 
 A call that fails on one host, and maybe on no other (its memory was full, it was cancelled there), is told to all by
 its name: whoever waits for something of it, or of a part of it (``7.2`` of ``7``), has it fail too, and others go on.
+
+Of a call that is over on a host, well or not, nobody waits for anything there: what was kept of it is let go, and what
+others still send or tell of it is dropped.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -26,6 +29,7 @@ from offstage.pipeline.errors import ConfigError, words_of
 from offstage.pipeline.peers import Peers
 from offstage.pipeline.rendezvous import HostError
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.hosts.calls_over import CallsOver, around
 from offstage.stages.machine.hosts import KEY
 from offstage.stages.units import Position
 
@@ -63,7 +67,7 @@ class _Inbox:
         self._threads: set[int] = set()
         self._error: Exception | None = None
         self._failed: dict[_Key, FailedCallError] = {}
-        self._given_up: set[str] = set()
+        self._over = CallsOver()
 
     def ask(self, key: _Key) -> None:
         """Have a message of ``key`` be received, unless there is one."""
@@ -105,13 +109,14 @@ class _Inbox:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def give_up(self, call: str) -> None:
-        """Keep nothing of ``call`` from now on: it has failed here."""
+    def end(self, call: str) -> None:
+        """Keep nothing of ``call`` and of its parts from now on: it is over here."""
         with self._changed:
-            self._given_up.add(call)
-            self._missing = {key for key in self._missing if call not in _around(key[1])}
-            for key in [key for key in self._messages if call in _around(key[1])]:
-                del self._messages[key]
+            self._over.add(call)
+            self._missing = {key for key in self._missing if call not in around(key[1])}
+            for kept in (self._messages, self._failed):
+                for key in [key for key in kept if call in around(key[1])]:
+                    del kept[key]
 
     def check(self) -> None:
         """Raise what has gone wrong."""
@@ -131,23 +136,18 @@ class _Inbox:
             self.fail(error)
 
     def _keep(self, host: int, call: str, value: Any) -> None:
+        if call in self._over:
+            return
         if isinstance(value, FailedCallError):
             self._failed[host, call] = value
-            self._missing = {key for key in self._missing if key[0] != host or call not in _around(key[1])}
-        elif self._given_up.isdisjoint(_around(call)):
+            self._missing = {key for key in self._missing if key[0] != host or call not in around(key[1])}
+        else:
             self._messages.setdefault((host, call), deque()).append(value)
             self._missing.discard((host, call))
 
     def _failure(self, key: _Key) -> FailedCallError | None:
         """Return by what the call of ``key`` has failed on the host of ``key``; null where it hasn't."""
-        return next(filter(None, (self._failed.get((key[0], call)) for call in _around(key[1]))), None)
-
-
-def _around(call: str) -> Iterator[str]:
-    """Yield ``call``, and those that it is a part of, the outermost the last."""
-    while call:
-        yield call
-        call = call.rpartition(".")[0]
+        return next(filter(None, (self._failed.get((key[0], call)) for call in around(key[1]))), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,10 +205,9 @@ class Wire:
     def fail(self, call: str, error: Exception, *, why_not_together: str | None = None) -> None:
         """Tell the other hosts that ``call`` has failed here by ``error``, so that it does there, with its parts.
 
-        ``why_not_together`` is the reason where it can be made, but not in lockstep. The name of a call is its alone
-        for good: what comes of this one from now on is dropped.
+        ``why_not_together`` is the reason where it can be made, but not in lockstep. It is over here then.
         """
-        self._inbox.give_up(call)
+        self.end(call)
         if isinstance(error, FailedCallError):
             reason, by_lockstep = error.reason, error.hangs_on_lockstep
         else:
@@ -219,6 +218,13 @@ class Wire:
         for host in range(self.hosts):
             if host != self._peers.rank:
                 self._outbox(host).put(([call, [failed, reason]], []))
+
+    def end(self, call: str) -> None:
+        """Hear that ``call`` is over on this host, with its parts: nothing more of it is waited for here.
+
+        Its name is its alone for good.
+        """
+        self._inbox.end(call)
 
     def receive(self, host: int, device: torch.device, position: Position) -> Any:
         """Return what ``host`` sends next of this call, on ``device``; a ``FailedCallError`` where it failed there."""

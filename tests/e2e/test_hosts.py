@@ -131,6 +131,16 @@ def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(tmp_path: Path) 
     assert not any(name.startswith("model.layers.0") for name in maps[1])
     for record in (first, second):
         assert record["metrics"]["streamed_bytes_per_token"] == record["metrics"]["predicted_streamed_bytes_per_token"]
+    assert [host["metrics"]["sent_bytes"] for host in first["hosts"]] == sent_bytes(first), "and no more"
+
+
+def sent_bytes(record: dict[str, Any]) -> list[int]:
+    """Return what each of two hosts is to send for the outputs of ``record``: a hidden state a position, the logits."""
+    positions = sum(output["prompt_tokens"] + len(output["token_ids"]) - 1 for output in record["outputs"])
+    tokens = sum(len(output["token_ids"]) for output in record["outputs"])
+    config = json.loads(Path("conf/checkpoints/tiny/config.json").read_text())
+    wide = torch.finfo(getattr(torch, config["dtype"])).bits // 8
+    return [positions * config["hidden_size"] * wide, tokens * config["vocab_size"] * wide]
 
 
 def test_prompts_of_a_run_go_together_as_many_as_the_plan_says(tmp_path: Path) -> None:
@@ -140,6 +150,9 @@ def test_prompts_of_a_run_go_together_as_many_as_the_plan_says(tmp_path: Path) -
     first, second = by_rank(tmp_path / "two")
     assert first["metrics"]["lockstep"] == second["metrics"]["lockstep"] >= 4, "two for each host"
     assert "in lockstep" in hosts[0][1]
+    assert [host["metrics"]["sent_bytes"] for host in first["hosts"]] == sent_bytes(first), (
+        "each prompt what it has alone"
+    )
     one = alone(tmp_path / "one", *asked)
     assert first["outputs"] == second["outputs"] == one["outputs"]
 

@@ -24,6 +24,7 @@ from tests.faults.hosts import SHORT, Hosts, Scene
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "conf/checkpoints/tiny"
+_SUSPENDED_SECONDS = 25.0
 ENDED, KILLED, BOTH = {5}, {-9}, {0: {5}, 1: {5}}
 
 
@@ -66,6 +67,15 @@ def slow(hosts: Hosts) -> None:
         time.sleep(0.9)
         process.send_signal(signal.SIGCONT)
         time.sleep(0.1)
+
+
+def suspended(hosts: Hosts) -> None:
+    """Stop both hosts for longer than a silence may be, as Slurm suspends a job, and have them go on."""
+    hosts.await_log("generate: begins")
+    hosts.began = time.monotonic()
+    for rank, number in ((0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, signal.SIGCONT), (0, signal.SIGCONT)):
+        os.kill(hosts.process(rank), number)
+        time.sleep(_SUSPENDED_SECONDS if (rank, number) == (1, signal.SIGSTOP) else 0.5)
 
 
 def ports_of(hosts: Hosts) -> list[int]:
@@ -268,6 +278,7 @@ SCENES = (
     Scene("hangs (SIGSTOP), host 0", HANGS_0, ENDS_0, fault=during(0, "generate", STOP), spared=[0]),
     Scene("hangs (SIGSTOP), host 1", "host 1 has said no", ENDS_1, fault=during(1, "generate", STOP), spared=[1]),
     Scene("slow, host 1", "", COMPLETED, fault=slow, seconds=120),
+    Scene("both suspended for 25 s", "", COMPLETED, fault=suspended, seconds=120),
     Scene("the network stalls for 10 s", "", COMPLETED, fault=lambda hosts: cut(hosts, 10), seconds=120),
     Scene("the link is cut for good", "host 1 has said nothing", BOTH, fault=lambda hosts: cut(hosts, None)),
     Scene("out of memory, host 1", "host 1 went away", ENDS_1, fault=out_of_memory),

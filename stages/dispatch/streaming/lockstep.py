@@ -107,7 +107,7 @@ class Lockstep(Turns):
     """Calls that go together, at most ``size`` at a time; ``state`` is what they keep in the modules of the model.
 
     They are called by their numbers after the ``name`` of all of them. ``failed`` is told which call an error ended,
-    and which error.
+    and which error; ``ended`` each that is over.
 
     They are divided as ``grouping`` says. A pass begins as all of a group are ready for it; where another group is in
     one already, all of ``begin`` is called as this one comes to use something instead. ``passes`` counts the passes
@@ -123,8 +123,9 @@ class Lockstep(Turns):
         begin: Sequence[Callable[[], object]] = (),
         name: str = "",
         failed: Callable[[str, Exception], None] = lambda call, error: None,
+        ended: Callable[[str], None] = lambda call: None,
     ) -> None:
-        self._name, self._failed = name, failed
+        self._name, self._failed, self._ended = name, failed, ended
         self._size, self._state, self._begin_anew = size, state, begin
         self._grouping = grouping or Grouping()
         self._group = self._using = 0  # which has its turn, and which used something last
@@ -236,9 +237,9 @@ class Lockstep(Turns):
     def _begin_parts(self, whole: Member) -> None:
         """Have parts of ``whole`` join as far as there is room, or have it go on if all have ended."""
         while whole.under_way < whole.most and (task := next(whole.parts, None)) is not None:
+            context, name = whole.thread.gr_context, f"{whole.name}.{whole.begun}"
             whole.under_way += 1
             whole.begun += 1
-            context, name = whole.thread.gr_context, f"{whole.name}.{whole.begun}"
             part = Member(greenlet.greenlet(task), whole.random, name, whole.group, whole, written=dict(whole.written))
             self._join(part, copy_context() if context is None else context.copy())
             self._going.append(part)
@@ -257,6 +258,7 @@ class Lockstep(Turns):
             is_over = bool(member.thread.dead)
             if is_over:
                 self._members.remove(member)
+                self._ended(member.name)
                 self._outside.restore()
             self._put_down(member, is_over=is_over)
             random.restore()

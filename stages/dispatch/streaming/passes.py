@@ -30,6 +30,8 @@ from offstage.stages.hosts.wire import FailedCallError
 from offstage.stages.units import Position
 
 _QUEUE = "queue"
+_OF_PASSES = ("pass", "after")
+"""What calls are named after that no lockstep has: the pass that they make, or the one that they come after."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class _CallNames:
     def next_run(self) -> str:
         """Return the name of the calls that go together now."""
         self.runs += 1
-        return str(self.runs)
+        return str(self.runs - 1)
 
 
 class ModelPasses:
@@ -91,13 +93,19 @@ class ModelPasses:
 
     def _call(self) -> str:
         """Return what names the call under way, alike on all hosts; one that is no lockstep's by its pass."""
-        return self.turns.call or f"{'pass' if self._depth else 'after'}.{self._names.passes}"
+        inside, after = _OF_PASSES
+        return self.turns.call or f"{inside if self._depth else after}.{self._names.passes}"
 
     def fail_call(self, error: Exception, call: str | None = None) -> None:
         """Have ``call``, by default the one under way, fail on all hosts that compute it, by ``error``."""
         if self.borders is not None:
             reason = error.reason if isinstance(error, LockstepError) else None
             self.borders.wire.fail(call or self._call(), error, why_not_together=reason)
+
+    def _end_call(self, call: str) -> None:
+        """Say that ``call`` is over here, well or not: nothing that other hosts send of it is waited for."""
+        if self.borders is not None:
+            self.borders.end(call)
 
     def _grouping(self, *, is_queue: bool) -> Grouping:
         if self.borders is None:
@@ -121,7 +129,7 @@ class ModelPasses:
             name = _QUEUE if is_queue else self._names.next_run()
             group = self.turns = Lockstep(
                 size, self._state(), grouping=self._grouping(is_queue=is_queue), begin=self._begin, name=name,
-                failed=lambda call, error: self.fail_call(error, call),
+                failed=lambda call, error: self.fail_call(error, call), ended=self._end_call,
             )  # fmt: skip
             try:
                 with torch.no_grad():
@@ -134,6 +142,8 @@ class ModelPasses:
                 raise
             finally:
                 self.turns = ALONE
+                if not is_queue:
+                    self._end_call(name)
                 if self._depth or self._is_left():  # by calls that ended early
                     self._take_back()
         return group
@@ -181,6 +191,8 @@ class ModelPasses:
         if (self._depth or self._is_left()) and not _is_nested(self._model):
             self._take_back()
         if self.turns is ALONE and not self._depth:
+            for what in _OF_PASSES:
+                self._end_call(f"{what}.{self._names.passes}")
             self._names.passes += 1
         self._depth += 1
         for begin in self._begin:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import offstage
+from offstage.stages.dispatch.streaming.streamer import streamer_of
 from offstage.stages.hosts.stand_ins import StandIn
 
 _BAD, _GOOD, _TOKENS = list(range(20, 27)), [[11, 12, 13], [14, 15], [16, 17, 18, 19]], 5
@@ -52,6 +53,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
             found["submitted"] = _error(submitted[0].result)
             found["beside it"] = right([future.result() for future in submitted[1:]])
         found |= _cancelled(loaded, ask, right)
+        found["kept of calls"] = _kept(loaded.model)
         found["in the end"] = right(offstage.lockstep(loaded.model, [partial(ask, ids) for ids in _GOOD]))
     return found
 
@@ -70,6 +72,15 @@ def _cancelled(
     errors = [_error(long[number].result) for number in (0, 3)]
     assert all(future.result().shape == (1, 202) for future in long[1:3])
     return {"cancelled": errors, "after cancelled ones": right([future.result() for future in following])}
+
+
+def _kept(model: Any) -> int:
+    """Return how many entries are kept of the calls of ``model``, none of which is under way."""
+    borders = streamer_of(model)._passes.borders
+    assert borders is not None
+    inbox = borders.wire._inbox
+    values = [run._values for before, _, after in borders.runs for run in (before, after)]
+    return sum(map(len, (inbox._messages, inbox._missing, inbox._failed, inbox._over, *values)))
 
 
 def _answer(model: Any, ids: list[int], *, tokens: int = _TOKENS) -> torch.Tensor:

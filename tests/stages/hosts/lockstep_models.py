@@ -70,18 +70,22 @@ def compared(folder: Path, chance: random.Random, lies: str) -> dict[str, Any]:
     """Return which calls of the checkpoint ``folder`` differ, by ``lockstep``, and after them all by ``submit``.
 
     Its weights lie in memory or in part on disk or on the host of a simulated accelerator; as ``fp8`` they are
-    quantised to that, on one host too. Accelerators compute in half precision, whose kernels don't go by where in
-    memory a weight begins.
+    quantised to that, on one host too. What an accelerator computes in float32 is compared with one process that has
+    it all on such a one: these kernels go by where in memory a weight begins, unlike those in half precision.
     """
     calls = drawn_calls(chance)
     size = chance.choice([2, 3, 4, len(calls)])
     made: dict[str, Any] = {"fp8": {"quantize": "fp8"}, "simulated": {"dtype": "bfloat16"}}.get(lies, {})
-    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache", **made) as whole:
+    accelerated = {"hardware": {"devices": [{"memory": "1GB"}]}} if lies.startswith("simulated") else {}
+    whole_room: dict[Any, int] = {"cpu": 10**9}
+    if lies == "simulated float32":
+        made, whole_room = accelerated, {0: 10**8, **whole_room}
+    with offstage.load(folder, max_memory=whole_room, cache=folder / "cache", **made) as whole:
         wanted = [answered(whole.model, call, seed) for seed, call in enumerate(calls)]
         share = sum(tensor.nbytes for tensor in whole.model.parameters()) // peers().size
     part = share * 2 // 3
-    room: dict[Any, int] = {"disk": {"cpu": part}, "simulated": {0: part, "cpu": 10**9}}.get(lies, {"cpu": 10**9})
-    made |= {"hardware": {"devices": [{"memory": "1GB"}]}} if lies == "simulated" else {}
+    room: dict[Any, int] = {0: part, "cpu": 10**9} if accelerated else {"cpu": part if lies == "disk" else 10**9}
+    made |= accelerated
     with offstage.load(folder, hosts="auto", max_memory=room, cache=folder / "cache", **made) as loaded:
         asked = [partial(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
         found = offstage.lockstep(loaded.model, asked, size=size)

@@ -1,0 +1,80 @@
+"""What a host keeps of calls of the model: of those that are over nothing, however many there were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from offstage.stages.hosts.calls_over import CallsOver, around
+from offstage.stages.hosts.wire import FailedCallError, _Inbox
+
+HOST = 1
+
+
+@pytest.fixture
+def sent() -> Iterator[SimpleQueue[tuple[str, Any]]]:
+    """Yield what another host sends, which then goes away."""
+    queue: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+    yield queue
+    queue.put(("0", None))
+
+
+def remembered(inbox: _Inbox) -> int:
+    """Return how many entries ``inbox`` has of all calls."""
+    return sum(len(kept) for kept in (inbox._messages, inbox._missing, inbox._failed, inbox._over))
+
+
+def test_calls_are_over_that_ended_in_whatever_order_and_their_parts_with_them() -> None:
+    chance, over = random.Random(1), CallsOver()
+    names = [f"{outer}.{number}" for outer in ("queue", "pass", "3") for number in range(200)]
+    names += [f"3.{whole}.{part}" for whole in range(0, 200, 7) for part in range(5)]
+    chance.shuffle(names)
+    ended = set[str]()
+    for name in names:
+        assert (name in over) == (not ended.isdisjoint(around(name))), name
+        over.add(name)
+        ended.add(name)
+        assert name in over
+        assert f"{name}.2" in over, "a part of it"
+    assert not any(name in over for name in ("queue", "pass", "3", "queue.200", "4.1"))
+    assert len(over) == 3, "one number for each that they are named after"
+
+
+def test_nothing_is_kept_of_calls_that_failed_here_or_there(sent: SimpleQueue[tuple[str, Any]]) -> None:
+    inbox, sizes = _Inbox(lambda host: sent.get()), list[int]()
+    for number in range(60):
+        ours, theirs = f"queue.{2 * number}", f"queue.{2 * number + 1}"
+        sent.put((theirs, FailedCallError("host 1: its memory was full")))
+        inbox.ask((HOST, theirs))
+        inbox.wait([(HOST, theirs)])
+        with pytest.raises(FailedCallError, match="its memory was full"):
+            inbox.take((HOST, theirs))
+        inbox.end(theirs)
+        inbox.ask((HOST, ours))
+        inbox.end(ours)  # it fails here, and what the other host sends of it comes later
+        sent.put((ours, "a hidden state"))
+        sizes.append(remembered(inbox))
+    assert max(sizes) <= 2, "one number for all calls of the queue, and what has come at once"
+    sent.put(("queue.120", "the next"))
+    inbox.ask((HOST, "queue.120"))
+    inbox.wait([(HOST, "queue.120")])
+    assert inbox.take((HOST, "queue.120")) == "the next"
+
+
+def test_what_a_call_is_told_before_it_begins_is_kept_until_it_is_over(sent: SimpleQueue[tuple[str, Any]]) -> None:
+    inbox = _Inbox(lambda host: sent.get())
+    for message in (("3", FailedCallError("host 1: it failed")), ("4.0", "early"), ("2.0", "in time")):
+        sent.put(message)
+    inbox.ask((HOST, "2.0"))
+    inbox.wait([(HOST, "2.0")])
+    assert inbox.take((HOST, "2.0")) == "in time"
+    inbox.ask((HOST, "3.1"))
+    with pytest.raises(FailedCallError):
+        inbox.take((HOST, "3.1"))
+    inbox.end("3")
+    inbox.ask((HOST, "4.0"))
+    assert inbox.take((HOST, "4.0")) == "early"
