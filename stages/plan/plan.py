@@ -125,7 +125,7 @@ class Plan:
 
     The tensors are written by the layers that are alike, in the order of execution. ``reasons`` says why each layer
     lies where it does, in that order; ``notes`` are remarks in words. ``forecast`` has the bytes streamed and the
-    seconds of a token, and its bottleneck (``bound``); ``rates`` the bytes a second that all of it was reckoned with.
+    seconds of a token, and its ``bottleneck``; ``rates`` the bytes a second that all of it was reckoned with.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
     ``lockstep``, how many batches share each pass. ``offload_ratio`` is the share of a training's activations that
     waits elsewhere, null where nothing is trained. ``pass_tokens`` are those of a pass of decoding, by which slots are

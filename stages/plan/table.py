@@ -123,8 +123,8 @@ def host_rows(plan: Plan) -> list[list[str]]:
 def summary(plan: Plan) -> str:
     """Return in a few lines what each device has at its peak, by what it is for, and what is expected of a token."""
     held, streamed = ledger_rows(plan), float(plan.forecast.get("streamed_bytes_per_token", 0))
-    seconds, bound = plan.forecast.get("seconds_per_token"), plan.forecast.get("bound")
-    expected = f", {float(seconds):.3g} s expected, bottleneck: {bound}" if seconds else ""
+    seconds, bottleneck = plan.forecast.get("seconds_per_token"), plan.forecast.get("bottleneck")
+    expected = f", {float(seconds):.3g} s expected, bottleneck: {bottleneck}" if seconds else ""
     return f"{_align(_bounded(held), numbers=len(held[0]) - 1)}\n{format_bytes(streamed)} streamed a token{expected}"
 
 
@@ -157,7 +157,7 @@ def named(plan: Plan, device: DeviceId) -> str:
 def rates_told(plan: Plan) -> list[str]:
     """Return in words how fast the link and the memory of each accelerator are, where they are unlike."""
     told = [
-        f"{named(plan, device)} {format_bytes(one.rates['link'])} from the host and "
+        f"{named(plan, device)} {format_bytes(one.rates['host_to_device'])} from the host and "
         f"{format_bytes(one.rates['device'])} from its memory"
         for device, one in plan.devices.items()
         if one.rates

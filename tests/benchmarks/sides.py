@@ -193,7 +193,7 @@ def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
         "predicted_streamed": metrics["predicted_streamed_bytes_per_token"],
         "load": metrics["load_seconds"],
         "stall": metrics["stall_seconds_per_token"],
-        "bound": metrics["bound"],
+        "bottleneck": metrics["bottleneck"],
         "peak": metrics["peak_host_bytes"],
         "budget": record["memory"]["budget"].get("cpu"),
     }

@@ -71,7 +71,7 @@ def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(of
     speed = metrics["streamed_bytes_per_token"] / metrics["decode_seconds_per_token"]
     assert metrics["streamed_bytes_per_second"] == pytest.approx(speed, rel=1e-3)
     assert 0 < metrics["stall_seconds_per_token"] < metrics["decode_seconds_per_token"]
-    assert metrics["bound"] in ("storage", "link", "compute")
+    assert metrics["bottleneck"] in ("storage", "host-to-device", "compute")
     plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
     peak = done.record["memory"]["measured"]["0"]
     device = plan["devices"]["0"]

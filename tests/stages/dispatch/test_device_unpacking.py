@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 MIXTURE = {**SIZES, "num_hidden_layers": 12, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FP8: Mapping[str, PretrainedConfig] = {"llama": LlamaConfig(**SIZES), "qwen3_moe": Qwen3MoeConfig(**MIXTURE)}
-RATES = {"storage": "1GB", "host": "10GB", "link": "100MB", "device": "100GB", "unpacking": "1MB"}
+RATES = {"storage": "1GB", "host": "10GB", "host_to_device": "100MB", "device": "100GB", "dequantising": "1MB"}
 """Of a machine whose link is slow, and whose cores are."""
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

@@ -83,7 +83,7 @@ def options(name: str, devices: int, way: str, plain: Any, draw: random.Random) 
             "rates": {
                 "storage": "50GB",
                 "host": "50GB",
-                "link": "1GB",
+                "host_to_device": "1GB",
                 "device": "800GB",
                 "launches": "1GB",
             },  # links bind

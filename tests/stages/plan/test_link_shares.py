@@ -22,7 +22,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.link_shares import share_layers
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.table import render
-from offstage.stages.plan.traffic import Step, bound_seconds, forecast
+from offstage.stages.plan.traffic import Step, forecast, lower_bound_seconds
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import at_rest, outline
@@ -30,7 +30,7 @@ from tests.stages.plan.test_optimal import llama
 
 MB = 10**6
 LINK = 25 * 10**9
-FAST = {"storage": "1TB", "host": "100GB", "link": "25GB", "device": "900GB", "launches": "1GB"}
+FAST = {"storage": "1TB", "host": "100GB", "host_to_device": "25GB", "device": "900GB", "launches": "1GB"}
 many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -79,7 +79,7 @@ def test_as_many_links_are_about_as_many_times_as_fast(count: int, factor: float
     model = llama(48)
     room = model.skeleton.bytes // 20
     one, several = planned(model, room), planned(model, *[room] * count)
-    assert (one.forecast["bound"], several.forecast["bound"]) == ("link", "link")
+    assert (one.forecast["bottleneck"], several.forecast["bottleneck"]) == ("host-to-device", "host-to-device")
     assert seconds(one) > factor * seconds(several)
     assert list(of(several, "link_bytes")) == list(range(count))
     assert sum(of(several, "link_bytes").values()) == several.forecast["streamed_bytes_per_token"]
@@ -130,7 +130,7 @@ def test_links_with_a_root_in_common_take_what_that_takes() -> None:
 def test_the_least_seconds_of_what_was_measured_are_those_of_the_slowest_link() -> None:
     plan = planned(llama(24), 5 * 10**8, 5 * 10**8)
     streamed = sum(of(plan, "link_bytes").values())
-    assert bound_seconds(plan, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(
+    assert lower_bound_seconds(plan, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(
         max(of(plan, "link_bytes").values()) / LINK
     )
 
@@ -223,7 +223,7 @@ def digest(model: Outline, cases: list[dict[DeviceId, int | None]]) -> str:
 def unlike(model: Outline, *devices: tuple[int, str | None], **rates: str) -> Plan:
     """Return the plan on accelerators with these budgets and links; null: the link that all have."""
     given = {str(index): str(room) for index, (room, _) in enumerate(devices)} | {"cpu": str(model.skeleton.bytes)}
-    listed = [{"memory": "1TB", **({"link": link} if link else {})} for _, link in devices]
+    listed = [{"memory": "1TB", **({"host_to_device": link} if link else {})} for _, link in devices]
     hardware = {"devices": listed, "host": {"memory": "8TB"}, "rates": FAST | rates}
     config = {"max_memory": given, "device_map": "optimal", "hardware": hardware, "generate": {}}
     return make_plan(model, {**config, "storage": {"io": "direct"}})
@@ -238,7 +238,7 @@ def test_a_faster_link_brings_more_and_both_take_about_as_long() -> None:
     assert seconds(mixed) == pytest.approx(streamed / (30 * 10**9), rel=0.2), "as links of 25 and 5 GB bring together"
     assert seconds(alike) == pytest.approx(max(of(alike, "link_bytes").values()) / LINK)
     assert seconds(alike) < seconds(mixed)
-    assert bound_seconds(mixed, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(seconds(mixed))
+    assert lower_bound_seconds(mixed, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(seconds(mixed))
 
 
 def test_links_of_their_own_that_are_alike_are_as_one_rate_of_all() -> None:
@@ -258,7 +258,7 @@ def test_a_link_that_hardly_brings_anything_is_left_to_layers_that_stay(slow: in
 
 def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     model = llama(24)
-    rates = {"link": "1TB", "device": "100GB"}
+    rates = {"host_to_device": "1TB", "device": "100GB"}
     held = model.skeleton.bytes
     config = {"max_memory": {"0": str(held), "1": str(held)}, "device_map": "balanced", "generate": {}}
     listed = [{"memory": "1TB", "name": "RTX 4090"}, {"memory": "1TB", "rates": {"device": "25GB"}}]
@@ -266,7 +266,10 @@ def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     plan = make_plan(model, {**config, "hardware": hardware})
     read = plan.used_bytes
     assert seconds(plan) == pytest.approx(int(read[0]) / 10**11 + int(read[1]) / (25 * 10**9))
-    assert of(plan, "rates") == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
+    assert of(plan, "rates") == {
+        0: {"host_to_device": 10**12, "device": 10**11},
+        1: {"host_to_device": 10**12, "device": 25 * 10**9},
+    }
     shown = render(plan)
     assert "0 (RTX 4090)" in shown
     assert "1 1.00 TB from the host and 25.00 GB from its memory" in shown
