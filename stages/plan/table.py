@@ -19,8 +19,8 @@ _WIDTH = 80
 """The letters of a line: names give way."""
 _PARTS = {
     "weights": ("weights",),
-    "reserve": ("reserve", "staging", "unpacking"),
-    "slots": ("slots",),
+    "reserve": ("reserve", "staging", "dequantising"),
+    "slots": ("expert_cache",),
     "of budget": (),
     "KV cache": ("cache",),
     "activations": ("activations", "scratch", "results", "learning", "offloaded", "assistant"),
@@ -168,7 +168,7 @@ def rates_told(plan: Plan) -> list[str]:
 def experts_told(plan: Plan) -> list[str]:
     """Return in words what the slots for experts are, and what a token brings of those that aren't in one."""
     where = [
-        f"expert cache of {one.pool.count(one.slots)} slots for {one.pool.experts} experts on {device}"
+        f"expert cache of {one.pool.count(one.expert_cache)} slots for {one.pool.experts} experts on {device}"
         for device, one in plan.devices.items()
         if one.pool is not None
     ]
@@ -182,7 +182,7 @@ def experts_told(plan: Plan) -> list[str]:
 def links_told(plan: Plan) -> list[str]:
     """Return in words what goes over the link of each accelerator for a token, where several stream."""
     devices = plan.devices.items()
-    links = [f"{format_bytes(one.link_bytes)} to {device}" for device, one in devices if one.link_bytes]
+    links = [f"{format_bytes(one.transfer_bytes)} to {device}" for device, one in devices if one.transfer_bytes]
     return [f"a token streams {', '.join(links)}, side by side"] if len(links) > 1 else []
 
 
@@ -203,7 +203,7 @@ def packed_told(plan: Plan) -> list[str]:
         where = " and ".join(f"{format_bytes(lying[home])} on {home}" for home in homes)
         told.append(f"{codec}: {where} at rest, {format_bytes(lying['used'])} in use")
     devices = plan.devices.items()
-    rooms = " and ".join(f"{format_bytes(one.unpacking)} on {device}" for device, one in devices if one.unpacking)
+    rooms = " and ".join(f"{format_bytes(one.dequantising)} on {device}" for device, one in devices if one.dequantising)
     return [*told, f"accelerators dequantise what streams to them, in {rooms}"] if rooms else told
 
 

@@ -222,7 +222,7 @@ def lower_bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: flo
         for kind in ("quantised", "dequantised", "device_dequantised", "device_moved")
     )
     streamed = Counter({DISK: storage_bytes, CPU: streamed_bytes - storage_bytes})
-    links = {device: one.link_bytes for device, one in plan.devices.items() if one.link_bytes}
+    links = {device: one.transfer_bytes for device, one in plan.devices.items() if one.transfer_bytes}
     over_links = sum(links.values())
     shares = {device: count / over_links for device, count in links.items() if over_links}
     used = streamed_bytes - packed + unpacked

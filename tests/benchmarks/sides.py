@@ -139,7 +139,14 @@ def accelerate_command(
 
 SIMULATED: Mapping[str, Any] = {
     "devices": [{"memory": "80GB"}],
-    "rates": {"storage": "1GB", "host": "10GB", "link": "12GB", "device": "800GB", "unpacking": "4GB", "calls": 15000},
+    "rates": {
+        "storage": "1GB",
+        "host": "10GB",
+        "host_to_device": "12GB",
+        "device": "800GB",
+        "dequantising": "4GB",
+        "calls": 15000,
+    },
 }
 """The machine of a benchmark that is tried where no accelerator is: its figures say nothing."""
 

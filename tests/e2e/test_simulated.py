@@ -118,7 +118,7 @@ def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_
     assert (alike.code, unlike.code) == (0, 0), unlike.err
     assert unlike.tokens == alike.tokens
     plan = json.loads(Path(unlike.record["stages"][1]["artifact"], "plan.json").read_text())
-    brought = {device: one["link_bytes"] for device, one in plan["devices"].items() if one["link_bytes"]}
+    brought = {device: one["transfer_bytes"] for device, one in plan["devices"].items() if one["transfer_bytes"]}
     assert brought["0"] > 2 * brought["1"] > 0
     took = max(brought["0"] / (200 * 10**6), brought["1"] / (50 * 10**6))
     assert plan["forecast"]["seconds_per_token"] == pytest.approx(took, rel=0.01)

@@ -14,7 +14,7 @@ PLAN = Plan(
     "explicit", "cpu", {"cpu": DevicePlan(None, 80, used_bytes=80), "disk": DevicePlan(None, 60)}, (),
     rates={"storage": 40, "host": 1000, "host_to_device": 10, "device": 1000},
 )  # fmt: skip
-ACCELERATED = replace(PLAN, main_device=0, devices={0: DevicePlan(None, 80, link_bytes=1, used_bytes=80)})
+ACCELERATED = replace(PLAN, main_device=0, devices={0: DevicePlan(None, 80, transfer_bytes=1, used_bytes=80)})
 
 
 def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:

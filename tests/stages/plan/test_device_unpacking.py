@@ -52,8 +52,8 @@ def test_an_entry_that_is_overridden_leaves_the_unpacking_where_it_was() -> None
     model = halved(stack(20))
     plan = planned(model, overrides={"layers.7": "disk"}, _0="60")
     assert plan.homes["layers.7.weight"] == "disk"
-    assert of(plan, "unpacking") == {0: 4}
-    assert "unpacking" not in plan.predicted["cpu"]
+    assert of(plan, "dequantising") == {0: 4}
+    assert "dequantising" not in plan.predicted["cpu"]
 
 
 def test_each_number_of_prompts_in_lockstep_has_a_plan_of_its_own() -> None:
@@ -62,7 +62,7 @@ def test_each_number_of_prompts_in_lockstep_has_a_plan_of_its_own() -> None:
     ask = {"prompts": [[1]] * 64, "max_new_tokens": 4, "exact": True}
     sizes = (1, 2, 4, 8, 16, 32, 64, "auto")
     chosen = {size: planned(model, rates=rates, generate={**ask, "lockstep": size}, _0="60") for size in sizes}
-    assert {bool(of(plan, "unpacking")) for size, plan in chosen.items() if size != "auto"} == {True, False}
+    assert {bool(of(plan, "dequantising")) for size, plan in chosen.items() if size != "auto"} == {True, False}
     auto = chosen.pop("auto")
     assert auto.lockstep is not None
     assert replace(auto, lockstep=None) == chosen[auto.lockstep]
@@ -74,11 +74,11 @@ POLICIES = ["optimal", "sequential", "balanced", {"": "disk", "layers.0": 0}]
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_the_link_brings_packed_bytes_and_the_device_moves_what_unpacking_takes(policy: Any) -> None:
     plan = planned(halved(stack(20)), policy=policy, _0="60")
-    assert of(plan, "unpacking") == {0: 4}
-    assert plan.predicted[0]["unpacking"] == 4
-    assert "unpacking" not in plan.predicted["cpu"], "the host has nothing to unpack"
+    assert of(plan, "dequantising") == {0: 4}
+    assert plan.predicted[0]["dequantising"] == 4
+    assert "dequantising" not in plan.predicted["cpu"], "the host has nothing to unpack"
     away = [name for name, serving in plan.serving.items() if serving in ("direct", "packed")]
-    assert of(plan, "link_bytes") == {0: 5 * len(away)}
+    assert of(plan, "transfer_bytes") == {0: 5 * len(away)}
     told = plan.forecast
     assert told["device_dequantised_bytes_per_token"] == told["dequantised_bytes_per_token"] == 10 * len(away)
     assert told["device_moved_bytes_per_token"] == 50 * len(away)
@@ -86,7 +86,7 @@ def test_the_link_brings_packed_bytes_and_the_device_moves_what_unpacking_takes(
     assert told["seconds_per_token"] == pytest.approx(
         lower_bound_seconds(plan, streamed_bytes=5 * len(away), storage_bytes=5 * len(away))
     )
-    assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].unpacking <= 60
+    assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].dequantising <= 60
     assert packed_told(plan)[-1] == "accelerators dequantise what streams to them, in 4 B on 0"
 
 
@@ -106,22 +106,22 @@ def test_the_host_unpacks_where_that_is_better_and_the_plan_is_what_it_was(
 ) -> None:
     plan = planned(halved(stack(20), device), rates=rates, _0="60")
     assert plan == planned(halved(stack(20), None), rates=rates, _0="60")
-    assert of(plan, "unpacking") == {}
-    assert plan.predicted["cpu"]["unpacking"] > 0
+    assert of(plan, "dequantising") == {}
+    assert plan.predicted["cpu"]["dequantising"] > 0
 
 
 def test_each_of_several_accelerators_has_its_own_room() -> None:
     plan = planned(halved(stack(20)), _0="60", _1="60")
-    streaming = {device for device, count in of(plan, "link_bytes").items() if count}
-    assert of(plan, "unpacking") == dict.fromkeys(sorted(streaming), 4)
+    streaming = {device for device, count in of(plan, "transfer_bytes").items() if count}
+    assert of(plan, "dequantising") == dict.fromkeys(sorted(streaming), 4)
     used = int(plan.forecast["dequantised_bytes_per_token"])
-    assert sum(of(plan, "link_bytes").values()) == used // 2
+    assert sum(of(plan, "transfer_bytes").values()) == used // 2
 
 
 def test_what_waits_packed_in_memory_needs_no_buffers_there() -> None:
     plan = planned(halved(stack(20)), rates=replace(RATES, storage=1), _0="60", cpu="200")
     assert set(plan.serving.values()) == {"packed"}
-    assert of(plan, "unpacking") == {0: 4}
+    assert of(plan, "dequantising") == {0: 4}
     assert plan.predicted["cpu"]["staging"] == 0
 
 
@@ -134,9 +134,9 @@ def test_experts_are_unpacked_in_their_slots() -> None:
     swift = Rates(storage=10**9, host=10**9, host_to_device=10**6, device=10**12, dequantising=10**6)
     host = planned(at_rest(plain, sizes), rates=swift, **budget)
     plan = planned(at_rest(plain, sizes, device=device), rates=swift, **budget)
-    assert of(plan, "unpacking") == {0: 40}
-    assert sum(of(plan, "link_bytes").values()) < 0.3 * sum(of(host, "link_bytes").values())
-    assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].slots + 40 <= int(budget["_0"])
+    assert of(plan, "dequantising") == {0: 40}
+    assert sum(of(plan, "transfer_bytes").values()) < 0.3 * sum(of(host, "transfer_bytes").values())
+    assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].expert_cache + 40 <= int(budget["_0"])
     assert float(plan.forecast["seconds_per_token"]) < float(host.forecast["seconds_per_token"])
 
 

@@ -81,8 +81,8 @@ def test_as_many_links_are_about_as_many_times_as_fast(count: int, factor: float
     one, several = planned(model, room), planned(model, *[room] * count)
     assert (one.forecast["bottleneck"], several.forecast["bottleneck"]) == ("host-to-device", "host-to-device")
     assert seconds(one) > factor * seconds(several)
-    assert list(of(several, "link_bytes")) == list(range(count))
-    assert sum(of(several, "link_bytes").values()) == several.forecast["streamed_bytes_per_token"]
+    assert list(of(several, "transfer_bytes")) == list(range(count))
+    assert sum(of(several, "transfer_bytes").values()) == several.forecast["streamed_bytes_per_token"]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -90,7 +90,7 @@ def test_as_many_links_are_about_as_many_times_as_fast(count: int, factor: float
 def test_links_that_run_ahead_by_their_reserves_take_as_long_as_predicted(count: int, share: int) -> None:
     model = llama(48)
     plan = planned(model, *[model.skeleton.bytes // share] * count)
-    assert counted_seconds(model, plan) == pytest.approx(max(of(plan, "link_bytes").values()) / LINK, rel=0.1)
+    assert counted_seconds(model, plan) == pytest.approx(max(of(plan, "transfer_bytes").values()) / LINK, rel=0.1)
 
 
 def test_one_stretch_of_layers_for_each_accelerator_is_predicted_as_slow_as_it_is() -> None:
@@ -103,7 +103,7 @@ def test_one_stretch_of_layers_for_each_accelerator_is_predicted_as_slow_as_it_i
     given = {"max_memory": {"0": "1GB", "1": "1GB", "cpu": "8GB"}, "hardware": hardware, "generate": {}}
     plan = make_plan(model, {**given, "device_map": device_map, "storage": {"io": "direct"}})
     assert seconds(plan) == pytest.approx(counted_seconds(model, plan), rel=0.02)
-    assert seconds(plan) > 0.9 * sum(of(plan, "link_bytes").values()) / LINK, "hardly better than one link"
+    assert seconds(plan) > 0.9 * sum(of(plan, "transfer_bytes").values()) / LINK, "hardly better than one link"
 
 
 def test_layers_take_turns_and_parts_of_them_stay_on_each_accelerator() -> None:
@@ -116,22 +116,22 @@ def test_layers_take_turns_and_parts_of_them_stay_on_each_accelerator() -> None:
         budget = plan.budgets[device]
         assert budget is not None
         assert 0.9 * budget < plan.devices[device].weights + plan.devices[device].reserve <= budget
-    least, most = sorted(of(plan, "link_bytes").values())
+    least, most = sorted(of(plan, "transfer_bytes").values())
     assert most < 1.25 * least, "as even as whole layers can be"
 
 
 def test_links_with_a_root_in_common_take_what_that_takes() -> None:
     model = llama(24)
     apart, shared = planned(model, 10**9, 10**9), planned(model, 10**9, 10**9, root="30GB")
-    assert seconds(shared) == pytest.approx(sum(of(shared, "link_bytes").values()) / (30 * 10**9))
+    assert seconds(shared) == pytest.approx(sum(of(shared, "transfer_bytes").values()) / (30 * 10**9))
     assert seconds(apart) < seconds(shared) < seconds(planned(model, 10**9))
 
 
 def test_the_least_seconds_of_what_was_measured_are_those_of_the_slowest_link() -> None:
     plan = planned(llama(24), 5 * 10**8, 5 * 10**8)
-    streamed = sum(of(plan, "link_bytes").values())
+    streamed = sum(of(plan, "transfer_bytes").values())
     assert lower_bound_seconds(plan, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(
-        max(of(plan, "link_bytes").values()) / LINK
+        max(of(plan, "transfer_bytes").values()) / LINK
     )
 
 
@@ -181,7 +181,7 @@ def test_plans_fit_and_are_never_slower_than_where_one_link_streams(seed: int) -
     for device, budget in plan.budgets.items():
         taken = plan.devices[device].weights + plan.devices[device].reserve
         assert budget is None or taken <= budget
-    assert set(of(plan, "link_bytes")) <= set(of(plan, "reserve"))
+    assert set(of(plan, "transfer_bytes")) <= set(of(plan, "reserve"))
 
 
 BEFORE: Mapping[str, tuple[str, str]] = {
@@ -232,11 +232,11 @@ def unlike(model: Outline, *devices: tuple[int, str | None], **rates: str) -> Pl
 def test_a_faster_link_brings_more_and_both_take_about_as_long() -> None:
     model, room = llama(48), 10**9
     alike, mixed = unlike(model, (room, None), (room, None)), unlike(model, (room, None), (room, "5GB"))
-    streamed = sum(of(mixed, "link_bytes").values())
-    took = {0: mixed.devices[0].link_bytes / LINK, 1: mixed.devices[1].link_bytes / (5 * 10**9)}
+    streamed = sum(of(mixed, "transfer_bytes").values())
+    took = {0: mixed.devices[0].transfer_bytes / LINK, 1: mixed.devices[1].transfer_bytes / (5 * 10**9)}
     assert seconds(mixed) == pytest.approx(max(took.values()))
     assert seconds(mixed) == pytest.approx(streamed / (30 * 10**9), rel=0.2), "as links of 25 and 5 GB bring together"
-    assert seconds(alike) == pytest.approx(max(of(alike, "link_bytes").values()) / LINK)
+    assert seconds(alike) == pytest.approx(max(of(alike, "transfer_bytes").values()) / LINK)
     assert seconds(alike) < seconds(mixed)
     assert lower_bound_seconds(mixed, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(seconds(mixed))
 
@@ -251,9 +251,9 @@ def test_links_of_their_own_that_are_alike_are_as_one_rate_of_all() -> None:
 def test_a_link_that_hardly_brings_anything_is_left_to_layers_that_stay(slow: int) -> None:
     model, room = llama(24), 5 * 10**8
     plan = unlike(model, *((room, "1MB" if index == slow else None) for index in (0, 1)))
-    assert set(of(plan, "link_bytes")) == {1 - slow}
+    assert set(of(plan, "transfer_bytes")) == {1 - slow}
     assert plan.devices[slow].weights > room / 2
-    assert seconds(plan) == pytest.approx(plan.devices[1 - slow].link_bytes / LINK)
+    assert seconds(plan) == pytest.approx(plan.devices[1 - slow].transfer_bytes / LINK)
 
 
 def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:

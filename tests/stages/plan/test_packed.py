@@ -100,10 +100,10 @@ def test_the_disk_needs_room_for_the_bytes_at_rest_alone() -> None:
 
 
 def test_the_host_has_room_for_the_threads_that_unpack() -> None:
-    assert planned(halved(stack(4), working=7), cpu="30").predicted["cpu"]["unpacking"] == 7
-    assert planned(halved(stack(4), working=7), _0="30").predicted["cpu"]["unpacking"] == 7
-    assert "unpacking" not in planned(halved(stack(4), working=7), cpu="100").predicted["cpu"]
-    assert "unpacking" not in planned(stack(4), cpu="30").predicted["cpu"]
+    assert planned(halved(stack(4), working=7), cpu="30").predicted["cpu"]["dequantising"] == 7
+    assert planned(halved(stack(4), working=7), _0="30").predicted["cpu"]["dequantising"] == 7
+    assert "dequantising" not in planned(halved(stack(4), working=7), cpu="100").predicted["cpu"]
+    assert "dequantising" not in planned(stack(4), cpu="30").predicted["cpu"]
 
 
 def test_what_rests_packed_is_read_whole_where_others_are_mapped_or_looked_up() -> None:
@@ -177,7 +177,7 @@ def test_slots_leave_room_for_four_parts_that_are_read_and_unpacked() -> None:
     for model, count in ((at_rest(plain, {name: size // 2 for name, size in dense.items()}), 4), (plain, 2)):
         layout = lay_out(model, Placement(dict.fromkeys(model.sizes, "disk"), "cpu"), {"cpu": budget, "disk": None})
         pool, left = layout.pools["cpu"], budget - sum(parts[:count])
-        assert layout.rooms["cpu"].slots == left // pool.unit_bytes * pool.unit_bytes < pool.bytes
+        assert layout.rooms["cpu"].expert_cache == left // pool.unit_bytes * pool.unit_bytes < pool.bytes
 
 
 def test_an_accelerator_has_waiting_on_the_host_packed_what_would_be_on_disk() -> None:
@@ -202,7 +202,7 @@ def test_experts_wait_on_the_host_packed_where_storage_would_be_slower(accelerat
     assert set(plan.loading.packed_on_host) == plain.expert_tensors
     assert {plan.serving[name] for name in plain.expert_tensors} == {"experts"}
     assert packed_bytes(plan)["half"]["cpu"] == quarter
-    assert plan.devices["cpu"].weights + plan.devices["cpu"].slots <= (plan.budgets["cpu"] or 0)
+    assert plan.devices["cpu"].weights + plan.devices["cpu"].expert_cache <= (plan.budgets["cpu"] or 0)
     assert "storage_bandwidth_bytes_per_second" not in plan.forecast, "nothing of it is read for a token"
     swift = Rates(storage=10**9, host=10**9, host_to_device=10**9, device=10**9, dequantising=10**9)
     again = optimal_plan(plain, rates=swift, **budgets)
@@ -225,8 +225,8 @@ def test_the_screen_says_what_rests_packed_where_and_by_which_codec() -> None:
 def test_an_automatic_budget_leaves_what_unpacking_takes() -> None:
     machine = Hardware((), Host(10**10, 10**10))
     terms = allow({}, machine, unpacking=12345).terms["cpu"]
-    assert terms["unpacking"] == -12345
-    assert "unpacking" not in allow({}, machine).terms["cpu"]
+    assert terms["dequantising"] == -12345
+    assert "dequantising" not in allow({}, machine).terms["cpu"]
 
 
 @st.composite
