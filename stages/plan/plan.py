@@ -37,9 +37,9 @@ class DevicePlan(Room):
 
     ``name`` is what the config calls it; ``budget_terms`` are those that an automatic budget is the sum of. ``pool``
     says for how many experts its ``expert_cache`` is, null where it has none. ``simulated`` are the weights that it
-    takes before it is full, where it is simulated, else null. ``ledger`` is what it holds at its peak, by what that is for.
-    A token has ``transfer_bytes`` go over its link, and reads ``used_bytes`` where they lie, if they are computed with
-    there: of a mixture's experts those that it is routed to. ``rates`` are its own, where accelerators are unlike.
+    takes before it is full, where it is simulated, else null. ``ledger`` is what it holds at its peak, by what that is
+    for. A token has ``transfer_bytes`` go over its link, and reads ``used_bytes`` where they lie, if they are computed
+    with there: of a mixture's experts those that it is routed to. ``rates`` are its own, where accelerators are unlike.
     """
 
     name: str = ""
