@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
-#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
+#if defined(__AVX512BW__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -368,17 +368,24 @@ INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
 #endif
 }
 
-/* What eight runs of 32 are scaled by, and what is added to them: minus their minima. Both are six bits, under a
-   float16 each: of the first four runs together, of the last two above the first ones' and four beside. */
-INLINE void run_scales(const uint8_t *block, float *restrict scales, float *restrict mores) {
+/* Eight scales of runs of 32, a byte each, and eight minima: six bits, of the first four runs together, of the last two
+   above the first ones' and four beside. */
+INLINE void run_codes(const uint8_t *block, uint64_t *scales, uint64_t *minima) {
     uint32_t first, second, mixed;
     memcpy(&first, block + 4, sizeof first);
     memcpy(&second, block + 8, sizeof second);
     memcpy(&mixed, block + 12, sizeof mixed);
     uint64_t last = (mixed & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
     uint64_t least = (mixed >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
-    times_bytes((first & 0x3f3f3f3f) | last << 32, half_at(block), scales);
-    times_bytes((second & 0x3f3f3f3f) | least << 32, -half_at(block + 2), mores);
+    *scales = (first & 0x3f3f3f3f) | last << 32, *minima = (second & 0x3f3f3f3f) | least << 32;
+}
+
+/* What the runs are scaled by, and what is added to them: minus their minima. Both are under a float16 each. */
+INLINE void run_scales(const uint8_t *block, float *restrict scales, float *restrict mores) {
+    uint64_t codes, minima;
+    run_codes(block, &codes, &minima);
+    times_bytes(codes, half_at(block), scales);
+    times_bytes(minima, -half_at(block + 2), mores);
 }
 
 INLINE void scale_runs(const uint8_t *block, float *values) {
@@ -459,12 +466,13 @@ void unpack_ggml(const Work *all) {
 /* Products of rows of float32 with weights as they rest, which are never unpacked whole.
 
    Each number is a sum of the unpacked float32 values times those given, in one order whatever computes it: a lane for
-   each of 32 columns adds up those that are 32 apart, first to last, and then lanes are added in halves. So its bits hang
-   neither on how many rows there are nor on how many threads. */
+   each of 32 columns adds up those that are 32 apart, first to last, a product and its sum rounded once, as processors do
+   it in one step; and then lanes are added in halves. So its bits hang neither on how many rows there are nor on how many
+   threads. */
 
 enum { LANES = 32, AT_ONCE = 4 };
 
-#ifdef __AVX512F__
+#ifdef __AVX512BW__
 typedef struct {
     __m512 low, high;
 } Lanes;
@@ -478,8 +486,8 @@ INLINE __m512 shifted(__m512 values, const float *more) {
 }
 
 INLINE void add_values(Lanes *lanes, Lanes values, const float *given) {
-    lanes->low = _mm512_add_ps(lanes->low, _mm512_mul_ps(values.low, _mm512_loadu_ps(given)));
-    lanes->high = _mm512_add_ps(lanes->high, _mm512_mul_ps(values.high, _mm512_loadu_ps(given + 16)));
+    lanes->low = _mm512_fmadd_ps(values.low, _mm512_loadu_ps(given), lanes->low);
+    lanes->high = _mm512_fmadd_ps(values.high, _mm512_loadu_ps(given + 16), lanes->high);
 }
 
 INLINE Lanes values_at(const float *values) { return (Lanes){_mm512_loadu_ps(values), _mm512_loadu_ps(values + 16)}; }
@@ -518,6 +526,37 @@ INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, 
     add_values(lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, given + 32);
 }
 
+/* One of sixteen numbers. From a register: what was just written to memory as one can't be read from there in pieces
+   without waiting. */
+INLINE __m512 one_of(__m512 numbers, int at) { return _mm512_permutexvar_ps(_mm512_set1_epi32(at), numbers); }
+
+/* Sixteen codes, one of four pieces of a register of bytes, as numbers. */
+INLINE __m512 sixteen_of(__m512i codes, int piece) {
+    __m128i pieces[] = {_mm512_castsi512_si128(codes), _mm512_extracti32x4_epi32(codes, 1),
+                        _mm512_extracti32x4_epi32(codes, 2), _mm512_extracti32x4_epi32(codes, 3)};
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(pieces[piece]));
+}
+
+INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
+    const __m512i four = _mm512_set1_epi8(15), two = _mm512_set1_epi8(0x30), less = _mm512_set1_epi8(32);
+    const __m512i shifts = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
+    __m512 scales = _mm512_mul_ps(_mm512_set1_ps(half_at(block + 208)), sixteen((const int8_t *)block + 192));
+    for (int half = 0; half < 2; half++) {
+        __m512i low = _mm512_loadu_si512(block + 64 * half);
+        __m512i upper = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(block + 128 + 32 * half)));
+        for (int pair = 0; pair < 2; pair++, low = _mm512_srli_epi16(low, 4), upper = _mm512_srli_epi16(upper, 4)) {
+            __m512i high = _mm512_and_si512(_mm512_sllv_epi16(upper, shifts), two);
+            __m512i codes = _mm512_sub_epi8(_mm512_or_si512(_mm512_and_si512(low, four), high), less);
+            for (int run = 0; run < 2; run++, given += LANES) {
+                int at = 8 * half + 4 * pair + 2 * run;
+                __m512 first = _mm512_mul_ps(sixteen_of(codes, 2 * run), one_of(scales, at));
+                __m512 second = _mm512_mul_ps(sixteen_of(codes, 2 * run + 1), one_of(scales, at + 1));
+                add_values(lanes, (Lanes){first, second}, given);
+            }
+        }
+    }
+}
+
 INLINE __m512 sixteen_fp8(const uint8_t *codes) { /* a half has one bit of exponent more, and all that FP8 has */
     __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)codes));
     __m256i size = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
@@ -548,7 +587,7 @@ typedef struct {
 } Lanes;
 
 INLINE void add_values(Lanes *lanes, Lanes values, const float *given) {
-    for (int at = 0; at < LANES; at++) lanes->of[at] += values.of[at] * given[at];
+    for (int at = 0; at < LANES; at++) lanes->of[at] = __builtin_fmaf(values.of[at], given[at], lanes->of[at]);
 }
 
 INLINE Lanes values_at(const float *values) {
@@ -673,6 +712,7 @@ INLINE void add_q5_k(Lanes *lanes, const uint8_t *block, const float *given) {
     }
 }
 
+#ifndef __AVX512BW__
 INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
     float scale = half_at(block + 208);
     const int8_t *scales = (const int8_t *)block + 192;
@@ -690,6 +730,7 @@ INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
         }
     }
 }
+#endif
 
 /* Have what lies behind so many bytes be on its way: a product of one row reads weights once, one after the other, and
    faster than a processor fetches them by itself. Where nothing lies any more, nothing is fetched. */
@@ -831,26 +872,42 @@ static void unpack_row(const Product *all, int64_t row, float *room) {
 
 /* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
    loaded of either serves each of the other, and all sums stay in registers. */
-#ifdef __AVX512F__
+#ifdef __AVX512BW__
 enum { PART = 16, BESIDE = 6 };
 #else
 enum { PART = 8, BESIDE = 2 };
 #endif
 
-/* So many columns at a time, of so many rows given, fill a first cache and leave the second to what is unpacked. */
-enum { ONE_RUN = 1024, SHARING = 32 };
+/* So many columns at a time, of so many rows given, fill a first cache and leave the second to what is unpacked. Rows of
+   that lie so many values further apart than they are long: columns often are a power of two, and what lies so far apart
+   has one place in a cache. */
+enum { ONE_RUN = 2048, SHARING = 32, PADDING = 16 };
+
+INLINE int64_t apart_of(int64_t columns) { return columns + PADDING; }
 
 typedef float Part __attribute__((vector_size(4 * PART)));
 
 INLINE Part part_at(const float *values) {
     Part part;
     memcpy(&part, values, sizeof part);
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
     __asm__("" : "+v"(part)); /* to stay in its register, rather than be loaded anew for each use */
 #elif defined(__AVX2__)
     __asm__("" : "+x"(part));
 #endif
     return part;
+}
+
+/* What comes of a product and a sum, rounded once. */
+INLINE Part fused(Part one, Part two, Part sum) {
+#if defined(__AVX512BW__)
+    return (Part)_mm512_fmadd_ps((__m512)one, (__m512)two, (__m512)sum);
+#elif defined(__FMA__)
+    return (Part)_mm256_fmadd_ps((__m256)one, (__m256)two, (__m256)sum);
+#else
+    for (int at = 0; at < PART; at++) sum[at] = __builtin_fmaf(one[at], two[at], sum[at]);
+    return sum;
+#endif
 }
 
 /* Some rows of values times AT_ONCE rows given, of columns each, in one part of the lanes: what comes of some more columns
@@ -867,8 +924,9 @@ INLINE void add_products(int some, const float *values, const float *given, int6
         Part three = part_at(given + 2 * columns + at), four = part_at(given + 3 * columns + at);
 #pragma GCC unroll 6
         for (int row = 0; row < some; row++) {
-            Part found = part_at(values + row * columns + at), *own = parts + row * AT_ONCE;
-            own[0] += found * one, own[1] += found * two, own[2] += found * three, own[3] += found * four;
+            Part found = part_at(values + row * apart_of(columns) + at), *own = parts + row * AT_ONCE;
+            own[0] = fused(found, one, own[0]), own[1] = fused(found, two, own[1]);
+            own[2] = fused(found, three, own[2]), own[3] = fused(found, four, own[3]);
         }
     }
     memcpy(sums, parts, (size_t)some * AT_ONCE * sizeof *parts);
@@ -909,7 +967,7 @@ static void multiply_some(const Product *all, int64_t begin, int64_t end, const 
         for (int64_t part = 0; part < LANES; part += PART)
             for (int64_t row = 0, some; row < rows; row += some) {
                 some = row + BESIDE <= rows ? BESIDE : 1;
-                const float *own = values + row * columns + from + part;
+                const float *own = values + row * apart_of(columns) + from + part;
                 float *made = sums + (part * rows + row * PART) * count; /* all rows of a part lie side by side */
                 for (int64_t at = 0; at < count; at += AT_ONCE, made += some * AT_ONCE * PART) {
                     const float *these = given + at * columns + from + part;
@@ -930,24 +988,24 @@ static void multiply_some(const Product *all, int64_t begin, int64_t end, const 
 /* The rows begin to end, which are unpacked to values with room for sums behind them, times all rows given. */
 static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, float *values) {
     int64_t columns = all->columns, whole = all->count / AT_ONCE * AT_ONCE;
-    float *sums = values + (end - begin) * columns;
+    float *sums = values + (end - begin) * apart_of(columns);
     for (int64_t first = 0; first < whole; first += SHARING)
         multiply_some(all, begin, end, values, first, whole - first < SHARING ? whole - first : SHARING, sums);
     for (int64_t first = whole; first < all->count; first++)
         for (int64_t row = begin; row < end; row++)
             all->made[first * all->rows + place_of(all, row)] =
-                multiply_one(values + (row - begin) * columns, all->given + first * columns, columns);
+                multiply_one(values + (row - begin) * apart_of(columns), all->given + first * columns, columns);
 }
 
 /* How many rows of values there is room for, and for the sums behind them. */
-INLINE int64_t rows_of(const Product *all, int64_t room) { return room / (all->columns + SHARING * LANES); }
+INLINE int64_t rows_of(const Product *all, int64_t room) { return room / (apart_of(all->columns) + SHARING * LANES); }
 
 /* The rows begin to end times all rows given, of which a few don't make it worth the while to unpack anything. */
 static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, float *room) {
     if (all->count >= AT_ONCE)
         for (int64_t first = begin, last; first < end; first = last) {
             last = first + rows_of(all, all->room) < end ? first + rows_of(all, all->room) : end;
-            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * all->columns);
+            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * apart_of(all->columns));
             multiply_unpacked(all, first, last, room);
         }
     else
@@ -1094,7 +1152,8 @@ static void multiply_tile(const Product *all, const Group *groups, int64_t first
         for (int64_t at = 0; at < some; at++) {
             const float *given = all->given + (from + at) * all->columns + input;
             for (int lane = 0; lane < LANES; lane++)
-                for (int row = 0; row < WIDE; row++) lanes[at][lane][row] += values[lane][row] * given[lane];
+                for (int row = 0; row < WIDE; row++)
+                    lanes[at][lane][row] = __builtin_fmaf(values[lane][row], given[lane], lanes[at][lane][row]);
         }
     }
     for (int64_t at = 0; at < some; at++) {
@@ -1111,7 +1170,7 @@ static void unpack_columns(const Product *all, const Group *groups, int64_t firs
     for (int64_t input = 0; input < all->columns; input += LANES) {
         values_of_columns(all->work, groups, input, first, wide, values);
         for (int64_t row = 0; row < wide; row++)
-            for (int lane = 0; lane < LANES; lane++) made[row * all->columns + input + lane] = values[lane][row];
+            for (int lane = 0; lane < LANES; lane++) made[row * apart_of(all->columns) + input + lane] = values[lane][row];
     }
 }
 

@@ -41,6 +41,8 @@ _AT_ONCE = 4
 """From so many rows given on a weight is unpacked, some of its rows at a time; fewer read it as one does."""
 _SHARING = 32
 """How many rows given share what was unpacked while it is in a core's first cache."""
+_PADDING = 16
+"""How many values further apart than they are long rows lie that were unpacked."""
 _WIDE, _MANY = 64, 12
 """How many rows of a weight in columns are multiplied side by side; from how many rows given on it is unpacked."""
 _SHARES = 4
@@ -117,7 +119,7 @@ class Product:
         if unpacks and not self._in_columns:
             together *= max(1, min(_PANEL_VALUES // self._columns, self._rows // (4 * threads)) // together)
         if unpacks:
-            room += together * (self._columns + _SHARING * LANES)
+            room += together * (self._columns + _PADDING + _SHARING * LANES)
         if room:
             rooms = np.empty(threads * room + _LINE // 4, np.float32)  # whole lines of a cache are read at once
             product.rooms = -(-rooms.ctypes.data // _LINE) * _LINE

@@ -1,9 +1,9 @@
 """Products of rows with weights that stay packed: they are unpacked as they are multiplied, never a weight whole.
 
 Each number is the sum of the unpacked float32 values times those given, in one order: a lane for each of 32 columns
-adds up those that are 32 apart, first to last; then lanes are added in halves. A product and a sum are rounded one
-after the other. So the bits hang neither on how many rows are given nor on threads, nor on what computes: the compiled
-loops, or torch's operators, which are their oracle and serve where there is no compiler.
+adds up those that are 32 apart, first to last, a product and its sum rounded once; then lanes are added in halves. So
+the bits hang neither on how many rows are given nor on threads, nor on what computes: the compiled loops, or torch's
+operators, which are their oracle and serve where there is no compiler.
 """
 
 from __future__ import annotations
@@ -49,12 +49,28 @@ def by_operators(given: Tensor, parts: list[Tensor], told: str) -> Tensor:
         values = matrix.values(parts, begin, end).view(1, end - begin, -1, LANES)
         lanes = given.new_zeros((count, end - begin, LANES))
         for run in range(columns // LANES):
-            lanes += values[:, :, run] * runs[:, :, run]
+            lanes = fused(values[:, :, run], runs[:, :, run], lanes)
         while lanes.shape[-1] > 1:
             half = lanes.shape[-1] // 2
             lanes = lanes[..., :half] + lanes[..., half:]
         made[:, places[begin:end]] = lanes[..., 0]
     return made
+
+
+def fused(left: Tensor, right: Tensor, more: Tensor) -> Tensor:
+    """Return ``left`` times ``right`` plus ``more``, of float32, rounded once: what processors do in one step.
+
+    In float64 the product is exact, and the sum may not be. Of the two numbers beside such a sum the one that is odd in
+    its last bit is taken: that rounds to float32 as the exact sum does (Boldo and Melquiond, 2008).
+    """
+    product, addend = left.double() * right.double(), more.double()
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    bits = total.view(torch.int64)
+    away = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error.abs() > 0) & (bits & 1 == 0)
+    return torch.where(inexact, bits + away, bits).view(torch.float64).float()
 
 
 def _on_host(given: Tensor, parts: list[Tensor], told: str) -> Tensor:
