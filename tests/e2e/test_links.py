@@ -17,7 +17,7 @@ IN_TURN = {
 }
 ASKED = (
     f"generate.prompts={json.dumps(WORDS)}", "generate.max_new_tokens=6", "generate.output_logprobs=true",
-    "hardware.rates={storage: 10MB, host: 10GB, link: 10GB, device: 10GB}",
+    "hardware.rates={storage: 10MB, host: 10GB, host_to_device: 10GB, device: 10GB}",
 )  # fmt: skip
 MACHINE = (
     "hardware.devices=[{memory: 60MB}, {memory: 60MB}]", "max_memory={0: 2MB, 1: 2MB, cpu: 8MB}"

@@ -110,8 +110,9 @@ def test_a_config_alone_is_enough_to_plan_for_a_machine(
 
 
 def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_are(offstage_here: Run) -> None:
-    devices = "[{memory: 60MB, name: RTX 4090, link: 200MB}, {memory: 60MB, name: RTX 3060, rates: {link: 50MB}}]"
-    rates = "hardware.rates={storage: 1MB, host: 10GB, link: 200MB, device: 10GB}"
+    first, second = "name: RTX 4090, host_to_device: 200MB", "name: RTX 3060, rates: {host_to_device: 50MB}"
+    devices = f"[{{memory: 60MB, {first}}}, {{memory: 60MB, {second}}}]"
+    rates = "hardware.rates={storage: 1MB, host: 10GB, host_to_device: 200MB, device: 10GB}"
     given = (rates, "max_memory={0: 2MB, 1: 2MB, cpu: 7MB}", TOKENS)
     alike = offstage_here(*given, "hardware.devices=[{memory: 60MB}, {memory: 60MB}]")
     unlike = offstage_here(*given, f"hardware.devices={devices}")
@@ -126,7 +127,7 @@ def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_
         unlike.record["metrics"]["predicted_seconds_per_token"] > alike.record["metrics"]["predicted_seconds_per_token"]
     )
     assert [plan["devices"][device]["name"] for device in "01"] == ["RTX 4090", "RTX 3060"]
-    assert plan["devices"]["1"]["rates"]["link"] == 50 * 10**6
+    assert plan["devices"]["1"]["rates"]["host_to_device"] == 50 * 10**6
     assert "1 (RTX 3060)" in unlike.out
 
 
