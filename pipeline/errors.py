@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from offstage.pipeline.former_names import REMOVED
+
 PANIC = "PanicException"
 """The class of a panic in Rust, which has no other handle: each library that is built so has one of its own."""
 _REFUSED = frozenset(
@@ -173,10 +175,6 @@ def words_of(error: BaseException) -> str:
     said = " ".join(lines) if len(lines) < 4 else lines[0]
     said = said if len(said) <= _LONGEST else said[:_LONGEST] + "…"
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-REMOVED = {"expert_eviction": "the expert cache evicts by one rule, lfru"}
-"""Keys of the config that there were, and what became of each."""
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""How often a run's figures are measured: the keys ``measure``, by which stages that can be measured again go."""
+"""How often a run's metrics are measured: the keys ``measure``, by which stages that can be measured again go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offstage.pipeline.typed_config import read
 
 @dataclass(frozen=True, slots=True)
 class MeasureConfig:
-    """``repeats`` samples are wanted, each after at least ``warmup`` passes that don't count.
+    """As many ``repeats`` are wanted, each after at least ``warmup`` passes that don't count.
 
     ``fresh`` ones are wanted where this run itself is to take them.
     """
@@ -28,7 +28,7 @@ def read_measure(config: Mapping[str, Any]) -> MeasureConfig:
 
 
 def refuse_unmeasured(config: Mapping[str, Any], stages: Iterable[str]) -> Iterable[Fault]:
-    """Yield the keys ``measure`` that ask for samples which none of ``stages``, all of the run, can take."""
+    """Yield the keys ``measure`` that ask for repeats which none of ``stages``, all of the run, can take."""
     given, plain = read_measure(config), MeasureConfig()
     for entry in fields(MeasureConfig):
         value = getattr(given, entry.name)

@@ -1,4 +1,4 @@
-"""What a run cost, as tables for the terminal: its figures, the peaks of its devices, and its links.
+"""What a run cost, as tables for the terminal: its metrics, the peaks of its devices, and its links.
 
 They are made of the record alone, by the table of metrics that it has, so that whichever stage comes last is shown by
 them. What isn't known has no cell, nor has a time or a share of nothing, and a table that says nothing isn't there. A
@@ -33,22 +33,23 @@ def measurements(run: Run) -> Iterator[Table]:
     found = [(row[0], {one.kind: _cell(one, metrics.get(one.name)) for one in row}) for row in shown]
     planned = not any(cells.get("measured") for _, cells in found)
     rows = [
-        [of.title, cells.get("measured", ""), _range(run, of), cells.get("predicted", ""), cells.get("bound", "")]
+        [of.title, cells.get("measured", ""), _range(run, of), cells.get("predicted", ""), cells.get("lower_bound", "")]
         for of, cells in found
         if cells.get("measured") or (planned and any(cells.values()))
     ]
     how = run.provenance.told() + " (accelerators simulated)" * bool(metrics.get("simulated_accelerators"))
-    yield from _table(["", how, "least to largest", *(KIND_TITLES[kind] for kind in ("predicted", "bound"))], rows)
+    expected = [KIND_TITLES[kind] for kind in ("predicted", "lower_bound")]
+    yield from _table(["", how, "least to largest", *expected], rows)
     yield from _table(["device", "peak", "predicted"], list(_devices(run.memory)))
     yield from _table(["streamed to", *(metric.heading for metric in table.links())], list(_links(metrics, table)))
 
 
 def remarks(run: Run) -> Iterator[str]:
-    """Yield what must be known of the figures of ``run`` by who uses them, whichever stages it is of."""
-    found = run.provenance
-    if found.busy and found.samples > 1:  # of one alone nobody asked how far it is to be trusted: its record says it
+    """Yield what must be known of the metrics of ``run`` by who uses them, whichever stages it is of."""
+    of = run.provenance
+    if of.contended and of.repeats > 1:  # of one alone nobody asked how far it is to be trusted: its record says it
         yield (
-            f"Others used the processor in {found.busy} of {found.samples} repeats: the times say less of this run; "
+            f"Others used the processor in {of.contended} of {of.repeats} repeats: the times say less of this run; "
             "measure.fresh=true measures again."
         )
     yield from run.compared
@@ -63,8 +64,8 @@ def _cell(metric: Metric, value: float | str | None) -> str:
 
 
 def _range(run: Run, metric: Metric) -> str:
-    """Return the least and the largest of the samples of a time, empty where there aren't several."""
-    values = [value for sample in run.counting if (value := sample.metric(metric.name)) is not None]
+    """Return the least and the largest of the repeats of a time, empty where there aren't several."""
+    values = [value for repeat in run.counting if (value := repeat.metric(metric.name)) is not None]
     if metric.unit != "seconds" or len(values) < 2:
         return ""
     scale = scale_for(values, metric.unit)

@@ -18,7 +18,7 @@ Unit = str
 (nothing); one of these, or of anything else, a second: ``bytes/s``, ``tokens/s``. ``word`` is that of a text."""
 PLAIN_UNITS: tuple[Unit, ...] = ("seconds", "bytes", "share", "count", "number", "word")
 A_SECOND = "/s"
-KIND_TITLES = {"measured": "measured", "predicted": "predicted", "bound": "lower bound"}
+KIND_TITLES = {"measured": "measured", "predicted": "predicted", "lower_bound": "lower bound"}
 """What tables call what a metric's ``kind`` says."""
 
 
@@ -27,11 +27,11 @@ class Metric:
     """One metric: its ``name`` in ``run.json`` and the ``unit`` that it is in there.
 
     Tables have those with a ``title``. ``kind`` says whether it is measured, or predicted before anything ran, or the
-    ``bound`` that no measurement can pass; of these two ``of`` names the metric that they are the prediction or the
-    bound of, where there is one, and they stand beside it. One that is there ``per_device`` goes by ``name.DEVICE``.
-    A sweep's table, which has room for little, shows what ``leads``, and the screen of a run leaves out what stands
-    ``aside``: the others say it shorter. Records have a null for each that isn't known,
-    but for those that are ``optional``: these say nothing of most runs.
+    ``lower_bound`` that no measurement can pass; of these two ``of`` names the metric that they are the prediction or
+    the lower bound of, where there is one, and they stand beside it. One that is there ``per_device`` goes by
+    ``name.DEVICE``. A sweep's table, which has room for little, shows what ``leads``, and the screen of a run leaves
+    out what stands ``aside``: the others say it shorter. Records have a null for each that isn't known, but for those
+    that are ``optional``: these say nothing of most runs.
 
     Raises:
         ValueError: the unit is none.
@@ -40,7 +40,7 @@ class Metric:
     name: str
     unit: Unit
     title: str = ""
-    kind: Literal["measured", "predicted", "bound"] = "measured"
+    kind: Literal["measured", "predicted", "lower_bound"] = "measured"
     of: str = ""
     per_device: bool = False
     leads: bool = False
@@ -140,7 +140,7 @@ class MetricTable:
     def _rows(self, *, per_device: bool) -> Iterator[tuple[Metric, ...]]:
         titled = [one for one in self.metrics.values() if one.title and one.per_device is per_device]
         rows: dict[str, list[Metric]] = {metric.name: [metric] for metric in titled if not metric.of}
-        for metric in sorted((one for one in titled if one.of), key=lambda one: one.kind == "bound"):
+        for metric in sorted((one for one in titled if one.of), key=lambda one: one.kind == "lower_bound"):
             rows.setdefault(metric.of, []).append(metric)
         return map(tuple, rows.values())
 

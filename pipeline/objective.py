@@ -26,35 +26,35 @@ class UnmeasuredError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
-    """``figure`` names the number, a metric or ``memory.budget.cpu`` and its like; null: a run comes to none.
+    """``metric`` names the number, a metric or ``memory.budget.cpu`` and its like; null: a run comes to none.
 
     ``at_most`` and ``at_least`` map such names to what they may be.
     """
 
-    figure: str | None = None
+    metric: str | None = None
     at_most: Mapping[str, float] = field(default_factory=dict)
     at_least: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a run's ``value`` of the figure ``name``, both in ``unit``, may be: ``bound`` at most, or at least."""
+    """What a run's ``value`` of the metric ``name``, both in ``unit``, may be: ``limit`` at most, or at least."""
 
     name: str
     is_most: bool
-    bound: float
+    limit: float
     value: float
     unit: Unit = "number"
 
     @property
     def excess(self) -> float:
-        """By how much the value is past the bound, as a share of that: 0 or less where it is kept."""
-        return (self.value - self.bound) / abs(self.bound) * (1 if self.is_most else -1)
+        """By how much the value is past the limit, as a share of that: 0 or less where it is kept."""
+        return (self.value - self.limit) / abs(self.limit) * (1 if self.is_most else -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a run came to: the ``value`` of the figure ``name``, in ``unit``, and its limits."""
+    """What a run came to: the ``value`` of the metric ``name``, in ``unit``, and its limits."""
 
     name: str
     value: float
@@ -75,11 +75,11 @@ def read_objective(config: Mapping[str, Any]) -> ObjectiveConfig:
 def check_objective(config: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield what is wrong with the keys ``objective``, which are of their types, as far as no record is needed."""
     given = read_objective(config)
-    if given.figure is not None:
-        yield from _misnamed("objective.figure", given.figure)
+    if given.metric is not None:
+        yield from _misnamed("objective.metric", given.metric)
     for key, limits in (("objective.at_most", given.at_most), ("objective.at_least", given.at_least)):
-        if limits and given.figure is None:
-            yield Fault(key, "limits, and no metric to search by: name one, objective.figure=decode_seconds_per_token")
+        if limits and given.metric is None:
+            yield Fault(key, "limits, and no metric to search by: name one, objective.metric=decode_seconds_per_token")
         for name, limit in limits.items():
             yield from _misnamed(key, str(name))
             if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit) or limit == 0:
@@ -108,16 +108,16 @@ def objective_of(run: Run) -> Objective | None:
         ConfigError: the record has no number of a name that the config gives.
     """
     given, table = read_objective(run.config), metric_table(run)
-    if given.figure is None:
+    if given.metric is None:
         return None
     sides = (("objective.at_most", given.at_most), ("objective.at_least", given.at_least))
     limits = [
-        Limit(name, limits is given.at_most, bound, _number(run, key, name), table.unit(name))
+        Limit(name, limits is given.at_most, limit, _number(run, key, name), table.unit(name))
         for key, limits in sides
-        for name, bound in limits.items()
+        for name, limit in limits.items()
     ]
-    value = _number(run, "objective.figure", given.figure)
-    return Objective(given.figure, value, tuple(limits), table.unit(given.figure, value))
+    value = _number(run, "objective.metric", given.metric)
+    return Objective(given.metric, value, tuple(limits), table.unit(given.metric, value))
 
 
 def require_numbers(run: Run) -> None:

@@ -7,7 +7,6 @@ leaves a record that says ``running`` and tells how far it came.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,20 +19,21 @@ from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.decoding import Reading, decode, encode
 from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.former_names import RECORD_KEYS, RECORD_VALUES, renamed
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.peers import own_rank
-from offstage.pipeline.plain_data import as_json, walk
+from offstage.pipeline.plain_data import as_json
 from offstage.pipeline.printable_text import printable_data
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.run_schema import SCHEMA_VERSION, Enforcement, HostRun, Run, RunError, StageRun, Status
-from offstage.pipeline.signatures import is_signed, sign
+from offstage.pipeline.signatures import is_own_config, sign_config
 from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
 RECORD, HOSTS = "run.json", ".hosts"
 """A run's record in its folder, and where the other hosts have their folders that run a sweep's job with it."""
-_PLACE = re.compile(r"[/\\.~]")
-_QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
-_ROWS = ("outputs", "samples", "steps", "hosts")
+_FORMER_VERSION = SCHEMA_VERSION - 1
+"""That of records which are read by their names of before."""
+_ROWS = ("outputs", "repeats", "steps", "hosts")
 """The sections that have rows, maybe millions: those of the last stage that reports any."""
 _LISTED = 8
 """How many jobs of a sweep an error names."""
@@ -69,10 +69,25 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
         raise RecordError(path, f"no JSON that can be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         raise RecordError(path, "JSON, but no run record: it has no status")
-    version = content.get("schema_version", SCHEMA_VERSION)
-    if version != SCHEMA_VERSION:
-        raise RecordError(path, f"schema_version {version!r}; this offstage reads {SCHEMA_VERSION}")
-    return content
+    version = content.get("schema_version", _FORMER_VERSION)
+    if version == SCHEMA_VERSION:
+        return content
+    if version != _FORMER_VERSION:
+        raise RecordError(
+            path, f"schema_version {version!r}; this offstage reads {_FORMER_VERSION} and {SCHEMA_VERSION}"
+        )
+    return _with_names_of_today(path, content)
+
+
+def _with_names_of_today(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Return what a record of the schema before says, by the names of this one; whose it was it stays."""
+    config, noted = content.get("config"), content.get("places")
+    is_own = isinstance(config, dict) and is_own_config(config, content.get("signature"), noted)
+    try:
+        today, _ = renamed({**content, "schema_version": SCHEMA_VERSION}, RECORD_KEYS, RECORD_VALUES)
+    except ValueError as error:
+        raise RecordError(path, f"damaged: {error}") from error
+    return {**today, "signature": sign_config(today["config"], noted)} if is_own else today
 
 
 def _decoded(path: Path, content: Mapping[str, Any], reading: Reading) -> Run:
@@ -116,7 +131,7 @@ class RunRecord:
             started=_now(),
             overrides=tuple(overrides),
             config=config,
-            signature=sign(RECORD, _places(config, places)),
+            signature=sign_config(config, places),
             environment=environment,
             places=places,
             stages=(),
@@ -169,7 +184,7 @@ class RunRecord:
 
     @config.setter
     def config(self, resolved: Config) -> None:
-        signature = sign(RECORD, _places(resolved, self._content.get("places")))
+        signature = sign_config(resolved, self._content.get("places"))
         self._content |= {"config": resolved, "signature": signature}
         self._write()
 
@@ -222,7 +237,7 @@ class RunRecord:
     def merge(self, report: Report, *, stage: str = "a stage") -> None:
         """Add what ``stage`` reports, over what it reported before.
 
-        A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``samples``,
+        A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``repeats``,
         ``steps``, ``hosts`` and ``model`` are those of the last stage that has any. Raises ``ConfigError`` where a
         value isn't of the type that it has in a record: only code can mend that, and a record that nobody can read
         isn't written.
@@ -326,25 +341,6 @@ def host_summary(record: RunRecord) -> dict[str, Any]:
     kernels = run.hosts[own_rank()].kernels if run.hosts else {}
     found: dict[str, Any] = encode(HostRun(str(record.path), platform, cpu, kernels, run.memory, metrics))
     return found
-
-
-def is_own_config(config: Config, signature: object, noted: object) -> bool:
-    """Return whether ``signature``, of a record, says that a command of this user chose the places in ``config``.
-
-    ``noted`` is the record's section ``places``, null where it has none.
-    """
-    return is_signed(RECORD, _places(config, noted), signature)
-
-
-def _places(config: Config, noted: object) -> list[tuple[str, str]]:
-    """Return each text in ``config`` that may be a path or an address, and where it stands: what a signature is of.
-
-    So are the places ``noted`` beside it, by which the others are found after a move. Whoever changes a number in a
-    record of their own is no stranger for that.
-    """
-    both = config if noted is None else {**config, " places": noted}
-    texts = ((place, leaf) for place, leaf in walk(both) if isinstance(leaf, str))
-    return [(place, text) for place, text in texts if _PLACE.search(text) and not _QUANTITY.fullmatch(text)]
 
 
 def _no_record(path: Path) -> str:

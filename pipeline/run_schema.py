@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from offstage.pipeline.decoding import BESIDE, CHOICES, KEY, SPARSE, WHOLE
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Status = Literal["running", "completed", "failed", "interrupted"]
 Number = int | float
 Bytes = Mapping[str, int | float | None]
@@ -42,7 +42,7 @@ class StageRun:
 
     ``peak_device_bytes`` maps an accelerator's device id to bytes; it is empty where there is none. ``inputs`` is what
     the key stands for, outlined: by it two runs of one stage can be told apart part by part. ``measured`` says whether
-    figures of an artifact that was ``cached`` were measured now.
+    metrics of an artifact that was ``cached`` were measured now.
     """
 
     name: str
@@ -153,11 +153,11 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Repeat:
     """One time that a run's work was ``measured``, in ISO 8601, and the metrics of it.
 
     The run's own are made of those that count (``counts``); an ``earlier`` one was taken by another run. ``processor``
-    says what was used of it meanwhile, and whether others kept it ``busy``.
+    says what was used of it meanwhile, and whether others kept it ``contended``.
     """
 
     metrics: Metrics = field(default_factory=dict)
@@ -167,9 +167,9 @@ class Sample:
     processor: Mapping[str, Any] | None = None
 
     @property
-    def is_busy(self) -> bool:
+    def is_contended(self) -> bool:
         """Whether others used the processor meanwhile."""
-        return (self.processor or {}).get("busy") is True
+        return (self.processor or {}).get("contended") is True
 
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, null where it isn't known."""
@@ -211,22 +211,22 @@ class HostRun:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """``samples`` make the figures, ``earlier`` of them measured by runs before, ``busy`` while others computed."""
+    """``repeats`` make the metrics: ``earlier`` of them are of runs before, ``contended`` while others computed."""
 
-    samples: int
+    repeats: int
     earlier: int
-    busy: int = 0
+    contended: int = 0
 
     @property
     def is_cached(self) -> bool:
         """Whether this run measured nothing itself."""
-        return self.earlier == self.samples > 0
+        return self.earlier == self.repeats > 0
 
     def told(self) -> str:
         """Return in words when it was measured, and how often: ``measured, median of 5, 3 earlier``."""
         words = ["measured earlier" if self.is_cached else "measured"]
-        words += [f"median of {self.samples}"] * (self.samples > 1)
-        words += [f"{self.earlier} earlier"] * (0 < self.earlier < self.samples)
+        words += [f"median of {self.repeats}"] * (self.repeats > 1)
+        words += [f"{self.earlier} earlier"] * (0 < self.earlier < self.repeats)
         return ", ".join(words)
 
 
@@ -260,7 +260,7 @@ class Run:
     memory: RunMemory = RunMemory()
     metric_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     experts: Mapping[str, Mapping[str, int | float | None]] = field(default_factory=dict)
-    samples: tuple[Sample, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
     steps: tuple[RunStep, ...] = ()
     device_map: Mapping[str, Any] | None = None
     enforcement: Enforcement | None = None
@@ -272,20 +272,21 @@ class Run:
     """When it was last written, to the minute."""
 
     @property
-    def counting(self) -> tuple[Sample, ...]:
-        """The samples that the run's figures are made of."""
-        return tuple(sample for sample in self.samples if sample.counts)
+    def counting(self) -> tuple[Repeat, ...]:
+        """The repeats that the run's metrics are made of."""
+        return tuple(repeat for repeat in self.repeats if repeat.counts)
 
     @property
     def provenance(self) -> Provenance:
-        """Where the figures come from: this run, or earlier ones whose artifact was served.
+        """Where the metrics come from: this run, or earlier ones whose artifact was served.
 
-        Whoever shows a figure says so. A stage that takes no samples has one by another name: its artifact.
+        Whoever shows a metric says so. A stage that takes no repeats has one by another name: its artifact.
         """
         counting, last = self.counting, self.stages[-1:]
         if not counting:
             return Provenance(len(last), sum(stage.cached for stage in last))
-        return Provenance(len(counting), sum(one.earlier for one in counting), sum(one.is_busy for one in counting))
+        contended = sum(one.is_contended for one in counting)
+        return Provenance(len(counting), sum(one.earlier for one in counting), contended)
 
     @property
     def reason(self) -> str:

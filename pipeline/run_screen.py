@@ -55,9 +55,9 @@ class RunScreen:
         self._end_line()
         announce("")
         self._show_stages(reports)
-        for figures in measurements(self._record.run):
+        for table in measurements(self._record.run):
             self._screen.print()
-            self._screen.print(figures)
+            self._screen.print(table)
         told = [remark for report in reports.values() for remark in report.remarks]
         for remark in (*told, *remarks(self._record.run)):
             self._screen.print(f"\n{printable(remark)}", markup=False)

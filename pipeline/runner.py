@@ -122,9 +122,9 @@ class Runner:
         return self._reports
 
     def _work(self) -> None:
-        """Run the stages that aren't cached, and those of which figures are lacking."""
+        """Run the stages that aren't cached, and those of which metrics are lacking."""
         cached = list(self.chain.artifacts)
-        self._lacking = {name for name in cached if self.chain.lacks_figures(name)}
+        self._lacking = {name for name in cached if self.chain.lacks_metrics(name)}
         remaining = [name for name in self.chain.stages if name not in cached or name in self._lacking]
         fresh = [name for name in remaining if name not in cached]
         for name in fresh:

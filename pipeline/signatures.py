@@ -9,14 +9,20 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import re
 import secrets
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import TEMPORARY
+from offstage.pipeline.plain_data import walk
 
+_RUN = "run.json"
+_PLACE = re.compile(r"[/\\.~]")
+_QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
 _KEY_BYTES = 32
 _OTHERS = 0o077
 
@@ -44,6 +50,30 @@ def is_signed(kind: str, content: Any, signature: object) -> bool:
     if key is None or not isinstance(signature, str) or not signature.isascii():
         return False
     return hmac.compare_digest(signature, _digest(key, kind, content))
+
+
+def sign_config(config: Mapping[str, Any], noted: object) -> str | None:
+    """Return the signature of a run's ``config``, with the places ``noted`` beside it; null where there is no key."""
+    return sign(_RUN, _places(config, noted))
+
+
+def is_own_config(config: Mapping[str, Any], signature: object, noted: object) -> bool:
+    """Return whether ``signature``, of a record, says that a command of this user chose the places in ``config``.
+
+    ``noted`` is the record's section ``places``, null where it has none.
+    """
+    return is_signed(_RUN, _places(config, noted), signature)
+
+
+def _places(config: Mapping[str, Any], noted: object) -> list[tuple[str, str]]:
+    """Return each text in ``config`` that may be a path or an address, and where it stands: what a signature is of.
+
+    So are the places ``noted`` beside it, by which the others are found after a move. Whoever changes a number in a
+    record of their own is no stranger for that.
+    """
+    both = config if noted is None else {**config, " places": noted}
+    texts = ((place, leaf) for place, leaf in walk(both) if isinstance(leaf, str))
+    return [(place, text) for place, text in texts if _PLACE.search(text) and not _QUANTITY.fullmatch(text)]
 
 
 def _digest(key: bytes, kind: str, content: Any) -> str:

@@ -37,7 +37,7 @@ Content = TypeVar("Content")
 TENSORS = "weights.json"
 """The file beside a run's record that has what was seen of each tensor of its weights."""
 MEASURED = "hardware"
-"""The folder of the cache where stages keep what they measured of the machine; a replay goes by the same figures."""
+"""The folder of the cache where stages keep what they measured of the machine; a replay goes by the same rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,15 @@ class Artifact:
 class Report:
     """What a stage's artifact adds to the run record and to the summary on the screen.
 
-    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs``, ``experts``, ``samples``, ``steps`` and
+    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs``, ``experts``, ``repeats``, ``steps`` and
     ``hosts`` go under those names of ``run.json``; ``screen`` is shown after the summary table, and ``remarks``, what
     must be known of the metrics by who uses them, below these. ``experts`` is what those of each layer came to, where a
-    mixture's wait until they are wanted: layer → counts by name. ``samples`` has each time that the
+    mixture's wait until they are wanted: layer → counts by name. ``repeats`` has each time that the
     stage's work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of
     it. ``steps`` are those of a training: loss, norm of the gradient, seconds and bytes held, in their order. ``hosts``
     are those that the model is divided among, where there are several, each with what is known of it so far. ``model``
     says what was run: its ``class``, how many ``parameters`` by dtype, and its ``bytes``. A metric that the stage
-    doesn't declare is kept as a number of nothing, and no table has it. Keys of ``outputs``, ``samples`` and ``steps``
+    doesn't declare is kept as a number of nothing, and no table has it. Keys of ``outputs``, ``repeats`` and ``steps``
     that ``offstage.pipeline.run_schema`` names are of its types; others are the stage's own.
     """
 
@@ -100,7 +100,7 @@ class Report:
     screen: str = ""
     remarks: tuple[str, ...] = ()
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    samples: tuple[Mapping[str, Any], ...] = ()
+    repeats: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[Mapping[str, Any], ...] = ()
     hosts: tuple[Mapping[str, Any], ...] = ()
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Stage(Protocol[Inputs]):
     One with an attribute ``doing`` has a terminal say that beside its name while it is at work.
 
     One with an attribute ``measures`` that is true is measured as the keys ``measure`` of the config say, beyond what
-    its artifact came with: see ``lacks_figures`` and ``measure``.
+    its artifact came with: see ``lacks_metrics`` and ``measure``.
 
     One with a method ``prepare_machine(config, cache)`` has it called before the first job of a sweep on this machine,
     to measure then, while nothing runs, what the jobs will go by and to keep it in the cache.
@@ -221,12 +221,12 @@ class Stage(Protocol[Inputs]):
     def report(self, artifact: Artifact) -> Report:
         """Return what the artifact adds to the run record."""
 
-    def lacks_figures(self, context: Context) -> bool:
-        """Return whether the run asks for figures that aren't there, of an artifact that was cached."""
+    def lacks_metrics(self, context: Context) -> bool:
+        """Return whether the run asks for metrics that aren't there, of an artifact that was cached."""
         return False
 
     def measure(self, inputs: Inputs, context: Context, report: Report, *, is_new: bool) -> Report:
-        """Return ``report`` of the artifact with the figures that the run asks for; what is lacking is measured now.
+        """Return ``report`` of the artifact with the metrics that the run asks for; what is lacking is measured now.
 
         ``is_new`` says whether this run has made the artifact.
         """

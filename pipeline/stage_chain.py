@@ -121,13 +121,13 @@ class StageChain:
         if begin is not None:
             begin(self.config, self.cache)
 
-    def lacks_figures(self, name: str) -> bool:
-        """Return whether the run asks for figures of ``name`` that the cache, which has its artifact, hasn't."""
+    def lacks_metrics(self, name: str) -> bool:
+        """Return whether the run asks for metrics of ``name`` that the cache, which has its artifact, hasn't."""
         stage = self.stages[name]
-        return getattr(stage, "measures", False) and stage.lacks_figures(self)
+        return getattr(stage, "measures", False) and stage.lacks_metrics(self)
 
     def report(self, name: str, *, is_new: bool) -> Report:
-        """Return what ``name``, whose artifact is there, adds to the record; figures that are lacking are measured."""
+        """Return what ``name``, whose artifact is there, adds to the record; metrics that are lacking are measured."""
         stage = self.stages[name]
         report = stage.report(self.artifacts[name])
         if not getattr(stage, "measures", False):

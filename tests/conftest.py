@@ -6,10 +6,11 @@ What their imports make is never looked through for garbage. A run ends with wha
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="offstage-tests-")
         os.environ["XDG_DATA_HOME"] = folder.name
         config.add_cleanup(folder.cleanup)
+
+
+@pytest.fixture(autouse=True)
+def _ends_logs() -> Iterator[None]:
+    """Close the logs of runs in this process: those after it would log into a test's folder, which is removed."""
+    root = logging.getLogger()
+    before = root.handlers[:]
+    yield
+    for handler in root.handlers[:]:
+        if isinstance(handler, logging.FileHandler) and handler not in before:
+            root.removeHandler(handler)
+            handler.close()
 
 
 def pytest_sessionstart() -> None:

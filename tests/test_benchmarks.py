@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.report.sample_runs import sample, write_run
+from tests.pipeline.report.sample_runs import repeat, write_run
 
 BENCHMARKS = sorted(file.stem for file in Path(__file__).with_name("benchmarks").glob("[!_]*.py"))
 
@@ -156,9 +156,9 @@ def test_a_repeated_sweep_that_has_been_run_is_told_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repeated = importlib.import_module("tests.benchmarks.repeated")
-    for number, (seconds, busy) in enumerate(((0.5, False), (0.501, True), (0.8, False))):
-        taken = [sample(seconds + place / 100, busy=busy and place > 2) for place in range(5)]
-        write_run(tmp_path / "sweep" / str(number), budget=(number + 1) * 10**9, seconds=seconds + 0.02, samples=taken)
+    for number, (seconds, contended) in enumerate(((0.5, False), (0.501, True), (0.8, False))):
+        taken = [repeat(seconds + place / 100, contended=contended and place > 2) for place in range(5)]
+        write_run(tmp_path / "sweep" / str(number), budget=(number + 1) * 10**9, seconds=seconds + 0.02, repeats=taken)
     picture = tmp_path / "repeated.png"
     asked = ["repeated", "tiny", "--sweep", str(tmp_path / "sweep"), "--plot", str(picture)]
     monkeypatch.setattr("sys.argv", asked)

@@ -19,9 +19,9 @@ from offstage.pipeline.report.noise import FIRST_TOKEN, LEVEL, SECONDS
 from offstage.pipeline.report.placements import in_tier_order
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.summary import Summary
-from offstage.pipeline.run_schema import Output, RunError, Sample
+from offstage.pipeline.run_schema import Output, Repeat, RunError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _FORMULA = re.compile(r"\s*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 """How a cell begins that a spreadsheet would compute: those signs, in their full width too, and what it skips."""
@@ -63,7 +63,7 @@ def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row |= {"model.class": run.model.class_name, "model.parameters": run.model.count}
-    row["figures"] = run.provenance.told() if run.memory.measured else ""
+    row["provenance"] = run.provenance.told() if run.memory.measured else ""
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
     return row
@@ -131,15 +131,15 @@ def _job(job: Job) -> dict[str, Any]:
         "units": {name: table.unit(name, value) for name, value in run.metrics.items() if not isinstance(value, str)},
         "experts": {layer: dict(use) for layer, use in run.experts.items()},
         "losses": [step.loss for step in run.steps],
-        "samples": [_sample(sample) for sample in run.samples],
-        "figures": run.provenance.told() if run.memory.measured else None,
+        "repeats": [_repeat(repeat) for repeat in run.repeats],
+        "provenance": run.provenance.told() if run.memory.measured else None,
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
 
 
-def _sample(sample: Sample) -> dict[str, Any]:
-    times = {"first_token_seconds": sample.metric(FIRST_TOKEN), "token_seconds": sample.metric(SECONDS)}
-    return {**times, "counts": sample.counts, "earlier": sample.earlier, "busy": sample.is_busy}
+def _repeat(repeat: Repeat) -> dict[str, Any]:
+    times = {"first_token_seconds": repeat.metric(FIRST_TOKEN), "token_seconds": repeat.metric(SECONDS)}
+    return {**times, "counts": repeat.counts, "earlier": repeat.earlier, "contended": repeat.is_contended}
 
 
 def _spreads(entries: Sequence[Spread]) -> list[dict[str, Any]]:

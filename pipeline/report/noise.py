@@ -1,8 +1,8 @@
-"""Which differences between jobs are within the noise: their samples held against each other, pair by pair.
+"""Which differences between jobs are within the noise: their repeats held against each other, pair by pair.
 
 Times have long tails and no normal distribution, and there are few of them. So it is ranks that are compared: the
 two-sided rank-sum test of Wilcoxon (1945) and of Mann and Whitney (1947), whose distribution under chance is counted
-out, ties included, and by the normal approximation where there are many samples. Samples of one job share a process,
+out, ties included, and by the normal approximation where there are many repeats. Repeats of one job share a process,
 and where in memory it lies: what differs between processes alone isn't in them.
 """
 
@@ -19,21 +19,21 @@ from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import Number
 
 LEVEL = 0.05
-"""Jobs differ where chance alone would set samples so far apart less often than this."""
+"""Jobs differ where chance alone would set repeats so far apart less often than this."""
 FIRST_TOKEN, SECONDS = "time_to_first_token_seconds", "decode_seconds_per_token"
-"""The metrics that a run's samples are of."""
+"""The metrics that a run's repeats are of."""
 MOST_JOBS = 40
 """So many jobs are held against each other: of more nobody reads the pairs."""
 _MOST_COUNTED = 24
-"""Of more samples of two jobs together the distribution isn't counted out."""
+"""Of more repeats of two jobs together the distribution isn't counted out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What can be said of the differences between the jobs that have several samples.
+    """What can be said of the differences between the jobs that have several repeats.
 
     ``like`` has, for each of these jobs, those from which it can't be told apart. ``pairs`` were looked at; for
-    ``undecided`` of them there are too few samples to tell any difference.
+    ``undecided`` of them there are too few repeats to tell any difference.
     """
 
     like: dict[str, tuple[str, ...]]
@@ -60,7 +60,7 @@ class Noise:
 def noise(jobs: Sequence[Job]) -> Noise:
     """Return which of ``jobs`` can be told apart by the seconds of a token; those of one model are compared.
 
-    Jobs that were served the same samples are one measurement told twice, and no pair.
+    Jobs that were served the same repeats are one measurement told twice, and no pair.
     """
     times = {job.name: token_times(job) for job in jobs}
     several = [job for job in jobs if len(times[job.name]) > 1][:MOST_JOBS]
@@ -79,12 +79,12 @@ def noise(jobs: Sequence[Job]) -> Noise:
 
 
 def token_times(job: Job) -> list[Number]:
-    """Return the seconds of a token in each sample that counts."""
-    return [time for sample in job.run.counting if (time := sample.metric(SECONDS)) is not None]
+    """Return the seconds of a token in each repeat that counts."""
+    return [time for repeat in job.run.counting if (time := repeat.metric(SECONDS)) is not None]
 
 
 def rank_test(one: Sequence[Number], other: Sequence[Number]) -> float:
-    """Return how often chance alone would set two samples of one distribution as far apart as ``one`` and ``other``."""
+    """Return how often chance alone would set two repeats of one distribution as far apart as ``one`` and ``other``."""
     ranks = _doubled_ranks([*one, *other])
     observed, mean = sum(ranks[: len(one)]), len(one) * (len(ranks) + 1)
     if len(ranks) > _MOST_COUNTED:
@@ -110,11 +110,13 @@ def _doubled_ranks(values: Sequence[Number]) -> list[int]:
     return [sum(other < value for other in values) + sum(other <= value for other in values) + 1 for value in values]
 
 
-def told_samples(job: Job) -> str:
-    """Return how many samples a job's figures are made of, and how many are earlier ones, or were disturbed.
+def told_repeats(job: Job) -> str:
+    """Return how many repeats a job's metrics are made of, and how many are earlier ones, or were disturbed.
 
     Empty where a single one says nothing but itself.
     """
     found = job.run.provenance
-    parts = [f"{found.earlier} earlier"] * bool(found.earlier) + [f"{found.busy} busy"] * bool(found.busy)
-    return ", ".join([str(found.samples), *parts]) if job.run.counting and (found.samples > 1 or parts) else ""
+    parts = [f"{found.earlier} earlier"] * bool(found.earlier) + [f"{found.contended} contended"] * bool(
+        found.contended
+    )
+    return ", ".join([str(found.repeats), *parts]) if job.run.counting and (found.repeats > 1 or parts) else ""

@@ -22,7 +22,7 @@ from offstage.pipeline.report.exports import defused
 from offstage.pipeline.report.figures import Picture, linked
 from offstage.pipeline.report.plots.layers import expert_picture, placement_picture
 from offstage.pipeline.report.plots.memory import memory_picture, timeline_picture
-from offstage.pipeline.report.plots.samples import sample_picture
+from offstage.pipeline.report.plots.repeats import repeat_picture
 from offstage.pipeline.report.plots.speed import lockstep_picture, pareto_picture, speed_picture
 from offstage.pipeline.report.plots.stage_times import stage_picture
 from offstage.pipeline.report.plots.training import loss_picture
@@ -144,7 +144,7 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
     drawn = [
         speed_picture(group.series, jobs),
         lockstep_picture(jobs),
-        sample_picture(jobs, names, group.noise, most=MOST_ROWS),
+        repeat_picture(jobs, names, group.noise, most=MOST_ROWS),
         pareto_picture(group.front),
         placement_picture(group.placements, jobs, names),
         memory_picture(jobs, names, most=MOST_ROWS),

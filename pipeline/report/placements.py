@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.metrics import MetricTable
-from offstage.pipeline.record import is_own_config
 from offstage.pipeline.regular_files import lies_in, read_object
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import Run
+from offstage.pipeline.signatures import is_own_config
 
 PLAN_STAGE = "plan"
 _PLAN, _MAP = "plan.json", "device_map.json"

@@ -36,8 +36,8 @@ def tell_objective(objective: Objective) -> str:
     """Return in words what a run came to, and its limits."""
     words = [f"{objective.name} {tell(objective.value, objective.unit)}"]
     for limit in objective.limits:
-        side, bound = "at most" if limit.is_most else "at least", tell(limit.bound, limit.unit)
-        words.append(f"{limit.name} {tell(limit.value, limit.unit)} ({side} {bound})")
+        side, told = "at most" if limit.is_most else "at least", tell(limit.limit, limit.unit)
+        words.append(f"{limit.name} {tell(limit.value, limit.unit)} ({side} {told})")
     return ", ".join(words)
 
 

@@ -14,9 +14,9 @@ from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import Bytes, Number, Run
 
 RATE = "decode_tokens_per_second"
-BOUND_SECONDS = "bound_seconds_per_token"
+LOWER_BOUND_SECONDS = "lower_bound_seconds_per_token"
 PREDICTED_SECONDS = "predicted_seconds_per_token"
-PREDICTED_BOUND = "predicted_bound"
+PREDICTED_BOTTLENECK = "predicted_bottleneck"
 DISK = "disk"
 MOST_SERIES = 6
 OTHERS = "all others"
@@ -31,9 +31,9 @@ Axis = Callable[[Run], Number | None]
 class Point:
     """One job in a plot; ``x`` in bytes or how many share a pass, ``y`` in seconds a token or tokens a second.
 
-    ``least`` and ``largest`` are those of the samples that ``y`` is the median of, where there are several. What was
-    measured by an earlier run is ``cached``; ``busy`` says whether others used the processor meanwhile. ``link`` is the
-    URL of the job's folder.
+    ``least`` and ``largest`` are those of the repeats that ``y`` is the median of, where there are several. What was
+    measured by an earlier run is ``cached``; ``contended`` says whether others used the processor meanwhile. ``link``
+    is the URL of the job's folder.
     """
 
     job: str
@@ -42,21 +42,21 @@ class Point:
     least: Number | None = None
     largest: Number | None = None
     cached: bool = False
-    busy: bool = False
+    contended: bool = False
     link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The jobs that differ in nothing but what they are plotted against: measured, predicted, and the bound.
+    """The jobs that differ in nothing but what they are plotted against: measured, predicted, and the lower bound.
 
-    The bound is the time in which what a token needs can be moved, were all else free.
+    The lower bound is the time in which what a token needs can be moved, were all else free.
     """
 
     name: str
     measured: tuple[Point, ...]
     predicted: tuple[Point, ...]
-    bound: tuple[Point, ...]
+    lower_bound: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +131,16 @@ def _series(name: str, jobs: Sequence[Job], x: Axis) -> Series:
         name=name,
         measured=tuple(_with_spread(named[point.job], point) for point in measured),
         predicted=_points(jobs, x, lambda run: run.metric(PREDICTED_SECONDS)),
-        bound=_points(jobs, x, lambda run: run.metric(BOUND_SECONDS)),
+        lower_bound=_points(jobs, x, lambda run: run.metric(LOWER_BOUND_SECONDS)),
     )
 
 
 def _with_spread(job: Job, point: Point) -> Point:
-    """Return ``point`` with how far the samples of ``job`` lie apart, and where they come from."""
+    """Return ``point`` with how far the repeats of ``job`` lie apart, and where they come from."""
     times, found = token_times(job), job.run.provenance
-    ends = [*times, point.y]  # a record may say that its figure isn't among its samples
+    ends = [*times, point.y]  # a record may say that its figure isn't among its repeats
     spread = (min(ends), max(ends)) if len(times) > 1 else (None, None)
-    return replace(point, least=spread[0], largest=spread[1], cached=found.is_cached, busy=bool(found.busy))
+    return replace(point, least=spread[0], largest=spread[1], cached=found.is_cached, contended=bool(found.contended))
 
 
 def _points(jobs: Sequence[Job], x: Axis, y: Axis) -> tuple[Point, ...]:

@@ -86,9 +86,9 @@ def headline(summary: Summary) -> list[Fact]:
     """Return the few facts of all jobs: how many there are, how they ended, which were disturbed."""
     counts = ", ".join(f"{count:,} {status}" for status, count in summary.statuses)
     facts = [("jobs", f"{len(summary.jobs):,}", counts)]
-    disturbed = [job.name for job in summary.jobs if job.run.provenance.busy]
+    disturbed = [job.name for job in summary.jobs if job.run.provenance.contended]
     if disturbed:
-        facts.append(("busy", f"{len(disturbed):,}", f"{listed(disturbed)}: others used the processor meanwhile"))
+        facts.append(("contended", f"{len(disturbed):,}", f"{listed(disturbed)}: others used the processor meanwhile"))
     return [*facts, *search_facts(summary.jobs)]
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import Metric, MetricTable, Unit
 from offstage.pipeline.report.differences import ABSENT, Spread
-from offstage.pipeline.report.noise import SECONDS, Noise, token_times, told_samples
+from offstage.pipeline.report.noise import SECONDS, Noise, token_times, told_repeats
 from offstage.pipeline.report.placements import in_tier_order, linked_devices
 from offstage.pipeline.report.quantities import MISSING, listed, scale_for, shorten
 from offstage.pipeline.report.run_folders import Job
@@ -65,7 +65,7 @@ def job_table(
         *budgets,
         _numbers("memory cap", "bytes", [job.run.enforcement.bytes if job.run.enforcement else None for job in jobs]),
         *_metrics(jobs, table),
-        *_samples(jobs, within, table),
+        *_repeats(jobs, within, table),
         *_links(jobs, table),
         *_peaks(jobs),
     ]
@@ -111,14 +111,14 @@ def _metric(jobs: Sequence[Job], metric: Metric, name: str, *, before: str = "")
     return replace(column, detail="aside" if metric.aside or before else "" if metric.leads else "more")
 
 
-def _samples(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Column]:
-    """Return the columns of how far the samples of a token's time lie apart, how many there are, and of the noise."""
+def _repeats(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Column]:
+    """Return the columns of how far the repeats of a token's time lie apart, how many there are, and of the noise."""
     times, of = [times if len(times := token_times(job)) > 1 else [] for job in jobs], table.find(SECONDS)
     title, unit = (of.title, of.unit) if of else ("", table.unit(SECONDS))
     found = [
         _numbers(f"{title}, least", unit, [min(each, default=None) for each in times]),
         _numbers(f"{title}, largest", unit, [max(each, default=None) for each in times]),
-        Column("samples", "", tuple(told_samples(job) or MISSING for job in jobs)),
+        Column("repeats", "", tuple(told_repeats(job) or MISSING for job in jobs)),
         *_noise(jobs, within),
     ]
     return [replace(column, detail="aside") for column in found]
@@ -208,7 +208,7 @@ def _numbers(title: str, unit: Unit, values: Sequence[Number | None]) -> Column:
 
 
 def _status(run: Run) -> str:
-    """Return the status, and whether the figures are an earlier run's, or of accelerators that aren't there.
+    """Return the status, and whether the metrics are an earlier run's, or of accelerators that aren't there.
 
     A cap that was asked for and not tested is said too.
     """

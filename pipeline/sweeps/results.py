@@ -127,8 +127,8 @@ def _cells(state: JobState, leading: Sequence[Metric]) -> list[str]:
 
 
 def _figures(run: Run) -> str:
-    """Return whether the job measured its figures itself, how often, and whether others used the processor then."""
+    """Return whether the job measured its metrics itself, how often, and whether others used the processor then."""
     if run.status != "completed" or not run.memory.measured:
         return ""
     found = run.provenance
-    return found.told() + f", {found.busy} busy" * bool(found.busy)
+    return found.told() + f", {found.contended} contended" * bool(found.contended)

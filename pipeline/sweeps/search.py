@@ -99,10 +99,10 @@ def _check_job(job: ComposedJob) -> None:
 
     if job.prepared.fault:
         raise ConfigError(job.prepared.fault)
-    if job.prepared.config["objective"].get("figure") is None:
+    if job.prepared.config["objective"].get("metric") is None:
         raise ConfigError(
-            "objective.figure: a search needs a metric to go by; name one of a run's record:"
-            " objective.figure=decode_seconds_per_token"
+            "objective.metric: a search needs a metric to go by; name one of a run's record:"
+            " objective.metric=decode_seconds_per_token"
         )
     check_config(job.prepared.config)
 

@@ -80,7 +80,7 @@ def _log_to_trackio(told: TrackedRun, tracker: TrackerConfig, *, group: str | No
     trackio: Any = importlib.import_module("trackio")
     notes = {"notes": told.notes} if told.notes else {}
     trackio.init(project=tracker.experiment, name=told.name, group=group, config={**told.params, **told.tags, **notes})
-    steps: dict[int, dict[str, Any]] = {0: {"status": told.status, "figures": told.tags.get("figures")}}
+    steps: dict[int, dict[str, Any]] = {0: {"status": told.status, "provenance": told.tags.get("provenance")}}
     for point in told.points:
         steps.setdefault(point.step, {})[point.name] = point.value
     for step, values in sorted(steps.items()):

@@ -71,7 +71,7 @@ class TrackedRun:
             params={name: str(value) for name, value in leaves(run.config)},
             points=(
                 *(MetricPoint(name, value, ended) for name, value in metrics(run).items()),
-                *_sample_points(run, ended),
+                *_repeat_points(run, ended),
                 *_step_points(run, ended),
             ),
             tags=dict(_tags(run, host)),
@@ -128,12 +128,12 @@ def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def _sample_points(run: Run, ended: int) -> Iterator[MetricPoint]:
-    """Yield the metrics of each sample that counts for the figures, each at the time when it was measured."""
-    for step, sample in enumerate(run.counting, start=1):
-        when = _milliseconds(sample.measured) if sample.measured else ended
-        for name, value in _numbers(sample.metrics):
-            yield MetricPoint(f"sample/{name}", value, when, step)
+def _repeat_points(run: Run, ended: int) -> Iterator[MetricPoint]:
+    """Yield the metrics of each repeat that counts, each at the time when it was measured."""
+    for step, repeat in enumerate(run.counting, start=1):
+        when = _milliseconds(repeat.measured) if repeat.measured else ended
+        for name, value in _numbers(repeat.metrics):
+            yield MetricPoint(f"repeat/{name}", value, when, step)
 
 
 def _step_points(run: Run, ended: int) -> Iterator[MetricPoint]:
@@ -152,8 +152,8 @@ def _tags(run: Run, host: str | None) -> Iterator[tuple[str, str]]:
         "checkpoint": model_name(run.config),
         "status": run.status,
         "cached": str(found.is_cached).lower() if run.stages else "",
-        "figures": found.told() if run.stages else "",
-        "busy_samples": str(found.busy) if found.busy else "",
+        "provenance": found.told() if run.stages else "",
+        "contended_repeats": str(found.contended) if found.contended else "",
         "host": host,
         "git_commit": run.environment.get("git_commit"),
         "error": ": ".join(filter(None, (error.stage, error.type, error.message))),

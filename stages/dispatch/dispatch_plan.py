@@ -116,10 +116,10 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         ),
         staging_bytes=staging_bytes,
         reserves=reserves,
-        slots={device: one.slots for device, one in devices if one.pool is not None},
+        slots={device: one.expert_cache for device, one in devices if one.pool is not None},
         host_peak_bytes=sum(plan.devices[CPU].ledger.values()) if simulated else None,
         pass_tokens=plan.pass_tokens,
-        unpacking={device: one.unpacking for device, one in devices if one.unpacking},
+        unpacking={device: one.dequantising for device, one in devices if one.dequantising},
         together=_together(skeleton, parts, {**reserves, CPU: staging_bytes}),
     )
 

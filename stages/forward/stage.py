@@ -12,7 +12,7 @@ from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import read
 from offstage.stages.calls.options import ForwardConfig, check_options, identity, is_given
 from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
-from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, SAMPLES, WHOLE_RUN
+from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, REPEATS, WHOLE_RUN
 from offstage.stages.inference.inputs import gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inputs.media_files import media_libraries
@@ -33,7 +33,7 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
 
     name = "forward"
     doing = "calls the model"
-    version = 2
+    version = 3
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ForwardConfig
     file_name = FILE_NAME
@@ -47,7 +47,7 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
         Metric("rows_per_second", "rows/s", "rows a second"),
         *FORWARDS,
         *WHOLE_RUN,
-        *SAMPLES,
+        *REPEATS,
     )
 
     def check(self, config: Config) -> Iterable[Fault]:

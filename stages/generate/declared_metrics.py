@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offstage.pipeline.metrics import Metric
-from offstage.stages.inference.declared_metrics import LOADING, SAMPLES, STREAMING, WHOLE_RUN, earlier, links
-from offstage.stages.inference.timed_samples import PERCENTILES
+from offstage.stages.inference.declared_metrics import LOADING, REPEATS, STREAMING, WHOLE_RUN, earlier, links
+from offstage.stages.inference.timed_repeats import PERCENTILES
 
 FIRST_TOKEN, BETWEEN_TOKENS = "time_to_first_token_seconds", "time_between_tokens_seconds"
 SECONDS = "decode_seconds_per_token"
@@ -18,7 +18,7 @@ GENERATE_METRICS = (
     Metric("prefill_seconds", "seconds"),
     Metric(SECONDS, "seconds", "time a token", leads=True),
     # The least that a token could have taken: what was moved for it, at the rates that were measured of this machine.
-    Metric("bound_seconds_per_token", "seconds", "time a token", kind="bound", of=SECONDS),
+    Metric("lower_bound_seconds_per_token", "seconds", "time a token", kind="lower_bound", of=SECONDS),
     *(Metric(f"{FIRST_TOKEN}_p{percent}", "seconds", optional=True) for percent in PERCENTILES),
     *(
         Metric(
@@ -45,6 +45,6 @@ GENERATE_METRICS = (
     Metric("draft_acceptance", "share", "drafts accepted", optional=True),
     *links("token"),
     *WHOLE_RUN,
-    *SAMPLES,
+    *REPEATS,
     earlier("prompts"),
 )

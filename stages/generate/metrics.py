@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.generate.judged import Judged
-from offstage.stages.inference.cost import Bound, Metrics, bound_of, link_metrics
+from offstage.stages.inference.cost import Bottleneck, Metrics, bottleneck_of, link_metrics
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.traffic import bound_seconds
+from offstage.stages.plan.traffic import lower_bound_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +88,18 @@ class Cost:
         self.tokens += sum(span.steps * span.sequences for span in spans)
         self.traffic.add(latest.last.since(earliest.first))
 
-    def bound(self) -> Bound:
+    def bottleneck(self) -> Bottleneck:
         """Return what decoding waited for."""
-        return bound_of(self.decode_seconds, self.traffic)
+        return bottleneck_of(self.decode_seconds, self.traffic)
 
-    def bound_seconds(self, plan: Plan) -> float | None:
+    def lower_bound_seconds(self, plan: Plan) -> float | None:
         """Return the least seconds in which a token's weights could be moved, as they lie under ``plan``."""
         if not self.steps:
             return None
         members = max(1.0, self.steps / self.passes) if self.passes else 1.0
         read = self.traffic.storage_bytes * members / self.steps
         streamed = max(self.traffic.streamed_bytes * members / self.steps, read)
-        return bound_seconds(plan, streamed_bytes=streamed, storage_bytes=read, members=members)
+        return lower_bound_seconds(plan, streamed_bytes=streamed, storage_bytes=read, members=members)
 
     def metrics(self, plan: Plan) -> Metrics:
         """Return the run record's metrics of decoding under ``plan``, null where no token came after the first."""
@@ -114,8 +114,8 @@ class Cost:
             "streamed_bytes_per_second": traffic.streamed_bytes / seconds if steps else None,
             "stall_seconds_per_token": traffic.stall_seconds / steps if steps else None,
             "stall_share": traffic.stall_seconds / seconds if steps and seconds else None,
-            "bound": self.bound() if steps else None,
-            "bound_seconds_per_token": self.bound_seconds(plan),
+            "bottleneck": self.bottleneck() if steps else None,
+            "lower_bound_seconds_per_token": self.lower_bound_seconds(plan),
             **link_metrics(traffic, unit="token", count=steps),
             **({} if traffic.expert_hit_rate is None else {"expert_hit_rate": traffic.expert_hit_rate}),
             **({} if not self.passes else {"passes": self.passes}),

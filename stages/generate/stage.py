@@ -51,12 +51,12 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     """Leaves ``generation.json``: prompts, texts, token ids, metrics. Its live half asks the same of the model again.
 
     A build that was killed is gone on with: what it had generated is in ``generations.jsonl``. How often a generation
-    is timed is no part of its key: samples beyond the first are kept beside it.
+    is timed is no part of its key: repeats beyond the first are kept beside it.
     """
 
     name = "generate"
     doing = "answers the prompts"
-    version = 10
+    version = 11
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = (GENERATIONS,)

@@ -12,7 +12,7 @@ from offstage.stages.dispatch.stage import Dispatched
 from offstage.stages.dispatch.transfer.traffic import Traffic
 
 Metrics = dict[str, float | int | str | None]
-Bound = Literal["storage", "link", "compute"]
+Bottleneck = Literal["storage", "host-to-device", "compute"]
 
 STALL_SHARE = 0.1
 """Forwards that waited for at least this share of their seconds were held up by what they waited for."""
@@ -46,7 +46,7 @@ class ForwardCost:
             "streamed_bytes_per_forward": round(cost.streamed_bytes / self.forwards) if self.forwards else None,
             "streamed_bytes_per_second": self._per_second(cost.streamed_bytes),
             "stall_share": self._per_second(cost.stall_seconds),
-            "bound": bound_of(self.seconds, cost) if self.forwards else None,
+            "bottleneck": bottleneck_of(self.seconds, cost) if self.forwards else None,
             **link_metrics(cost, unit="forward", count=self.forwards),
         }
 
@@ -55,7 +55,7 @@ class ForwardCost:
         return total / self.seconds if self.seconds > 0 else None
 
 
-def bound_of(seconds: float, cost: Traffic) -> Bound:
+def bottleneck_of(seconds: float, cost: Traffic) -> Bottleneck:
     """Return what forwards of so many ``seconds`` and this ``cost`` waited for: reads from storage, the link, or
     neither: they computed.
 
@@ -65,7 +65,7 @@ def bound_of(seconds: float, cost: Traffic) -> Bound:
     """
     if cost.stall_seconds < STALL_SHARE * seconds:
         return "compute"
-    return "storage" if cost.storage_bytes else "link"
+    return "storage" if cost.storage_bytes else "host-to-device"
 
 
 def link_metrics(cost: Traffic, *, unit: str, count: int) -> Metrics:
@@ -75,8 +75,8 @@ def link_metrics(cost: Traffic, *, unit: str, count: int) -> Metrics:
     """
     found: Metrics = {}
     for device, link in cost.links.items() if count else ():
-        found[f"link_bytes_per_{unit}.{device}"] = round(link.bytes / count)
-        found[f"link_stall_seconds_per_{unit}.{device}"] = link.stall_seconds / count
+        found[f"transfer_bytes_per_{unit}.{device}"] = round(link.bytes / count)
+        found[f"transfer_stall_seconds_per_{unit}.{device}"] = link.stall_seconds / count
     return found
 
 
@@ -93,7 +93,7 @@ def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
         **own,
         "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
         "stall_seconds": traffic.stall_seconds,
-        **{f"link_stall_seconds.{device}": link.stall_seconds for device, link in traffic.links.items()},
+        **{f"transfer_stall_seconds.{device}": link.stall_seconds for device, link in traffic.links.items()},
         "base_host_bytes": dispatched.base_bytes,
     }
 

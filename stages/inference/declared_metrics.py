@@ -1,8 +1,8 @@
 """The metrics that stages have in common which ask something of the placed model.
 
-Where the work was measured several times, each is the median of the samples that count, which the record's section
-``samples`` has one by one: with who had the processor meanwhile (``busy`` where others took a tenth of it or more), how
-loaded the machine was, and how fast its storage.
+Where the work was measured several times, each is the median of the repeats that count, which the record's section
+``repeats`` has one by one: with who had the processor meanwhile (``contended`` where others took a tenth of it or
+more), how loaded the machine was, and how fast its storage.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ LOADING = (
     Metric("base_host_bytes", "bytes"),
 )
 STREAMING = (
-    # What set the speed, as measured: ``storage``, ``link`` or ``compute``.
-    Metric("bound", "word", "bottleneck"),
+    # What set the speed, as measured: ``storage``, ``host-to-device`` or ``compute``.
+    Metric("bottleneck", "word", "bottleneck"),
     Metric("streamed_bytes_per_second", "bytes/s", "streaming", aside=True),
     # The part of the time of forwards, or of decoding, in which these waited for weights.
     Metric("stall_share", "share", "stall share"),
@@ -26,7 +26,7 @@ WHOLE_RUN = (
     Metric("storage_read_bytes", "bytes"),
     # The time that forwards waited for weights.
     Metric("stall_seconds", "seconds"),
-    Metric("link_stall_seconds", "seconds", per_device=True),
+    Metric("transfer_stall_seconds", "seconds", per_device=True),
     # What a host sent to the others of the run, in bytes of tensors: hidden states and logits.
     Metric("sent_bytes", "bytes", "sent to other hosts", optional=True),
     # How often an expert that tokens were routed to was in a slot: in decoding alone where there was any. By layer
@@ -36,9 +36,9 @@ WHOLE_RUN = (
     Metric("expert_misses", "count", optional=True),
     Metric("expert_evictions", "count", optional=True),
 )
-SAMPLES = (
-    Metric("samples", "count", optional=True),
-    Metric("busy_samples", "count", optional=True),
+REPEATS = (
+    Metric("repeats", "count", optional=True),
+    Metric("contended_repeats", "count", optional=True),
     Metric("storage_bandwidth_bytes_per_second", "bytes/s", optional=True),
 )
 
@@ -46,12 +46,12 @@ SAMPLES = (
 def links(unit: str) -> tuple[Metric, ...]:
     """Return what came over each link for a ``unit`` (a token, a forward), and how long that was waited for.
 
-    It is told by the device that computes it: ``link_bytes_per_token.0`` crossed the link to accelerator 0; ``.cpu`` is
-    what came to the host, as it rests.
+    It is told by the device that computes it: ``transfer_bytes_per_token.0`` crossed the link to accelerator 0;
+    ``.cpu`` is what came to the host, as it rests.
     """
     return (
-        Metric(f"link_bytes_per_{unit}", "bytes", f"a {unit}", per_device=True),
-        Metric(f"link_stall_seconds_per_{unit}", "seconds", f"stalled a {unit}", per_device=True),
+        Metric(f"transfer_bytes_per_{unit}", "bytes", f"a {unit}", per_device=True),
+        Metric(f"transfer_stall_seconds_per_{unit}", "seconds", f"stalled a {unit}", per_device=True),
     )
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from offstage.pipeline.measure import read_measure
 from offstage.pipeline.stage import Artifact, Context, Inputs, Report, Stage
-from offstage.stages.inference.repeats import kept_samples, lacking, measured_memory, take_samples, with_figures
-from offstage.stages.inference.timed_samples import TimedSample
+from offstage.stages.inference.repeats import kept_repeats, lacking, measured_memory, take_repeats, with_metrics
+from offstage.stages.inference.timed_repeats import TimedRepeat
 
 if TYPE_CHECKING:  # sessions come with torch, which a run that is served from the cache does without
     from offstage.stages.inference.session import ModelSession
@@ -83,27 +83,27 @@ class MeasuredStage(Stage[Inputs]):
             remarks=self.remarks(data["metrics"]),
         )
 
-    def lacks_figures(self, context: Context) -> bool:
-        """Return whether fewer samples are kept than the keys ``measure`` ask for."""
-        return lacking(self._samples(context, is_new=False), read_measure(context.config)) > 0
+    def lacks_metrics(self, context: Context) -> bool:
+        """Return whether fewer repeats are kept than the keys ``measure`` ask for."""
+        return lacking(self._repeats(context, is_new=False), read_measure(context.config)) > 0
 
     def measure(self, inputs: Inputs, context: Context, report: Report, *, is_new: bool) -> Report:
-        """Return ``report`` with the median of all samples that are asked for, and with each of them."""
-        wanted, samples = read_measure(context.config), self._samples(context, is_new=is_new)
-        if lacking(samples, wanted):
-            samples = take_samples(
+        """Return ``report`` with the median of all repeats that are asked for, and with each of them."""
+        wanted, repeats = read_measure(context.config), self._repeats(context, is_new=is_new)
+        if lacking(repeats, wanted):
+            repeats = take_repeats(
                 context.live(self.name),
                 context.artifact(self.name),
-                samples,
+                repeats,
                 wanted,
                 cache=context.cache,
                 expected=report.outputs,
                 results=self.results,
             )
-        return with_figures(report, samples, wanted, seconds=self.seconds, told=self.told)
+        return with_metrics(report, repeats, wanted, seconds=self.seconds, told=self.told)
 
-    def _samples(self, context: Context, *, is_new: bool) -> list[TimedSample]:
-        """Return the samples that are kept of the run's artifact."""
+    def _repeats(self, context: Context, *, is_new: bool) -> list[TimedRepeat]:
+        """Return the repeats that are kept of the run's artifact."""
         artifact = context.artifact(self.name)
-        stored = artifact.json(self.file_name)["sample"]
-        return kept_samples(context.cache, artifact, stored, is_new=is_new)
+        stored = artifact.json(self.file_name)["repeat"]
+        return kept_repeats(context.cache, artifact, stored, is_new=is_new)

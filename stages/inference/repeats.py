@@ -1,6 +1,6 @@
-"""Work of a model that is done again to be measured: which samples there are, which a run still lacks, taking these.
+"""Work of a model that is done again to be measured: which repeats there are, which a run still lacks, taking these.
 
-What the results depend on is the artifact's key; how often they were timed is no part of it. So samples are kept
+What the results depend on is the artifact's key; how often they were timed is no part of it. So repeats are kept
 beside it, each an artifact of its own by the number that it has among those of one generation, scoring or forward: a
 run that asks for five where three are there takes two.
 """
@@ -22,65 +22,65 @@ from offstage.pipeline.errors import DisagreementError
 from offstage.pipeline.measure import MeasureConfig
 from offstage.pipeline.replay import first_difference
 from offstage.pipeline.stage import Artifact, Report
-from offstage.stages.inference.timed_samples import TimedSample, figures, read_sample
+from offstage.stages.inference.timed_repeats import TimedRepeat, combined_metrics, read_repeat
 
 if TYPE_CHECKING:
     from offstage.stages.inference.session import ModelSession
 
-SAMPLES = "samples"
-"""The folder of the cache in which samples lie: an artifact for each beyond the first, which its stage's has."""
-FILE_NAME = "sample.json"
+REPEATS = "repeats"
+"""The folder of the cache in which repeats lie: an artifact for each beyond the first, which its stage's has."""
+FILE_NAME = "repeat.json"
 RESERVED = "reserved"
 """What torch's allocator had of accelerators, in an artifact and in a record."""
 Outputs = Sequence[Mapping[str, Any]]
 """What came out, as a record has it."""
-Pass = Callable[[str], tuple[TimedSample, Outputs]]
+Pass = Callable[[str], tuple[TimedRepeat, Outputs]]
 """Does all the work once more, under a title for the bar; returns how the time went, and what came out."""
 
 
-def kept_samples(cache: Path, artifact: Artifact, stored: Mapping[str, Any], *, is_new: bool) -> list[TimedSample]:
-    """Return the samples of ``artifact`` that are there: what it has ``stored`` itself, and those beside it.
+def kept_repeats(cache: Path, artifact: Artifact, stored: Mapping[str, Any], *, is_new: bool) -> list[TimedRepeat]:
+    """Return the repeats of ``artifact`` that are there: what it has ``stored`` itself, and those beside it.
 
     ``is_new`` says whether this run has made it. A list that was broken by pruning ends there.
     """
-    found, store = [read_sample(stored, is_earlier=not is_new)], Store(cache)
-    while (kept := store.find(SAMPLES, _key(artifact, len(found)))) is not None:
-        found.append(read_sample(kept.json(FILE_NAME), is_earlier=True))
+    found, store = [read_repeat(stored, is_earlier=not is_new)], Store(cache)
+    while (kept := store.find(REPEATS, _key(artifact, len(found)))) is not None:
+        found.append(read_repeat(kept.json(FILE_NAME), is_earlier=True))
     return found
 
 
-def counted(samples: Sequence[TimedSample], measure: MeasureConfig) -> list[TimedSample]:
-    """Return those of ``samples`` that the figures of a run are made of.
+def counted(repeats: Sequence[TimedRepeat], measure: MeasureConfig) -> list[TimedRepeat]:
+    """Return those of ``repeats`` that the metrics of a run are made of.
 
     One that isn't whole counts only where nothing else does and no more are asked for.
     """
-    fit = [one for one in samples if one.passes_before >= measure.warmup and not (measure.fresh and one.is_earlier)]
+    fit = [one for one in repeats if one.passes_before >= measure.warmup and not (measure.fresh and one.is_earlier)]
     whole = [one for one in fit if one.is_whole]
     return whole or (fit if measure.repeats == 1 else [])
 
 
-def lacking(samples: Sequence[TimedSample], measure: MeasureConfig) -> int:
-    """Return how many samples a run asks for that aren't there."""
-    return max(0, measure.repeats - len(counted(samples, measure)))
+def lacking(repeats: Sequence[TimedRepeat], measure: MeasureConfig) -> int:
+    """Return how many repeats a run asks for that aren't there."""
+    return max(0, measure.repeats - len(counted(repeats, measure)))
 
 
-def take_samples(
-    session: ModelSession[Any], artifact: Artifact, samples: Sequence[TimedSample], measure: MeasureConfig, *,
+def take_repeats(
+    session: ModelSession[Any], artifact: Artifact, repeats: Sequence[TimedRepeat], measure: MeasureConfig, *,
     cache: Path, expected: Outputs, results: str,
-) -> list[TimedSample]:  # fmt: skip
-    """Return ``samples`` with those that a run lacks, taken now; each is kept as it is there.
+) -> list[TimedRepeat]:  # fmt: skip
+    """Return ``repeats`` with those that a run lacks, taken now; each is kept as it is there.
 
-    A sample that another process takes meanwhile is waited for and used. Raises ``DisagreementError`` where a pass
+    A repeat that another process takes meanwhile is waited for and used. Raises ``DisagreementError`` where a pass
     gives other ``results`` (tokens, scores) than are ``expected``, those of ``artifact``.
     """
-    store, found = Store(cache), list(samples)
+    store, found = Store(cache), list(repeats)
     with ExitStack() as stack:
         stack.callback(store.release)
         passes = _Passes(session, stack, expected, results)
         while missing := lacking(found, measure):
-            take = partial(passes.sample, f"sample {measure.repeats - missing + 1} of {measure.repeats}", measure)
-            kept, taken, _ = store.obtain(SAMPLES, _key(artifact, len(found)), take)
-            found.append(taken or read_sample(kept.json(FILE_NAME), is_earlier=True))
+            take = partial(passes.repeat, f"repeat {measure.repeats - missing + 1} of {measure.repeats}", measure)
+            kept, taken, _ = store.obtain(REPEATS, _key(artifact, len(found)), take)
+            found.append(taken or read_repeat(kept.json(FILE_NAME), is_earlier=True))
     return found
 
 
@@ -96,16 +96,16 @@ class _Passes:
         self._session, self._expected, self._results = session, expected, results
         self._pass = stack.enter_context(session.repeating())
 
-    def sample(self, title: str, measure: MeasureConfig, folder: Path) -> TimedSample:
+    def repeat(self, title: str, measure: MeasureConfig, folder: Path) -> TimedRepeat:
         """Return the next pass that counts, written into ``folder``; those that warm up come before."""
         while self._session.passes < measure.warmup:
             self._run(f"warm-up {self._session.passes + 1} of {measure.warmup}")
-        sample = self._run(title)
-        write_text(folder / FILE_NAME, json.dumps(sample.stored()) + "\n")
-        return sample
+        repeat = self._run(title)
+        write_text(folder / FILE_NAME, json.dumps(repeat.stored()) + "\n")
+        return repeat
 
-    def _run(self, title: str) -> TimedSample:
-        sample, outputs = self._pass(title)
+    def _run(self, title: str) -> TimedRepeat:
+        repeat, outputs = self._pass(title)
         difference = first_difference(self._expected, outputs)
         if difference is not None:
             raise DisagreementError(
@@ -113,25 +113,25 @@ class _Passes:
                 "of different answers can't be compared: look in the model's code for what outlives a call, or in the "
                 "machine for what changes its arithmetic, and set outputs to a new folder to begin anew"
             )
-        return sample
+        return repeat
 
 
-def with_figures(
-    report: Report, samples: Sequence[TimedSample], measure: MeasureConfig, *, seconds: str,
+def with_metrics(
+    report: Report, repeats: Sequence[TimedRepeat], measure: MeasureConfig, *, seconds: str,
     told: Callable[[Outputs, Mapping[str, Any]], str],
 ) -> Report:  # fmt: skip
-    """Return ``report`` with the figures of those ``samples`` that count, and with every sample.
+    """Return ``report`` with the metrics of those ``repeats`` that count, and with every repeat.
 
-    ``seconds`` is the metric of their time; outputs and figures are ``told`` in a line for the screen.
+    ``seconds`` is the metric of their time; outputs and metrics are ``told`` in a line for the screen.
     """
-    fit = counted(samples, measure)
-    every = tuple(one.told(counts=any(one is other for other in fit)) for one in samples)
-    metrics = {**report.metrics, **figures(fit, seconds=seconds)}
-    new = [one for one in samples if not one.is_earlier]
+    fit = counted(repeats, measure)
+    every = tuple(one.told(counts=any(one is other for other in fit)) for one in repeats)
+    metrics = {**report.metrics, **combined_metrics(fit, seconds=seconds)}
+    new = [one for one in repeats if not one.is_earlier]
     memory = {**report.memory, "measured": dict(new[-1].peaks)} if new else report.memory
-    summary = told(report.outputs, metrics) + f", median of {len(fit)} samples" * (len(fit) > 1)
-    return replace(report, samples=every, metrics=metrics, memory=memory, summary=summary)
+    summary = told(report.outputs, metrics) + f", median of {len(fit)} repeats" * (len(fit) > 1)
+    return replace(report, repeats=every, metrics=metrics, memory=memory, summary=summary)
 
 
 def _key(artifact: Artifact, number: int) -> str:
-    return fingerprint({"stage": SAMPLES, "generation": artifact.key, "number": number})
+    return fingerprint({"stage": REPEATS, "generation": artifact.key, "number": number})

@@ -33,7 +33,7 @@ from offstage.stages.inference.cost import Metrics, expert_uses, run_metrics
 from offstage.stages.inference.inputs import InferenceInputs
 from offstage.stages.inference.progress import Progress, Row, say_earlier
 from offstage.stages.inference.repeats import RESERVED, Outputs, Pass
-from offstage.stages.inference.timed_samples import TimedSample
+from offstage.stages.inference.timed_repeats import TimedRepeat
 from offstage.stages.machine.probes import read_speed
 from offstage.stages.machine.processor import ProcessorMeter
 from offstage.stages.plan import plan as plans
@@ -46,7 +46,7 @@ Given = TypeVar("Given", bound=InferenceInputs)
 class PassResult:
     """What one pass came to: its ``outputs`` as a record has them, and its ``metrics``.
 
-    ``first_token_seconds`` and ``token_seconds`` are as in ``TimedSample``. ``found`` is what the artifact has of it,
+    ``first_token_seconds`` and ``token_seconds`` are as in ``TimedRepeat``. ``found`` is what the artifact has of it,
     with ``files`` of tensors by their names; ``sums`` are the metrics that tell what came out, and not how long it
     took.
     """
@@ -67,7 +67,7 @@ Answering = Callable[[Progress, str], PassResult]
 class ModelSession(ABC, Generic[Given]):
     """The model placed by the stage dispatch, and what ``inputs`` ask of it as often as is wanted.
 
-    ``passes`` counts how often it was. ``storage_rate`` is told beside samples: see ``measure_storage``.
+    ``passes`` counts how often it was. ``storage_rate`` is told beside repeats: see ``measure_storage``.
     ``results_file`` is the file that grows by a line for each of its ``units``; null where an answer is one piece.
     """
 
@@ -105,9 +105,9 @@ class ModelSession(ABC, Generic[Given]):
         """Yield what does all of it again."""
         with self.answering() as answer:
 
-            def again(title: str) -> tuple[TimedSample, Outputs]:
-                found, sample = self._timed(answer, Progress(), title)
-                return sample, found.outputs
+            def again(title: str) -> tuple[TimedRepeat, Outputs]:
+                found, repeat = self._timed(answer, Progress(), title)
+                return repeat, found.outputs
 
             yield again
 
@@ -133,14 +133,14 @@ class ModelSession(ABC, Generic[Given]):
         self._agree(progress)
         earlier = say_earlier(progress.earlier, self.count, self.units)
         with self.answering() as answer:
-            found, sample = self._timed(answer, progress, self.task)
+            found, repeat = self._timed(answer, progress, self.task)
         for name, tensors in found.files.items():
             with named(file.with_name(name)):
                 save_file(dict(tensors), file.with_name(name))
         sent = {} if self.plan.partition is None else {"sent_bytes": peers().sent_bytes}
         metrics = run_metrics(self.dispatched, {**found.sums, **found.metrics, **earlier, **sent})
-        told = {**found.found, "sample": sample.stored()}
-        save_result(file, self.dispatched, metrics=metrics, measured=sample.peaks, found=told)
+        told = {**found.found, "repeat": repeat.stored()}
+        save_result(file, self.dispatched, metrics=metrics, measured=repeat.peaks, found=told)
 
     def _agree(self, progress: Progress) -> None:
         """Have all hosts of the run, if it has several, do the same work: what none of them has done yet.
@@ -153,14 +153,14 @@ class ModelSession(ABC, Generic[Given]):
         peers().require_same({"what is asked (prompts, options, the tokenizer's files)": fingerprint(asked)[:16]})
         progress.keep(set.intersection(*map(set, peers().exchange(sorted(progress.done)))))
 
-    def _timed(self, answer: Answering, progress: Progress, title: str) -> tuple[PassResult, TimedSample]:
+    def _timed(self, answer: Answering, progress: Progress, title: str) -> tuple[PassResult, TimedRepeat]:
         """Return the answer, and how its time went: when it began, who had the processor, how the machine was."""
         dispatched, passes, is_whole = self.dispatched, self.passes, not progress.done
         began, load, meter = datetime.now(UTC), os.getloadavg(), ProcessorMeter()
         found = answer(progress, title)
         self.passes += 1
         use = meter.use()
-        return found, TimedSample(
+        return found, TimedRepeat(
             measured=began.isoformat(timespec="milliseconds"),
             passes_before=passes,
             is_whole=is_whole,

@@ -78,8 +78,8 @@ def hardware(config: Mapping[str, Any]) -> Hardware:
 def simulated(device: Mapping[str, Any]) -> Accelerator:
     """Return an accelerator that the config lists: ``{memory: 24GB}``.
 
-    It may have a ``name``, and a ``ledger``: to rehearse what happens on one that has less than it says. The ``link``
-    and the ``rates`` that it may have of its own are read with all others (``read_rates``).
+    It may have a ``name``, and a ``ledger``: to rehearse what happens on one that has less than it says. The
+    ``host_to_device`` and the ``rates`` that it may have of its own are read with all others (``read_rates``).
     """
     size, ledger = parse_size(device["memory"]), device.get("ledger")
     capacity = None if ledger is None else parse_size(ledger)

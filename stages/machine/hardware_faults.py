@@ -11,7 +11,7 @@ from offstage.stages.machine.rates import DEVICE_RATES, RATES, parse_rate
 from offstage.stages.units import parse_size
 
 _KEYS = ("devices", "host", "rates", "hosts", "exact_hosts", "network")
-_DEVICE_KEYS = ("memory", "name", "link", "rates", "ledger")
+_DEVICE_KEYS = ("memory", "name", "host_to_device", "rates", "ledger")
 _HOST_KEYS = ("memory",)
 _ONE_OF_SEVERAL_KEYS = ("devices", "host", "rates", "max_memory")
 _NETWORK_KEYS = ("rate", "latency")
@@ -86,14 +86,16 @@ def _device_faults(place: str, device: object) -> Iterator[Fault]:
     yield from _wrong(f"{place}.memory", parse_size, device.get("memory"))
     if device.get("ledger") is not None:
         yield from _wrong(f"{place}.ledger", parse_size, device["ledger"])
-    name, link, rates = device.get("name"), device.get("link"), device.get("rates")
+    name, bandwidth, rates = device.get("name"), device.get("host_to_device"), device.get("rates")
     if name is not None and not _is_name(name):
         yield Fault(f"{place}.name", f"{name!r} is no name; give one line of at most {_LONGEST_NAME} characters")
-    if link is not None:
-        yield from _wrong(f"{place}.link", parse_rate, link)
+    if bandwidth is not None:
+        yield from _wrong(f"{place}.host_to_device", parse_rate, bandwidth)
     yield from _rate_faults(f"{place}.rates", rates, DEVICE_RATES)
-    if link is not None and isinstance(rates, Mapping) and rates.get("link") is not None:
-        yield Fault(f"{place}.link", f"{link!r} is given, and rates.link too, {rates['link']!r}; leave one of them out")
+    own = rates.get("host_to_device") if isinstance(rates, Mapping) else None
+    if bandwidth is not None and own is not None:
+        said = f"{bandwidth!r} is given, and rates.host_to_device too, {own!r}; leave one of them out"
+        yield Fault(f"{place}.host_to_device", said)
 
 
 def _rate_faults(place: str, rates: object, known: Collection[str]) -> Iterator[Fault]:

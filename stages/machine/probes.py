@@ -70,7 +70,7 @@ def measure() -> dict[str, int]:
     """Return the rates of accelerator 0, by name: for a process of its own, since torch keeps what it once took."""
     from offstage.stages.machine.decoding_probe import launch_speed
 
-    return {"link": link_speed(), "device": device_speed(), "launches": launch_speed("cuda:0")}
+    return {"host_to_device": link_speed(), "device": device_speed(), "launches": launch_speed("cuda:0")}
 
 
 def link_speed(index: int = 0, count: int = _DEVICE_BYTES) -> int:

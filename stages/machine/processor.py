@@ -18,7 +18,7 @@ from pathlib import Path
 from offstage.pipeline.cgroup_files import read_lines, throttled_seconds
 from offstage.pipeline.environment import allowed_cores
 
-BUSY_SHARE = 0.1
+CONTENDED_SHARE = 0.1
 """Where at least this share of the time that its threads were ready to run was taken by others, a process was kept."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _WORKING = slice(0, 3)  # user, nice and system; interrupts belong to nobody
@@ -52,14 +52,14 @@ class ProcessorUse:
         return taken / (self.cpu_seconds + taken) if taken else 0.0
 
     @property
-    def is_busy(self) -> bool | None:
+    def is_contended(self) -> bool | None:
         """Whether others took so much that figures of speed say more of them; null where nobody knows."""
-        return None if self.taken_share is None else self.taken_share >= BUSY_SHARE
+        return None if self.taken_share is None else self.taken_share >= CONTENDED_SHARE
 
     def told(self) -> dict[str, float | bool | None]:
         """Return it as a record holds it."""
         rounded = {name: _rounded(getattr(self, name)) for name in (*self.__dataclass_fields__, "taken_share")}
-        return {**rounded, "busy": self.is_busy}
+        return {**rounded, "contended": self.is_contended}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,19 +30,19 @@ class Rates:
     """Bytes a second of storage, host memory, the link of each accelerator, and an accelerator's memory.
 
     ``host`` is how fast its products read weights, and ``calls`` how many modules that hold weights are called there in
-    a second, for all that they do beside these. ``unpacking`` is how fast the threads that read unpack together what
+    a second, for all that they do beside these. ``dequantising`` is how fast the threads that read unpack together what
     rests packed, in bytes as they are used. ``launches`` is how many modules that hold weights are called in a second
     where an accelerator computes them: what the host does to have that done, however small they are.
     ``root`` is what all links bring together, where they share one; null: each brings what it can.
     ``links`` and ``devices`` have the link and the memory of each accelerator by its index, where they are unlike;
-    empty: all are as ``link`` and ``device`` say.
+    empty: all are as ``host_to_device`` and ``device`` say.
     """
 
     storage: int = 10**9
     host: int = 10 * 10**9
-    link: int = 12 * 10**9
+    host_to_device: int = 12 * 10**9
     device: int = 800 * 10**9
-    unpacking: int = 4 * 10**9
+    dequantising: int = 4 * 10**9
     calls: int = 15_000
     launches: int = 8_000
     root: int | None = None
@@ -50,8 +50,8 @@ class Rates:
     devices: tuple[int, ...] = ()
 
     def link_of(self, device: DeviceId) -> int:
-        """Return what the link of ``device`` brings; ``link`` where it has none of its own."""
-        return _own(self.links, device, self.link)
+        """Return what the link of ``device`` brings; ``host_to_device`` where it has none of its own."""
+        return _own(self.links, device, self.host_to_device)
 
     def device_of(self, device: DeviceId) -> int:
         """Return how fast the memory of ``device`` is read; ``device`` where it has no rate of its own."""
@@ -60,7 +60,7 @@ class Rates:
     @property
     def slowest_link(self) -> int:
         """What the slowest link brings."""
-        return min(self.links, default=self.link)
+        return min(self.links, default=self.host_to_device)
 
     @property
     def shared(self) -> dict[str, int]:
@@ -71,12 +71,14 @@ class Rates:
     def apart(self) -> dict[DeviceId, dict[str, int]]:
         """Those of each accelerator, by name, where they are unlike; else nothing."""
         count = max(len(self.links), len(self.devices))
-        return {index: {"link": self.link_of(index), "device": self.device_of(index)} for index in range(count)}
+        return {
+            index: {"host_to_device": self.link_of(index), "device": self.device_of(index)} for index in range(count)
+        }
 
 
 RATES = tuple(field.name for field in fields(Rates) if field.name not in ("links", "devices"))
 """The rates of a machine, by name."""
-DEVICE_RATES = ("link", "device")
+DEVICE_RATES = ("host_to_device", "device")
 """Those that an accelerator may have of its own."""
 
 
@@ -91,9 +93,9 @@ def known_rates(shared: Mapping[str, int], apart: Mapping[DeviceId, Mapping[str,
 
 
 def read_rates(hardware: Mapping[str, Any]) -> Rates:
-    """Return the rates that ``hardware`` gives (``rates: {storage: 3GB, link: 25GB}``), or nominal ones.
+    """Return the rates that ``hardware`` gives (``rates: {storage: 3GB, host_to_device: 25GB}``), or nominal ones.
 
-    A device of ``hardware.devices`` may have ``rates`` of its own, and its ``link`` beside them.
+    A device of ``hardware.devices`` may have ``rates`` of its own, and its ``host_to_device`` beside them.
     """
     shared = known_rates(_read(hardware.get("rates") or {}), {})
     own = [_own_rates(device) for device in hardware.get("devices") or ()]
@@ -105,7 +107,7 @@ def read_rates(hardware: Mapping[str, Any]) -> Rates:
 
 def _own_rates(device: Mapping[str, Any]) -> dict[str, int]:
     rates = device.get("rates") or {}
-    return _read({**rates, "link": device.get("link") or rates.get("link")})
+    return _read({**rates, "host_to_device": device.get("host_to_device") or rates.get("host_to_device")})
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, int]:

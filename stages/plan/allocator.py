@@ -56,9 +56,9 @@ def allocator_bytes(layout: Layout, device: DeviceId, *, caches: Iterable[BlockC
     """
     room = layout.rooms[device]
     asked = [(line.bytes, COMPUTING) for line in layout.lines if line.home == device and line.name == line.leader]
-    asked += [(room.reserve, COMPUTING), (room.slots, COMPUTING), (room.unpacking, COMPUTING)]
+    asked += [(room.reserve, COMPUTING), (room.expert_cache, COMPUTING), (room.dequantising, COMPUTING)]
     asked += _tensors(caches)
-    return reserved_beside([*asked, *_in_pool_apart(room.unpacking)], activation_bytes)
+    return reserved_beside([*asked, *_in_pool_apart(room.dequantising)], activation_bytes)
 
 
 def _tensors(caches: Iterable[BlockCache]) -> list[Asked]:

@@ -170,7 +170,7 @@ def _automatic(machine: Hardware, needed: int, host_needed: int, unpacking: int,
         "libraries": -LIBRARY_BYTES,
         "request": -host_needed,
         "margin": -_margin(CPU, machine),
-    } | ({"unpacking": -unpacking} if unpacking else {})
+    } | ({"dequantising": -unpacking} if unpacking else {})
     budgets: dict[DeviceId, int | None] = {parse_device(key): max(0, sum(of.values())) for key, of in terms.items()}
     return Allowance(_ordered({**budgets, DISK: None}), terms)
 

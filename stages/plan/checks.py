@@ -21,7 +21,7 @@ from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_ord
 LISTED = 8
 """How many names an error lists before it counts the rest."""
 
-_CALLED = {"cache": "KV cache", "slots": "expert cache", "allocator": "torch's allocator"}
+_CALLED = {"cache": "KV cache", "expert_cache": "expert cache", "allocator": "torch's allocator"}
 """What a refusal calls parts of a ledger."""
 
 
@@ -35,7 +35,7 @@ class ShortageError(BudgetError):
 
 def host_is_short(shortage: Shortage, terms: Mapping[str, int], host: Host) -> BudgetError:
     """Return the error of a ``host`` that can't give the least that works, whose budget was worked out by ``terms``."""
-    taken = [(name, -terms[name]) for name in ("process", "request", "unpacking", "staging") if terms.get(name)]
+    taken = [(name, -terms[name]) for name in ("process", "request", "dequantising", "staging") if terms.get(name)]
     beside = "".join(f"{format_bytes(count)} for its {name}, " for name, count in taken)
     enough = least_available(shortage.least + sum(count for _, count in taken), host)
     enough = math.ceil(enough / mmap.PAGESIZE) * mmap.PAGESIZE  # a group's limit is rounded down to whole pages
@@ -139,7 +139,7 @@ def _excess(one: DevicePlan, device: DeviceId, *, room: int, host: Host) -> str:
     )
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
     reserve = max(one.ledger["reserve"], one.reserve)
-    most = one.ledger["weights"] + reserve + one.ledger.get("slots", 0) - (one.own_bytes - room)
+    most = one.ledger["weights"] + reserve + one.ledger.get("expert_cache", 0) - (one.own_bytes - room)
     advice = f"the most that works{key} is {most} bytes ({format_bytes(most)})"
     advice = advice if most > 0 else f"it needs {format_bytes(-most)} more without any weights"
     if device != CPU and one.ledger.get("cache", 0) > one.own_bytes - room:

@@ -14,14 +14,16 @@ def _predicted(name: str, unit: Unit, title: str = "", of: str = "") -> Metric:
     return Metric(f"{PREDICTED}{name}", unit, title, kind="predicted", of=of, optional=True)
 
 
-LINK_BYTES = replace(_predicted("link_bytes_per_token", "bytes", "a token", of="link_bytes_per_token"), per_device=True)
+LINK_BYTES = replace(
+    _predicted("transfer_bytes_per_token", "bytes", "a token", of="transfer_bytes_per_token"), per_device=True
+)
 PLAN_METRICS = (
     _predicted("seconds_per_token", "seconds", "time a token", of="decode_seconds_per_token"),
-    _predicted("bound", "word", "bottleneck", of="bound"),
+    _predicted("bottleneck", "word", "bottleneck", of="bottleneck"),
     _predicted("streamed_bytes_per_token", "bytes", "streamed a token", of="streamed_bytes_per_token"),
-    _predicted("packed_bytes_per_token", "bytes"),
-    _predicted("unpacked_bytes_per_token", "bytes"),
-    _predicted("device_unpacked_bytes_per_token", "bytes"),
+    _predicted("quantised_bytes_per_token", "bytes"),
+    _predicted("dequantised_bytes_per_token", "bytes"),
+    _predicted("device_dequantised_bytes_per_token", "bytes"),
     _predicted("device_moved_bytes_per_token", "bytes"),
     _predicted("expert_bytes_per_token", "bytes"),
     # It assumes uniform routing: that all experts are wanted alike.

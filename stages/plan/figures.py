@@ -135,13 +135,13 @@ def machine_rates(
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}
     rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light)
-    if outline is None or "unpacking" in pinned:
+    if outline is None or "dequantising" in pinned:
         return rates
     used: Counter[str] = Counter()
     for name, packed in outline.packed.items():
         used[packed.codec] += outline.sizes[name]
     unpacking = mean_rate(unpacking_rates(cache / MEASURED, used), used)
-    return rates if unpacking is None else replace(rates, unpacking=coarse_rate(unpacking))
+    return rates if unpacking is None else replace(rates, dequantising=coarse_rate(unpacking))
 
 
 def host_kernels(config: Config, cache: Path) -> Kernels:

@@ -31,23 +31,23 @@ Counts = Mapping[DeviceId, int]
 @dataclass(frozen=True, slots=True)
 class Room:
     """What one device has room for, in bytes: of its ``budget`` (null: unlimited) the ``weights`` that lie there, the
-    ``reserve`` for what is streamed, the ``slots`` for experts, and what it is ``unpacking`` by.
+    ``reserve`` for what is streamed, the ``expert_cache``, and what it is ``dequantising`` by.
     """
 
     budget: int | None
     weights: int
     reserve: int = 0
-    slots: int = 0
-    unpacking: int = 0
+    expert_cache: int = 0
+    dequantising: int = 0
 
     def staging_bytes(self, *, is_main: bool) -> int:
         """Return the bytes that the host may hold for streamed weights where it computes some: all, if it ``is_main``.
 
-        They are its reserve, and what is left of its budget, slots aside.
+        They are its reserve, and what is left of its budget, the expert cache aside.
         """
         if self.budget is None or not (self.reserve or is_main):
             return self.reserve
-        return max(self.reserve, self.budget - self.weights - self.slots)
+        return max(self.reserve, self.budget - self.weights - self.expert_cache)
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,10 @@ class DevicePlan(Room):
     """One device: what of its budget is for what, and what is expected of it. Bytes, but for rates: bytes a second.
 
     ``name`` is what the config calls it; ``budget_terms`` are those that an automatic budget is the sum of. ``pool``
-    says for how many experts its ``slots`` are, null where it has none. ``simulated`` are the weights that it takes
-    before it is full, where it is simulated, else null. ``ledger`` is what it holds at its peak, by what that is for.
-    A token has ``link_bytes`` go over its link, and reads ``used_bytes`` where they lie, if they are computed with
-    there: of a mixture's experts those that it is routed to. ``rates`` are its own, where accelerators are unlike.
+    says for how many experts its ``expert_cache`` is, null where it has none. ``simulated`` are the weights that it
+    takes before it is full, where it is simulated, else null. ``ledger`` is what it holds at its peak, by what that is
+    for. A token has ``transfer_bytes`` go over its link, and reads ``used_bytes`` where they lie, if they are computed
+    with there: of a mixture's experts those that it is routed to. ``rates`` are its own, where accelerators are unlike.
     """
 
     name: str = ""
@@ -47,7 +47,7 @@ class DevicePlan(Room):
     pool: Pool | None = None
     simulated: int | None = None
     ledger: Mapping[str, int] = field(default_factory=dict)
-    link_bytes: int = 0
+    transfer_bytes: int = 0
     used_bytes: int = 0
     rates: Mapping[str, int] = field(default_factory=dict)
 
@@ -125,7 +125,7 @@ class Plan(TensorTable):
 
     The tensors are written by the layers that are alike, in the order of execution. ``reasons`` says why each layer
     lies where it does, in that order; ``notes`` are remarks in words. ``forecast`` has the bytes streamed and the
-    seconds of a token, and its bottleneck (``bound``); ``rates`` the bytes a second that all of it was reckoned with.
+    seconds of a token, and its ``bottleneck``; ``rates`` the bytes a second that all of it was reckoned with.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
     ``lockstep``, how many batches share each pass. ``offload_ratio`` is the share of a training's activations that
     waits elsewhere, null where nothing is trained. ``pass_tokens`` are those of a pass of decoding, by which slots are

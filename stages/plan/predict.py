@@ -47,7 +47,7 @@ def predict(
         device: replace(
             one,
             ledger=held.get(device, {}),
-            link_bytes=expected.link_bytes.get(device, 0),
+            transfer_bytes=expected.link_bytes.get(device, 0),
             used_bytes=expected.brought.held.get(device, 0),
             rates=rates.apart.get(device, {}),
         )
@@ -73,8 +73,8 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
         if device == DISK:
             continue
         held["reserve"] = room.reserve
-        held |= {"slots": room.slots} if device in layout.slots else {}
-        held |= {"unpacking": room.unpacking} if device in layout.unpacking else {}
+        held |= {"expert_cache": room.expert_cache} if device in layout.slots else {}
+        held |= {"dequantising": room.dequantising} if device in layout.unpacking else {}
         held["cache"] = caches.get(device, 0)
         held["activations"] = needs.activation_bytes if device in computed else 0
         if needs.learning_bytes:
@@ -90,7 +90,7 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
     host |= {"staging": min(sum(staged.values()), PINNED_BYTES)} if main != CPU else {}
     host |= {"staging": host.get("staging", 0) + bounced} if bounced else {}
     host["scratch"] = needs.scratch_bytes if CPU in computed else 0
-    host |= {"unpacking": unpacking} if (unpacking := _unpacking_bytes(layout)) else {}
+    host |= {"dequantising": unpacking} if (unpacking := _unpacking_bytes(layout)) else {}
     host |= {"results": needs.result_bytes} if needs.result_bytes else {}
     host |= {"offloaded": needs.offloaded_bytes} if needs.offloaded_bytes else {}
     host["process"] = process_bytes[CPU] + needs.library_bytes

@@ -67,7 +67,7 @@ class PlanStage(Stage[PlanInputs]):
 
     name = "plan"
     doing = "measures what isn't known yet of this machine, and says what goes where"
-    version = 34
+    version = 35
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
     metrics = PLAN_METRICS
@@ -145,7 +145,7 @@ class PlanStage(Stage[PlanInputs]):
         plan = artifact.read(plans.Plan, plans.FILE_NAME)
         metrics = {f"{PREDICTED}{name}": value for name, value in plan.forecast.items()}
         devices = plan.devices.items()
-        metrics |= {LINK_BYTES.on(name): one.link_bytes for name, one in devices if one.link_bytes}
+        metrics |= {LINK_BYTES.on(name): one.transfer_bytes for name, one in devices if one.transfer_bytes}
         simulated = sum(one.simulated is not None for _, one in devices)
         metrics |= {"simulated_accelerators": simulated} if simulated else {}
         metrics |= {"host_layers": len(plan.host_layers)} if plan.host_layers else {}

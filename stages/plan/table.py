@@ -19,8 +19,8 @@ _WIDTH = 80
 """The letters of a line: names give way."""
 _PARTS = {
     "weights": ("weights",),
-    "reserve": ("reserve", "staging", "unpacking"),
-    "slots": ("slots",),
+    "reserve": ("reserve", "staging", "dequantising"),
+    "slots": ("expert_cache",),
     "of budget": (),
     "KV cache": ("cache",),
     "activations": ("activations", "scratch", "results", "learning", "offloaded", "assistant"),
@@ -123,8 +123,8 @@ def host_rows(plan: Plan) -> list[list[str]]:
 def summary(plan: Plan) -> str:
     """Return in a few lines what each device has at its peak, by what it is for, and what is expected of a token."""
     held, streamed = ledger_rows(plan), float(plan.forecast.get("streamed_bytes_per_token", 0))
-    seconds, bound = plan.forecast.get("seconds_per_token"), plan.forecast.get("bound")
-    expected = f", {float(seconds):.3g} s expected, bottleneck: {bound}" if seconds else ""
+    seconds, bottleneck = plan.forecast.get("seconds_per_token"), plan.forecast.get("bottleneck")
+    expected = f", {float(seconds):.3g} s expected, bottleneck: {bottleneck}" if seconds else ""
     return f"{_align(_bounded(held), numbers=len(held[0]) - 1)}\n{format_bytes(streamed)} streamed a token{expected}"
 
 
@@ -157,7 +157,7 @@ def named(plan: Plan, device: DeviceId) -> str:
 def rates_told(plan: Plan) -> list[str]:
     """Return in words how fast the link and the memory of each accelerator are, where they are unlike."""
     told = [
-        f"{named(plan, device)} {format_bytes(one.rates['link'])} from the host and "
+        f"{named(plan, device)} {format_bytes(one.rates['host_to_device'])} from the host and "
         f"{format_bytes(one.rates['device'])} from its memory"
         for device, one in plan.devices.items()
         if one.rates
@@ -168,7 +168,7 @@ def rates_told(plan: Plan) -> list[str]:
 def experts_told(plan: Plan) -> list[str]:
     """Return in words what the slots for experts are, and what a token brings of those that aren't in one."""
     where = [
-        f"expert cache of {one.pool.count(one.slots)} slots for {one.pool.experts} experts on {device}"
+        f"expert cache of {one.pool.count(one.expert_cache)} slots for {one.pool.experts} experts on {device}"
         for device, one in plan.devices.items()
         if one.pool is not None
     ]
@@ -182,7 +182,7 @@ def experts_told(plan: Plan) -> list[str]:
 def links_told(plan: Plan) -> list[str]:
     """Return in words what goes over the link of each accelerator for a token, where several stream."""
     devices = plan.devices.items()
-    links = [f"{format_bytes(one.link_bytes)} to {device}" for device, one in devices if one.link_bytes]
+    links = [f"{format_bytes(one.transfer_bytes)} to {device}" for device, one in devices if one.transfer_bytes]
     return [f"a token streams {', '.join(links)}, side by side"] if len(links) > 1 else []
 
 
@@ -203,7 +203,7 @@ def packed_told(plan: Plan) -> list[str]:
         where = " and ".join(f"{format_bytes(lying[home])} on {home}" for home in homes)
         told.append(f"{codec}: {where} at rest, {format_bytes(lying['used'])} in use")
     devices = plan.devices.items()
-    rooms = " and ".join(f"{format_bytes(one.unpacking)} on {device}" for device, one in devices if one.unpacking)
+    rooms = " and ".join(f"{format_bytes(one.dequantising)} on {device}" for device, one in devices if one.dequantising)
     return [*told, f"accelerators dequantise what streams to them, in {rooms}"] if rooms else told
 
 

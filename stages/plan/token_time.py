@@ -30,16 +30,18 @@ from dataclasses import dataclass, field
 from offstage.stages.machine.rates import Rates
 from offstage.stages.units import CPU, DISK, DeviceId
 
-HOST, DEVICE, CROSSING, UNPACKING = "host memory", "device memory", "crossing", "unpacking"
+HOST, DEVICE, CROSSING, DEQUANTISING = "host memory", "device memory", "crossing", "dequantising"
+HOST_TO_DEVICE = "host-to-device"
+"""What the links take, each for its accelerator."""
 HOST_CORES, DEVICE_CORES = "host cores", "device cores"
 """What takes the place of a memory where a pass has more tokens than compute while it is read."""
 LAUNCHING = "kernel launches"
 """What the host takes to have accelerators compute, and to have brought what they compute with."""
-WAITING = "link beside the host"
+WAITING = "host-to-device beside the host"
 """What layers wait for whose weights found no room ahead while the host computed."""
 _APART = (DEVICE, DEVICE_CORES, LAUNCHING, WAITING)
 """What goes on at once while accelerators compute."""
-BRINGING, ROUTED, UNPACKING_ROUTED = "bringing", "storage for experts", "unpacking experts"
+BRINGING, ROUTED, DEQUANTISING_ROUTED = "bringing", "storage for experts", "dequantising experts"
 """What the thread that computes does to have tensors brought, and what is read and unpacked as an expert is called."""
 HOST_TOKENS, DEVICE_TOKENS = 16, 128
 """How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
@@ -199,7 +201,7 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
     waiting = waiting_seconds(brought, rates, max(there / rates.host, cores) * members) / members if beside else 0.0
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
-        "link": link_seconds(brought, rates) / members + caches,
+        HOST_TO_DEVICE: link_seconds(brought, rates) / members + caches,
         HOST: (there + brought.used.get(CPU, 0)) / rates.host + brought.host_calls / rates.calls,
         HOST_CORES: cores + brought.host_calls / rates.calls,
         DEVICE: _read_on_devices(brought, rates) / rates.device,
@@ -207,10 +209,10 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
         LAUNCHING: (brought.device_calls + brought.launches / members) / rates.launches,
         CROSSING: caches + brought.crossings * crossing_seconds(brought.output_bytes, rates),
         WAITING: waiting,
-        UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
+        DEQUANTISING: (brought.unpacked - brought.unpacked_there) / rates.dequantising / members,
         BRINGING: brought.calls / rates.calls / members,
         ROUTED: brought.when_called / rates.storage / members,
-        UNPACKING_ROUTED: brought.unpacked_when_called / rates.unpacking / members,
+        DEQUANTISING_ROUTED: brought.unpacked_when_called / rates.dequantising / members,
     }
 
 
@@ -251,13 +253,13 @@ def link_seconds(brought: PassTraffic, rates: Rates) -> float:
     rooms = {device: count * brought.link_shares.get(device, 1) for device, count in rooms.items()}
     late = 0.0 if brought.reserves is None else late_bytes(runs, rooms)
     together = sum(brought.links.values()) / rates.root if rates.root else 0.0
-    return max(max([*links.values(), in_turn, late], default=0.0) / rates.link, together)
+    return max(max([*links.values(), in_turn, late], default=0.0) / rates.host_to_device, together)
 
 
 def _slower_links(brought: PassTraffic, rates: Rates) -> dict[DeviceId, float]:
-    """Return how many times as long as ``rates.link`` the link of each accelerator takes."""
+    """Return how many times as long as ``rates.host_to_device`` the link of each accelerator takes."""
     devices = [*brought.used, *(device for device, _ in brought.runs)]
-    return {device: rates.link / rates.link_of(device) for device in devices if device != CPU}
+    return {device: rates.host_to_device / rates.link_of(device) for device in devices if device != CPU}
 
 
 def waiting_seconds(brought: PassTraffic, rates: Rates, host_seconds: float) -> float:
@@ -276,15 +278,15 @@ def waiting_seconds(brought: PassTraffic, rates: Rates, host_seconds: float) -> 
     for _ in range(_STEADY if read else 0):
         waited = 0.0
         for device, count in runs:
-            late = 0.0 if device == CPU else max(0.0, count - ahead[device]) / rates.link
+            late = 0.0 if device == CPU else max(0.0, count - ahead[device]) / rates.host_to_device
             seconds = host_seconds * count / read if device == CPU else late
             for other in ahead:
-                came = min(room[other], ahead[other] + seconds * rates.link)
+                came = min(room[other], ahead[other] + seconds * rates.host_to_device)
                 ahead[other] = max(0.0, ahead[other] - count) if other == device else came
             waited += late
     links = sum(count * slower[device] for device, count in brought.links.items())
     in_turn = links - sum(count for device, count in runs if device != CPU)
-    return waited + max(0.0, in_turn) / rates.link
+    return waited + max(0.0, in_turn) / rates.host_to_device
 
 
 def late_bytes(runs: Sequence[tuple[DeviceId, float]], reserves: Mapping[DeviceId, float]) -> float:
@@ -308,10 +310,10 @@ def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
     What accelerators wait for beside the host comes while they compute. Of what is done one after the other the longest
     bounds a token.
     """
-    last = {part: count for part, count in seconds.items() if part not in (BRINGING, ROUTED, UNPACKING_ROUTED)}
+    last = {part: count for part, count in seconds.items() if part not in (BRINGING, ROUTED, DEQUANTISING_ROUTED)}
     host = max(HOST, HOST_CORES, key=seconds.__getitem__)
     apart = max(_APART, key=seconds.__getitem__)
-    for parts in [(host, apart, CROSSING), *([(host, UNPACKING)] if seconds[HOST] else [])]:
+    for parts in [(host, apart, CROSSING), *([(host, DEQUANTISING)] if seconds[HOST] else [])]:
         longest = max(parts, key=seconds.__getitem__)
         last[longest] = max(last[longest], sum(seconds[part] for part in parts))
     bound = max(last, key=last.__getitem__)
@@ -325,12 +327,12 @@ def expected_seconds(seconds: Mapping[str, float]) -> float:
     host takes from each other.
     """
     on_host = max(seconds[HOST], seconds[HOST_CORES])
-    computing, unpacked_ahead = on_host + seconds[BRINGING], seconds[UNPACKING] - seconds[UNPACKING_ROUTED]
+    computing, unpacked_ahead = on_host + seconds[BRINGING], seconds[DEQUANTISING] - seconds[DEQUANTISING_ROUTED]
     in_turn = on_host + max(map(seconds.__getitem__, _APART)) + seconds[CROSSING]
-    in_turn += _together(seconds[ROUTED], seconds[UNPACKING_ROUTED])
+    in_turn += _together(seconds[ROUTED], seconds[DEQUANTISING_ROUTED])
     if seconds[HOST]:
         in_turn += seconds[BRINGING] + unpacked_ahead + _DISTURBANCE * min(unpacked_ahead, computing)
-    beside_reading = min(seconds["storage"] - seconds[ROUTED], computing + seconds[UNPACKING])
+    beside_reading = min(seconds["storage"] - seconds[ROUTED], computing + seconds[DEQUANTISING])
     return max(slowest(seconds)[1], in_turn) + _DISTURBANCE * beside_reading
 
 
@@ -345,7 +347,7 @@ def forwards_for_free(seconds: Mapping[str, float], members: float) -> float:
     ``seconds`` are a token's, of which a pass has ``members``.
     """
     computing = seconds[HOST] + max(seconds[DEVICE], seconds[LAUNCHING]) + seconds[CROSSING]
-    waiting = max(seconds["storage"], seconds["link"])
+    waiting = max(seconds["storage"], seconds[HOST_TO_DEVICE])
     if seconds[HOST]:  # the cores that compute unpack too
-        waiting = max(0.0, waiting - seconds[UNPACKING])
-    return members * max(waiting, 0 if seconds[HOST] else seconds[UNPACKING]) / computing if computing else 0.0
+        waiting = max(0.0, waiting - seconds[DEQUANTISING])
+    return members * max(waiting, 0 if seconds[HOST] else seconds[DEQUANTISING]) / computing if computing else 0.0

@@ -182,10 +182,10 @@ class Forecast:
         brought, members = self.brought, self.brought.members
         found: dict[str, float | int | str] = {"streamed_bytes_per_token": round(brought.bytes / members)}
         if brought.unpacked:
-            found["packed_bytes_per_token"] = round(brought.packed / members)
-            found["unpacked_bytes_per_token"] = round(brought.unpacked / members)
+            found["quantised_bytes_per_token"] = round(brought.packed / members)
+            found["dequantised_bytes_per_token"] = round(brought.unpacked / members)
         if brought.moved:
-            found["device_unpacked_bytes_per_token"] = round(brought.unpacked_there / members)
+            found["device_dequantised_bytes_per_token"] = round(brought.unpacked_there / members)
             found["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
         if brought.hit_rate is not None:
             found["expert_bytes_per_token"] = round(brought.expert_bytes / members)
@@ -196,7 +196,7 @@ class Forecast:
             found["host_read_bytes_per_token"] = round(brought.host_read)
             found["crossing_bytes_per_token"] = brought.crossings * brought.output_bytes
             found["crossings_per_token"] = brought.crossings
-        found |= {"seconds_per_token": self.seconds, "bound": slowest(self.terms)[0]}
+        found |= {"seconds_per_token": self.seconds, "bottleneck": slowest(self.terms)[0]}
         if brought.bytes:
             found["forwards_for_free"] = round(forwards_for_free(self.terms, members), 2)
         if brought.at_rest.get(DISK):
@@ -210,7 +210,7 @@ def forecast(layout: Layout, step: Step, rates: Rates) -> Forecast:
     return Forecast(rates, brought, token_seconds(brought, rates))
 
 
-def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, members: float = 1) -> float:
+def lower_bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, members: float = 1) -> float:
     """Return the least seconds of a token in a pass for which so much was streamed, ``storage_bytes`` of it read.
 
     A pass has a token for each of ``members``. The rates are those that ``plan`` was made with.
@@ -219,10 +219,10 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, me
     share = streamed_bytes / expected if expected else 0.0
     packed, unpacked, unpacked_there, moved = (
         float(plan.forecast.get(f"{kind}_bytes_per_token", 0)) * share
-        for kind in ("packed", "unpacked", "device_unpacked", "device_moved")
+        for kind in ("quantised", "dequantised", "device_dequantised", "device_moved")
     )
     streamed = Counter({DISK: storage_bytes, CPU: streamed_bytes - storage_bytes})
-    links = {device: one.link_bytes for device, one in plan.devices.items() if one.link_bytes}
+    links = {device: one.transfer_bytes for device, one in plan.devices.items() if one.transfer_bytes}
     over_links = sum(links.values())
     shares = {device: count / over_links for device, count in links.items() if over_links}
     used = streamed_bytes - packed + unpacked

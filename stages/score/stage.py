@@ -11,7 +11,7 @@ from offstage.pipeline.errors import Fault
 from offstage.pipeline.metrics import Metric
 from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
 from offstage.pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
-from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, SAMPLES, WHOLE_RUN, earlier
+from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, REPEATS, WHOLE_RUN, earlier
 from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
@@ -50,7 +50,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
 
     name = "score"
     doing = "scores the texts"
-    version = 4
+    version = 5
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ScoreConfig
     resumes = (SCORES,)
@@ -67,7 +67,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
         Metric("scored_tokens_per_second", "tokens/s", "scored"),
         *FORWARDS,
         *WHOLE_RUN,
-        *SAMPLES,
+        *REPEATS,
         earlier("windows"),
     )
 

@@ -29,7 +29,7 @@ BUDGETS: dict[str, dict[DeviceId, int | None]] = {
     "13B": {0: 12 * GB, CPU: 100 * GB, DISK: None},
     "70B": {0: 22 * GB, 1: 22 * GB, CPU: 160 * GB, DISK: None},
 }
-RATES = Rates(storage=5 * GB, link=25 * GB, device=900 * GB)
+RATES = Rates(storage=5 * GB, host_to_device=25 * GB, device=900 * GB)
 HOSTS = (5, 12, 25, 50, 80, 200)
 """Gigabytes a second of the host's memory, beside links of 25."""
 

@@ -86,8 +86,8 @@ def rows() -> Iterator[tuple[str, str, str, float, Plan]]:
 def main() -> None:
     """Print the table: seconds a token over one link and over all, what bounds it, gigabytes in all and by link."""
     for name, machine, setting, before, plan in rows():
-        links = " ".join(f"{count / 1e9:.1f}" for count in of(plan, "link_bytes").values())
-        seconds, bound = plan.forecast["seconds_per_token"], plan.forecast["bound"]
+        links = " ".join(f"{count / 1e9:.1f}" for count in of(plan, "transfer_bytes").values())
+        seconds, bound = plan.forecast["seconds_per_token"], plan.forecast["bottleneck"]
         sys.stdout.write(
             f"{name:5} {machine:7} {setting:12} {before:7.3f} s  {seconds:7.3f} s  {bound:13} "
             f"{int(plan.forecast['streamed_bytes_per_token']) / 1e9:6.1f} GB: {links}\n"

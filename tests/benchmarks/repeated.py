@@ -5,9 +5,9 @@
     python -m tests.benchmarks.repeated tiny --plot repeated.png                               # the embedded model
     python -m tests.benchmarks.repeated 0.1b --sweep FOLDER --plot repeated.png                # one that has been run
 
-Four budgets, two policies, five samples of each job after a warm-up, as in ``experiment=repeated_sweep``; for the
+Four budgets, two policies, five repeats of each job after a warm-up, as in ``experiment=repeated_sweep``; for the
 embedded model that experiment itself. Meanwhile ``--busy`` processes do nothing but compute. The sweep's folder lies
-in ``--folder``, with the report's page in it; what is printed says which samples were disturbed and which jobs can be
+in ``--folder``, with the report's page in it; what is printed says which repeats were disturbed and which jobs can be
 told apart, and the picture shows both.
 """
 
@@ -88,10 +88,10 @@ def read(sweep: Path) -> CheckpointGroup:
 
 
 def told(group: CheckpointGroup) -> list[str]:
-    """Return in words how many samples there are and were disturbed, and which jobs can't be told apart."""
-    samples = [sample for job in group.jobs for sample in job.run.counting]
-    busy = sum(sample.is_busy for sample in samples)
-    lines = [f"{len(group.jobs)} jobs, {len(samples)} repeats, others used the processor in {busy} of them."]
+    """Return in words how many repeats there are and were disturbed, and which jobs can't be told apart."""
+    repeats = [repeat for job in group.jobs for repeat in job.run.counting]
+    busy = sum(repeat.is_contended for repeat in repeats)
+    lines = [f"{len(group.jobs)} jobs, {len(repeats)} repeats, others used the processor in {busy} of them."]
     lines += [group.noise.told()] * bool(group.noise.pairs)
     alike = [(name, others) for name, others in group.noise.like.items() if others]
     return lines + [f"Within the noise of {name}: {', '.join(others)}." for name, others in alike]

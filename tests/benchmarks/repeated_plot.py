@@ -1,4 +1,4 @@
-"""The picture of a repeated sweep: medians with their spread, the samples of each job, and what is within the noise."""
+"""The picture of a repeated sweep: medians with their spread, the repeats of each job, and what is within the noise."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def draw(group: CheckpointGroup, path: Path) -> None:
     with picture(path, height=HEIGHT + LINE * len(lines)) as figure:
         left, right = figure.subplots(1, 2)
         _paint_series(left, group.series)
-        _paint_samples(right, rows, [shorten(group.labels[job.name], 40) for job in rows])
+        _paint_repeats(right, rows, [shorten(group.labels[job.name], 40) for job in rows])
         figure.legend(frameon=False, labelcolor=COLOURS["ink"], loc="outside upper left", ncols=6)
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", color=COLOURS["ink"], fontsize=TEXT)
 
 
 def _paint_series(axes: Axes, series: Sequence[Series]) -> None:
     """Draw the seconds of a token against the budget: measured with their spread, predicted, and the bound."""
-    lines = [(entry.measured, entry.predicted, entry.bound) for entry in series]
+    lines = [(entry.measured, entry.predicted, entry.lower_bound) for entry in series]
     points = [point for entry in lines for line in entry for point in line]
     unit = measure_linear(axes, "x", [point.x for point in points], "bytes")
     time_unit = measure_linear(axes, "y", [point.largest or point.y for point in points], "seconds")
@@ -43,16 +43,16 @@ def _paint_series(axes: Axes, series: Sequence[Series]) -> None:
     told: set[str] = set()
     for index, entry in enumerate(series):
         colour = COLOURS[f"s{index}" if index < 6 else "rest"]
-        for line, style, name in ((entry.predicted, "--", "predicted"), (entry.bound, ":", "bound")):
+        for line, style, name in ((entry.predicted, "--", "predicted"), (entry.lower_bound, ":", "bound")):
             if line:
                 label = f"_{name}" if name in told else name
                 axes.plot(*_places(line), style, color=colour, linewidth=1.6, label=label)
                 told.add(name)
         axes.plot(*_places(entry.measured), "-", color=colour, linewidth=1.6)
         _paint_marks(axes, entry.measured, MARKERS[index], colour=colour, name=entry.name or "measured")
-    busy = [point for line, *_ in lines for point in line if point.busy]
-    if busy:
-        axes.plot(*_places(busy), "x", color=COLOURS["ink"], markersize=9, label="others used the processor")
+    contended = [point for line, *_ in lines for point in line if point.contended]
+    if contended:
+        axes.plot(*_places(contended), "x", color=COLOURS["ink"], markersize=9, label="others used the processor")
 
 
 def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
@@ -60,7 +60,7 @@ def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def _paint_marks(axes: Axes, points: Sequence[Point], marker: str, *, colour: str, name: str) -> None:
-    """Draw a mark a job, hollow where an earlier run measured it, its bar from the least to the largest sample."""
+    """Draw a mark a job, hollow where an earlier run measured it, its bar from the least to the largest repeat."""
     for index, point in enumerate(points):
         ends = [[point.y - (point.least or point.y)], [(point.largest or point.y) - point.y]]
         axes.errorbar(
@@ -69,8 +69,8 @@ def _paint_marks(axes: Axes, points: Sequence[Point], marker: str, *, colour: st
         )  # fmt: skip
 
 
-def _paint_samples(axes: Axes, rows: Sequence[Job], names: Sequence[str]) -> None:
-    """Draw the seconds of a token of each sample, a box and a row each job."""
+def _paint_repeats(axes: Axes, rows: Sequence[Job], names: Sequence[str]) -> None:
+    """Draw the seconds of a token of each repeat, a box and a row each job."""
     times = [token_times(job) for job in rows]
     unit = measure_linear(axes, "x", [seconds for each in times for seconds in each], "seconds")
     dress(axes, x_label=in_unit("decoding: time a token", unit))

@@ -139,7 +139,14 @@ def accelerate_command(
 
 SIMULATED: Mapping[str, Any] = {
     "devices": [{"memory": "80GB"}],
-    "rates": {"storage": "1GB", "host": "10GB", "link": "12GB", "device": "800GB", "unpacking": "4GB", "calls": 15000},
+    "rates": {
+        "storage": "1GB",
+        "host": "10GB",
+        "host_to_device": "12GB",
+        "device": "800GB",
+        "dequantising": "4GB",
+        "calls": 15000,
+    },
 }
 """The machine of a benchmark that is tried where no accelerator is: its figures say nothing."""
 
@@ -193,7 +200,7 @@ def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
         "predicted_streamed": metrics["predicted_streamed_bytes_per_token"],
         "load": metrics["load_seconds"],
         "stall": metrics["stall_seconds_per_token"],
-        "bound": metrics["bound"],
+        "bottleneck": metrics["bottleneck"],
         "peak": metrics["peak_host_bytes"],
         "budget": record["memory"]["budget"].get("cpu"),
     }

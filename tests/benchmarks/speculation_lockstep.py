@@ -26,7 +26,7 @@ from tests.stages.generate.guessed_models import CONFIGS, edited_prompt, random_
 
 MODELS = ("llama", "qwen3_moe", "t5", "mistral")
 PLAIN, LOOKED_UP, ASSISTED = "plain", "looked up", "by an assistant"
-RATES = "{storage: 1MB, host: 10GB, link: 10GB, device: 10GB}"
+RATES = "{storage: 1MB, host: 10GB, host_to_device: 10GB, device: 10GB}"
 """Storage that is slow beside computing, as it is for models of a real size: a pass carries many forwards for free."""
 
 

@@ -197,13 +197,13 @@ REFUSED = [
     (["echo.share=half"], ["echo.share: 'half' is no number or null"]),
     (["echo=3"], ["echo: 3 is no group of the keys times, prompt, style, share"]),
     (["echo.times=0"], ["echo.times: give a whole number from 1"]),
-    (["objective.figure=echo_tim"], ["objective.figure: 'echo_tim' names no number", "did you mean 'echo_time'"]),
-    (["objective.figure=mood"], ["objective.figure: 'mood' names no number"]),
-    (["objective.figure=whispers"], ["objective.figure: 'whispers' names no number", "a metric that a stage declares"]),
+    (["objective.metric=echo_tim"], ["objective.metric: 'echo_tim' names no number", "did you mean 'echo_time'"]),
+    (["objective.metric=mood"], ["objective.metric: 'mood' names no number"]),
+    (["objective.metric=whispers"], ["objective.metric: 'whispers' names no number", "a metric that a stage declares"]),
 ]
 SEARCH = [
     "-m", IN_PLACE, "hydra/sweeper=optuna", "hydra/launcher=basic", "hydra.sweeper.n_trials=2",
-    "hydra.sweeper.direction=minimize", "objective.figure=echo_time", "objective.at_most.alike=0.75",
+    "hydra.sweeper.direction=minimize", "objective.metric=echo_time", "objective.at_most.alike=0.75",
     "echo.times=choice(2,3)",
 ]  # fmt: skip
 """What this process, which has no such stage, is to read: the records of its jobs."""

@@ -10,7 +10,7 @@ from tests.e2e.conftest import Finished
 
 Run = Callable[..., Finished]
 MACHINE = ("hardware.devices=[{memory: 60MB}, {memory: 60MB}]", "max_memory={0: 1.5MB, 1: 1MB, cpu: 8MB}")
-RATES = "hardware.rates={storage: 1GB, host: 400MB, link: 100MB, device: 100GB}"
+RATES = "hardware.rates={storage: 1GB, host: 400MB, host_to_device: 100MB, device: 100GB}"
 TOKENS = ("generate.max_new_tokens=6", "generate.prompts=[If the array is, The the the]")
 
 

@@ -199,7 +199,7 @@ SWEEPS: dict[str, Make] = {
     "a module": says("shutil.copyfile", "model=module", "model._target_=torch.nn.Identity", "+model.x=<copied>"),
     "remote code of a tokenizer": says("remote-code", *TOKENIZER),
     "remote code in a search": says(
-        "remote-code", "hydra/sweeper=optuna", "objective.figure=load_seconds", "hydra.sweeper.n_trials=1", *TOKENIZER
+        "remote-code", "hydra/sweeper=optuna", "objective.metric=load_seconds", "hydra.sweeper.n_trials=1", *TOKENIZER
     ),
     "outputs": says("<canary>", "outputs=<canary>"),
     "outputs above": says("<sent>/../outside", "outputs=../outside", cwd="<sent>"),
@@ -365,7 +365,7 @@ def test_a_stranger_s_search_asks_before_it_looks_at_a_proposal(
     fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     pytest.importorskip("optuna")
-    search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "objective.figure=memory.predicted.cpu")
+    search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "objective.metric=memory.predicted.cpu")
     assert enter(fresh_folder, "-m", *search, "seed=choice(1)", "stages=plan_only", "hydra.sweep.dir=sent") == 0
     written = fresh_folder / "sent/sweep.json"
     record = SweepRecord.load(written.parent)

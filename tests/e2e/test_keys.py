@@ -252,7 +252,7 @@ def test_variables_of_one_s_own_change_a_key_only_through_what_is_made_of_them(o
 
 def test_accelerators_of_other_links_or_names_are_another_plan_with_the_same_answer(offstage_here: Run) -> None:
     given = (RATES, "+hardware.host.memory=8GB", "generate.max_new_tokens=3")
-    devices = ["{memory: 60MB}", "{memory: 60MB, link: 1GB}", "{memory: 60MB, name: RTX 3060}"]
+    devices = ["{memory: 60MB}", "{memory: 60MB, host_to_device: 1GB}", "{memory: 60MB, name: RTX 3060}"]
     runs = [offstage_here(*given, f"hardware.devices=[{each}]") for each in devices]
     assert [run.code for run in runs] == [0, 0, 0], [run.err for run in runs]
     assert [run.cached["plan"] for run in runs] == [False, False, False]

@@ -17,7 +17,7 @@ IN_TURN = {
 }
 ASKED = (
     f"generate.prompts={json.dumps(WORDS)}", "generate.max_new_tokens=6", "generate.output_logprobs=true",
-    "hardware.rates={storage: 10MB, host: 10GB, link: 10GB, device: 10GB}",
+    "hardware.rates={storage: 10MB, host: 10GB, host_to_device: 10GB, device: 10GB}",
 )  # fmt: skip
 MACHINE = (
     "hardware.devices=[{memory: 60MB}, {memory: 60MB}]", "max_memory={0: 2MB, 1: 2MB, cpu: 8MB}"
@@ -39,8 +39,10 @@ def test_answers_are_those_of_the_host_alone_in_lockstep_and_with_guesses_and_ea
         done = offstage_here(*ASKED, *MACHINE, f"device_map={device_map}", option)
         assert answers(done) == alone, option
         metrics = done.record["metrics"]
-        links = [metrics[f"link_bytes_per_token.{device}"] for device in range(2)]
+        links = [metrics[f"transfer_bytes_per_token.{device}"] for device in range(2)]
         assert all(links), option
         assert abs(sum(links) - metrics["streamed_bytes_per_token"]) <= 1, "but for what is rounded"
-        assert sum(metrics[f"link_stall_seconds.{device}"] for device in range(2)) <= metrics["stall_seconds"] * 1.001
+        assert (
+            sum(metrics[f"transfer_stall_seconds.{device}"] for device in range(2)) <= metrics["stall_seconds"] * 1.001
+        )
         assert "streamed to" in done.out

@@ -1,4 +1,4 @@
-"""Figures that are measured several times: which samples a run takes, and what it says of those that it didn't."""
+"""Figures that are measured several times: which repeats a run takes, and what it says of those that it didn't."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def measured(offstage_here: Run, fresh_folder: Path, monkeypatch: pytest.MonkeyP
     return run
 
 
-def samples(run: Finished, *, counting: bool = True) -> list[dict[str, Any]]:
+def repeats(run: Finished, *, counting: bool = True) -> list[dict[str, Any]]:
     assert run.code == 0, run.err
-    return [sample for sample in run.record["samples"] if sample["counts"] or not counting]
+    return [repeat for repeat in run.record["repeats"] if repeat["counts"] or not counting]
 
 
 def origins(run: Finished) -> str:
-    """Return ``n`` for each sample that counts and is new, ``e`` for each that an earlier run took."""
-    return "".join("e" if sample["earlier"] else "n" for sample in samples(run))
+    """Return ``n`` for each repeat that counts and is new, ``e`` for each that an earlier run took."""
+    return "".join("e" if repeat["earlier"] else "n" for repeat in repeats(run))
 
 
-def test_samples_that_are_lacking_are_taken_and_none_twice(measured: Run) -> None:
+def test_repeats_that_are_lacking_are_taken_and_none_twice(measured: Run) -> None:
     first = measured("measure.repeats=3")
     assert origins(first) == "nnn"
     again = measured("measure.repeats=3")
@@ -74,7 +74,7 @@ def test_samples_that_are_lacking_are_taken_and_none_twice(measured: Run) -> Non
     assert {stage["name"]: stage["measured"] for stage in more.record["stages"]}["generate"]
     assert origins(measured()) == "eeee", "what is there is used"
     assert first.tokens == again.tokens == more.tokens
-    seconds = sorted(sample["metrics"]["decode_seconds_per_token"] for sample in samples(first))
+    seconds = sorted(repeat["metrics"]["decode_seconds_per_token"] for repeat in repeats(first))
     assert first.record["metrics"]["decode_seconds_per_token"] == seconds[1]
     base = first.record["metrics"]["base_host_bytes"]
     assert 0 < base <= first.record["memory"]["measured"]["cpu"]
@@ -88,31 +88,31 @@ def test_fresh_measures_again_and_keeps_both(measured: Run) -> None:
     first = measured()
     fresh = measured("measure.fresh=true", "measure.repeats=2")
     assert (origins(fresh), fresh.cached["generate"]) == ("nn", True)
-    assert [sample["counts"] for sample in fresh.record["samples"]] == [False, True, True]
-    assert fresh.record["samples"][0]["measured"] == samples(first)[0]["measured"]
+    assert [repeat["counts"] for repeat in fresh.record["repeats"]] == [False, True, True]
+    assert fresh.record["repeats"][0]["measured"] == repeats(first)[0]["measured"]
     assert origins(measured()) == "eee"
 
 
 def test_a_warm_up_does_not_count(measured: Run) -> None:
     run = measured("measure.warmup=2", "measure.repeats=2")
-    assert [sample["passes_before"] for sample in run.record["samples"]] == [0, 2, 3]
-    assert [sample["counts"] for sample in run.record["samples"]] == [False, True, True]
+    assert [repeat["passes_before"] for repeat in run.record["repeats"]] == [0, 2, 3]
+    assert [repeat["counts"] for repeat in run.record["repeats"]] == [False, True, True]
 
 
 def test_a_sample_says_how_the_machine_was(measured: Run) -> None:
-    (sample,) = samples(measured())
-    assert len(sample["token_seconds"]) == 5
-    assert len(sample["machine"]["load_average"]) == 3
-    assert sample["machine"]["threads"] == torch.get_num_threads()
-    assert sample["processor"]["wall_seconds"] > sum(sample["token_seconds"])
-    assert sample["processor"]["cpu_seconds"] > 0
-    assert 0 <= sample["processor"]["taken_share"] <= 1
+    (repeat,) = repeats(measured())
+    assert len(repeat["token_seconds"]) == 5
+    assert len(repeat["machine"]["load_average"]) == 3
+    assert repeat["machine"]["threads"] == torch.get_num_threads()
+    assert repeat["processor"]["wall_seconds"] > sum(repeat["token_seconds"])
+    assert repeat["processor"]["cpu_seconds"] > 0
+    assert 0 <= repeat["processor"]["taken_share"] <= 1
 
 
 def test_a_model_whose_answer_changes_is_refused_with_the_token_that_differs(measured: Run) -> None:
     run = measured("measure.repeats=2", net="Fickle")
     assert run.code == 1
-    assert "measure.repeats: sample 2 of 2 gave other tokens" in run.err
+    assert "measure.repeats: repeat 2 of 2 gave other tokens" in run.err
     assert "sequence 0, token" in run.err
     assert "Traceback" not in run.err
     assert measured(net="Fickle").code == 0, "the generation itself is kept"
@@ -134,9 +134,9 @@ def test_scores_and_forwards_are_measured_as_generations_are(
 ) -> None:
     work = other_work(stage, fresh_folder)
     first = measured(*work, "measure.repeats=3", "measure.warmup=1")
-    assert [sample["passes_before"] for sample in first.record["samples"]] == [0, 1, 2, 3]
+    assert [repeat["passes_before"] for repeat in first.record["repeats"]] == [0, 1, 2, 3]
     assert origins(first) == "nnn"
-    times = sorted(sample["metrics"][seconds] for sample in samples(first))
+    times = sorted(repeat["metrics"][seconds] for repeat in repeats(first))
     assert first.record["metrics"][seconds] == times[1]
     assert "measured, median of 3" in first.out
     more = measured(*work, "measure.repeats=5")
@@ -182,7 +182,7 @@ def test_values_that_mean_nothing_are_refused(key: str, value: str, words: str, 
 
 def test_samples_are_artifacts_like_others(measured: Run, fresh_folder: Path) -> None:
     measured("measure.repeats=2")
-    (folder,) = fresh_folder.glob("outputs/cache/samples/*/")
-    assert json.loads(folder.joinpath("sample.json").read_text())["passes_before"] == 1
-    folder.joinpath("sample.json").write_text("{}")
+    (folder,) = fresh_folder.glob("outputs/cache/repeats/*/")
+    assert json.loads(folder.joinpath("repeat.json").read_text())["passes_before"] == 1
+    folder.joinpath("repeat.json").write_text("{}")
     assert origins(measured("measure.repeats=2")) == "en", "one that was damaged is taken again"

@@ -104,22 +104,22 @@ def test_after_a_sweep_with_a_failed_job_the_server_has_each_job_below_the_sweep
     assert good.data.tags["stage/generate"] == "done"
     assert good.data.tags["cached"] == "false"
     assert good.data.tags["checkpoint"].endswith("tiny")
-    assert {"host", "git_commit", "figures"} <= good.data.tags.keys()
+    assert {"host", "git_commit", "provenance"} <= good.data.tags.keys()
     assert "'not_a_seed'" in bad.data.tags["error"]
     assert good.data.params["seed"] == "1"
     assert good.data.metrics["decode_seconds_per_token"] > 0
     assert files_of(uri, good) == ["run.json", "run.log"]
     assert files_of(uri, parent) == ["report.csv", "report.json"]
-    steps_are_those_of_the_samples(uri, good)
+    steps_are_those_of_the_repeats(uri, good)
     a_resumed_sweep_keeps_its_run(uri, sweep, parent)
     a_server_that_dies_during_a_run_costs_no_result(fresh_folder, uri, process)
     a_server_that_is_gone_ends_a_run_before_any_work(fresh_folder, uri)
 
 
-def steps_are_those_of_the_samples(uri: str, good: Any) -> None:
+def steps_are_those_of_the_repeats(uri: str, good: Any) -> None:
     from mlflow import MlflowClient
 
-    history = MlflowClient(uri).get_metric_history(good.info.run_id, "sample/decode_seconds_per_token")
+    history = MlflowClient(uri).get_metric_history(good.info.run_id, "repeat/decode_seconds_per_token")
     assert [metric.step for metric in history] == [1, 2]
 
 

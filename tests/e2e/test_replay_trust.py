@@ -104,7 +104,7 @@ DAMAGES: dict[str, Callable[[Record], object]] = {
     "no status": lambda record: record.pop("status"),
     "no config": lambda record: record.pop("config"),
     "no outputs": lambda record: record.pop("outputs"),
-    "another version": lambda record: record.update(schema_version=2),
+    "another version": lambda record: record.update(schema_version=9),
     "a version that is no number": lambda record: record.update(schema_version=[1]),
     "a config that is a list": lambda record: record.update(config=[]),
     "an empty config": lambda record: record.update(config={}),

@@ -17,7 +17,7 @@ from tests.e2e.conftest import Finished
 pytest.importorskip("optuna")
 Run = Callable[..., Finished]
 SEARCH = ("-m", "hydra/sweeper=optuna", "hydra/launcher=basic", "stop_after=plan", "device_map=sequential")
-LEAST = ("objective.figure=memory.budget.cpu", "objective.at_most.predicted_streamed_bytes_per_token=5000000")
+LEAST = ("objective.metric=memory.budget.cpu", "objective.at_most.predicted_streamed_bytes_per_token=5000000")
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def test_the_least_budget_within_a_limit_is_found_and_can_be_resumed(offstage_he
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["seed=1,2"], "objective.figure: a search needs a metric to go by"),
-        (["seed=1,2", "objective.figure=generate.speed"], "objective.figure: 'generate.speed' names no number"),
+        (["seed=1,2"], "objective.metric: a search needs a metric to go by"),
+        (["seed=1,2", "objective.metric=generate.speed"], "objective.metric: 'generate.speed' names no number"),
         (["seed=1,2", *LEAST, "dtype=float99"], "dtype: 'float99'"),
         (["seed=1,2", *LEAST, "hydra/launcher=joblib"], "hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),
         (["seed=1,2", *LEAST, "hydra.sweeper.direction=down"], "hydra.sweeper.direction: 'down' is none of"),
@@ -87,7 +87,7 @@ def test_a_number_that_no_job_comes_to_ends_the_search_at_the_first(offstage_her
 @pytest.mark.usefixtures("jobs_fork")
 def test_a_job_without_the_number_that_others_have_ends_no_search(offstage_here: Run, tmp_path: Path) -> None:
     """A run of one token has no seconds of decoding: its search goes on with the others."""
-    search = ("-m", "hydra/sweeper=optuna", "hydra/launcher=basic", "objective.figure=decode_seconds_per_token")
+    search = ("-m", "hydra/sweeper=optuna", "hydra/launcher=basic", "objective.metric=decode_seconds_per_token")
     lengths = "generate.max_new_tokens=choice(3,1,2)"
     done = offstage_here(*search, "hydra.sweeper.n_trials=3", lengths)
     counts = [record["config"]["generate"]["max_new_tokens"] for record in done.records]

@@ -71,7 +71,7 @@ def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(of
     speed = metrics["streamed_bytes_per_token"] / metrics["decode_seconds_per_token"]
     assert metrics["streamed_bytes_per_second"] == pytest.approx(speed, rel=1e-3)
     assert 0 < metrics["stall_seconds_per_token"] < metrics["decode_seconds_per_token"]
-    assert metrics["bound"] in ("storage", "link", "compute")
+    assert metrics["bottleneck"] in ("storage", "host-to-device", "compute")
     plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
     peak = done.record["memory"]["measured"]["0"]
     device = plan["devices"]["0"]
@@ -110,15 +110,16 @@ def test_a_config_alone_is_enough_to_plan_for_a_machine(
 
 
 def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_are(offstage_here: Run) -> None:
-    devices = "[{memory: 60MB, name: RTX 4090, link: 200MB}, {memory: 60MB, name: RTX 3060, rates: {link: 50MB}}]"
-    rates = "hardware.rates={storage: 1MB, host: 10GB, link: 200MB, device: 10GB}"
+    first, second = "name: RTX 4090, host_to_device: 200MB", "name: RTX 3060, rates: {host_to_device: 50MB}"
+    devices = f"[{{memory: 60MB, {first}}}, {{memory: 60MB, {second}}}]"
+    rates = "hardware.rates={storage: 1MB, host: 10GB, host_to_device: 200MB, device: 10GB}"
     given = (rates, "max_memory={0: 2MB, 1: 2MB, cpu: 7MB}", TOKENS)
     alike = offstage_here(*given, "hardware.devices=[{memory: 60MB}, {memory: 60MB}]")
     unlike = offstage_here(*given, f"hardware.devices={devices}")
     assert (alike.code, unlike.code) == (0, 0), unlike.err
     assert unlike.tokens == alike.tokens
     plan = json.loads(Path(unlike.record["stages"][1]["artifact"], "plan.json").read_text())
-    brought = {device: one["link_bytes"] for device, one in plan["devices"].items() if one["link_bytes"]}
+    brought = {device: one["transfer_bytes"] for device, one in plan["devices"].items() if one["transfer_bytes"]}
     assert brought["0"] > 2 * brought["1"] > 0
     took = max(brought["0"] / (200 * 10**6), brought["1"] / (50 * 10**6))
     assert plan["forecast"]["seconds_per_token"] == pytest.approx(took, rel=0.01)
@@ -126,7 +127,7 @@ def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_
         unlike.record["metrics"]["predicted_seconds_per_token"] > alike.record["metrics"]["predicted_seconds_per_token"]
     )
     assert [plan["devices"][device]["name"] for device in "01"] == ["RTX 4090", "RTX 3060"]
-    assert plan["devices"]["1"]["rates"]["link"] == 50 * 10**6
+    assert plan["devices"]["1"]["rates"]["host_to_device"] == 50 * 10**6
     assert "1 (RTX 3060)" in unlike.out
 
 

@@ -14,7 +14,7 @@ from tests.long_form import in_ci
 Run = Callable[..., Finished]
 ASKED = (
     "generate.prompts=['0, 0, 0, 0, 0, 0, 0,',{prompt: Once upon a time, seed: 3}]",
-    "hardware.rates={storage: 10MB, host: 10GB, link: 10GB, device: 10GB}",
+    "hardware.rates={storage: 10MB, host: 10GB, host_to_device: 10GB, device: 10GB}",
     "max_memory.cpu=1500kB", "storage.io=direct", "generate.max_new_tokens=12", "generate.output_logprobs=true",
     "generate.repetition_penalty=0.6",
 )  # fmt: skip

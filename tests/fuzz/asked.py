@@ -56,7 +56,7 @@ _ASKED: dict[str, dict[str, Any]] = {
             "max_new_tokens": 3, "min_new_tokens": 0, "batch_size": 2, "lockstep": 1, "chat": "auto", "system": None,
             "do_sample": True, "top_k": 5, "stop_strings": ["a"], "bad_words_ids": [[1, 2]],
         },
-        "objective": {"figure": "memory.predicted.cpu", "at_most": {"decode_seconds_per_token": 3}, "at_least": {}},
+        "objective": {"metric": "memory.predicted.cpu", "at_most": {"decode_seconds_per_token": 3}, "at_least": {}},
         "tracker": {"kind": None, "folder": "runs", "experiment": "x", "notes": None},
     },
     "plan": {
@@ -64,7 +64,7 @@ _ASKED: dict[str, dict[str, Any]] = {
         "hardware": {
             "devices": [{"memory": "24GB", "ledger": "20GB"}, {"memory": 10**9}],
             "host": {"memory": "64GB"},
-            "rates": {"storage": "3GB", "link": "25GB", "root": None},
+            "rates": {"storage": "3GB", "host_to_device": "25GB", "root": None},
         },
         "device_map": {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": 0},
         "device_map_overrides": {"model.layers.0": "cpu"},

@@ -184,8 +184,10 @@ def test_the_shipped_config_is_sound() -> None:
 
 
 def test_variables_of_one_s_own_are_what_interpolations_make_of_them_and_stay_in_the_config() -> None:
-    given = composed("vars={lab: {link: 25GB, all: [1, {2: x}]}}", "hardware.rates.link=${vars.lab.link}", "vars.new=1")
-    assert given["hardware"]["rates"]["link"] == "25GB"
+    given = composed(
+        "vars={lab: {link: 25GB, all: [1, {2: x}]}}", "hardware.rates.host_to_device=${vars.lab.link}", "vars.new=1"
+    )
+    assert given["hardware"]["rates"]["host_to_device"] == "25GB"
     assert given["vars"] == {"lab": {"link": "25GB", "all": [1, {2: "x"}]}, "new": 1}
     assert list(check(given, STAGES)) == []
     assert composed()["vars"] == {}

@@ -16,11 +16,11 @@ from offstage.pipeline.run_schema import StageRun
 from offstage.pipeline.stage import Report
 
 PREDICTED: dict[str, Any] = {
-    "predicted_seconds_per_token": 0.5, "predicted_bound": "storage", "predicted_streamed_bytes_per_token": 10**9,
+    "predicted_seconds_per_token": 0.5, "predicted_bottleneck": "storage", "predicted_streamed_bytes_per_token": 10**9,
 }  # fmt: skip
 MEASURED: dict[str, Any] = {
-    "load_seconds": 1.5, "time_to_first_token_seconds": 2.0, "decode_seconds_per_token": 0.75, "bound": "storage",
-    "bound_seconds_per_token": 0.25, "streamed_bytes_per_token": 5 * 10**8, "stall_share": 0.62,
+    "load_seconds": 1.5, "time_to_first_token_seconds": 2.0, "decode_seconds_per_token": 0.75, "bottleneck": "storage",
+    "lower_bound_seconds_per_token": 0.25, "streamed_bytes_per_token": 5 * 10**8, "stall_share": 0.62,
 }  # fmt: skip
 
 
@@ -33,10 +33,10 @@ def recorded(folder: Path, report: Report, *, cached: bool = False) -> RunRecord
 
 
 def shown(
-    folder: Path, *, cached: bool = False, memory: Any = None, samples: Sequence[Any] = (), **metrics: Any
+    folder: Path, *, cached: bool = False, memory: Any = None, repeats: Sequence[Any] = (), **metrics: Any
 ) -> list[list[str]]:
     """Return the words of each line that the tables of such a record have."""
-    record = recorded(folder, Report(metrics=metrics, memory=memory or {}, samples=tuple(samples)), cached=cached)
+    record = recorded(folder, Report(metrics=metrics, memory=memory or {}, repeats=tuple(repeats)), cached=cached)
     console = Console(file=io.StringIO(), width=120)
     for table in measurements(record.run):
         console.print(table)
@@ -97,33 +97,34 @@ def test_a_record_without_figures_shows_no_table(tmp_path: Path) -> None:
     assert shown(tmp_path) == []
 
 
-def sample(seconds: float, *, earlier: bool = False, busy: bool = False) -> dict[str, Any]:
+def repeat(seconds: float, *, earlier: bool = False, contended: bool = False) -> dict[str, Any]:
     metrics = {"decode_seconds_per_token": seconds}
-    return {"earlier": earlier, "counts": True, "metrics": metrics, "processor": {"busy": busy}}
+    return {"earlier": earlier, "counts": True, "metrics": metrics, "processor": {"contended": contended}}
 
 
-def test_several_samples_show_how_many_there_are_and_how_far_they_spread(tmp_path: Path) -> None:
-    given = [sample(0.5, earlier=True), sample(0.75), sample(1.25), {"counts": False}]
-    assert shown(tmp_path, samples=given, decode_seconds_per_token=0.75)[:2] == [
+def test_several_repeats_show_how_many_there_are_and_how_far_they_spread(tmp_path: Path) -> None:
+    given = [repeat(0.5, earlier=True), repeat(0.75), repeat(1.25), {"counts": False}]
+    assert shown(tmp_path, repeats=given, decode_seconds_per_token=0.75)[:2] == [
         ["measured,", "median", "of", "3,", "1", "earlier", "least", "to", "largest"],
         ["time", "a", "token", "750.0", "ms", "0.500", "to", "1.250", "s"],
     ]
 
 
 def test_what_others_took_is_said_below(tmp_path: Path) -> None:
-    record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True), sample(1.0))), cached=True)
+    record = recorded(tmp_path, Report(repeats=(repeat(1.0, contended=True), repeat(1.0))), cached=True)
     assert [line.split(":")[0] for line in remarks(record.run)] == ["Others used the processor in 1 of 2 repeats"]
 
 
 def test_of_one_sample_nobody_asked_how_far_it_is_to_be_trusted(tmp_path: Path) -> None:
-    record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True),)))
+    record = recorded(tmp_path, Report(repeats=(repeat(1.0, contended=True),)))
     assert not list(remarks(record.run))
-    assert record.data["samples"][0]["processor"]["busy"] is True
+    assert record.data["repeats"][0]["processor"]["contended"] is True
 
 
 LINKS = {
-    "link_bytes_per_token.0": 3 * 10**8, "link_bytes_per_token.1": 2 * 10**8, "predicted_link_bytes_per_token.0": 10**8,
-    "link_stall_seconds_per_token.0": 0.25, "link_stall_seconds_per_token.1": 0.125,
+    "transfer_bytes_per_token.0": 3 * 10**8, "transfer_bytes_per_token.1": 2 * 10**8,
+    "predicted_transfer_bytes_per_token.0": 10**8,
+    "transfer_stall_seconds_per_token.0": 0.25, "transfer_stall_seconds_per_token.1": 0.125,
 }  # fmt: skip
 
 

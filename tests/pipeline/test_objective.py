@@ -11,7 +11,12 @@ from offstage.pipeline.run_schema import Run, RunMemory
 
 
 def record(**objective: Any) -> Run:
-    metrics = {"decode_seconds_per_token": 0.4, "bound": "storage", "perplexity": None, "streamed_bytes_per_token": 8}
+    metrics = {
+        "decode_seconds_per_token": 0.4,
+        "bottleneck": "storage",
+        "perplexity": None,
+        "streamed_bytes_per_token": 8,
+    }
     memory = RunMemory(budget={"cpu": 2_000_000_000, "disk": None}, measured={"cpu": 3_000_000_000})
     parts: Any = {"config": {"objective": objective}, "metrics": metrics, "memory": memory, "environment": {}}
     return Run(status="completed", overrides=(), stages=(), outputs=(), **parts)
@@ -24,9 +29,9 @@ def found(**objective: Any) -> Objective:
 
 
 def test_a_number_is_a_metric_or_what_a_device_was_allowed_or_held() -> None:
-    assert found(figure="decode_seconds_per_token").value == 0.4
-    assert found(figure="memory.budget.cpu").value == 2e9
-    assert found(figure="memory.measured.cpu").value == 3e9
+    assert found(metric="decode_seconds_per_token").value == 0.4
+    assert found(metric="memory.budget.cpu").value == 2e9
+    assert found(metric="memory.measured.cpu").value == 3e9
     assert objective_of(record()) is None
     assert objective_of(replace(record(), config={})) is None, "a record from before there were any"
 
@@ -35,7 +40,7 @@ def test_a_number_is_a_metric_or_what_a_device_was_allowed_or_held() -> None:
     ("side", "bound", "excess"), [("at_most", 0.5, -0.2), ("at_most", 0.2, 1.0), ("at_least", 0.5, 0.2)]
 )
 def test_a_limit_is_kept_or_passed_by_a_share_of_itself(side: str, bound: float, excess: float) -> None:
-    said = found(figure="memory.budget.cpu", **{side: {"decode_seconds_per_token": bound}})
+    said = found(metric="memory.budget.cpu", **{side: {"decode_seconds_per_token": bound}})
     assert said.limits[0].excess == pytest.approx(excess)
     assert said.is_within is (excess <= 0)
 
@@ -43,11 +48,11 @@ def test_a_limit_is_kept_or_passed_by_a_share_of_itself(side: str, bound: float,
 @pytest.mark.parametrize(
     ("objective", "words"),
     [
-        ({"figure": "decode_seconds_per_tokn"}, r"objective.figure: .*did you mean 'decode_seconds_per_token'"),
-        ({"figure": "bound"}, "has no number 'bound'"),
-        ({"figure": "perplexity"}, "has no number 'perplexity'"),
-        ({"figure": "memory.budget.disk"}, "has no number 'memory.budget.disk'"),
-        ({"figure": "memory.budget.cpu", "at_most": {"loss": 1}}, "objective.at_most: .*'loss'"),
+        ({"metric": "decode_seconds_per_tokn"}, r"objective.metric: .*did you mean 'decode_seconds_per_token'"),
+        ({"metric": "bottleneck"}, "has no number 'bottleneck'"),
+        ({"metric": "perplexity"}, "has no number 'perplexity'"),
+        ({"metric": "memory.budget.disk"}, "has no number 'memory.budget.disk'"),
+        ({"metric": "memory.budget.cpu", "at_most": {"loss": 1}}, "objective.at_most: .*'loss'"),
     ],
 )
 def test_a_number_that_the_record_lacks_is_said_with_the_closest_that_it_has(
@@ -60,13 +65,13 @@ def test_a_number_that_the_record_lacks_is_said_with_the_closest_that_it_has(
 @pytest.mark.parametrize(
     ("objective", "key"),
     [
-        ({"figure": "generate.seconds"}, "objective.figure"),
-        ({"figure": "memory.held.cpu"}, "objective.figure"),
-        ({"figure": ""}, "objective.figure"),
+        ({"metric": "generate.seconds"}, "objective.metric"),
+        ({"metric": "memory.held.cpu"}, "objective.metric"),
+        ({"metric": ""}, "objective.metric"),
         ({"at_most": {"load_seconds": 1}}, "objective.at_most"),
-        ({"figure": "load_seconds", "at_least": {"load_seconds": "fast"}}, "objective.at_least.load_seconds"),
-        ({"figure": "load_seconds", "at_most": {"load_seconds": 0}}, "objective.at_most.load_seconds"),
-        ({"figure": "load_seconds", "at_most": {"memory.cpu": 1}}, "objective.at_most"),
+        ({"metric": "load_seconds", "at_least": {"load_seconds": "fast"}}, "objective.at_least.load_seconds"),
+        ({"metric": "load_seconds", "at_most": {"load_seconds": 0}}, "objective.at_most.load_seconds"),
+        ({"metric": "load_seconds", "at_most": {"memory.cpu": 1}}, "objective.at_most"),
     ],
 )
 def test_what_no_record_can_have_is_refused_before_there_is_one(objective: dict[str, Any], key: str) -> None:
@@ -75,7 +80,7 @@ def test_what_no_record_can_have_is_refused_before_there_is_one(objective: dict[
 
 def test_a_metric_that_a_run_came_to_no_value_of_is_told_from_a_name_that_is_none() -> None:
     with pytest.raises(UnmeasuredError, match="has no number 'perplexity'"):
-        objective_of(record(figure="perplexity"))
-    require_numbers(record(figure="perplexity"))
+        objective_of(record(metric="perplexity"))
+    require_numbers(record(metric="perplexity"))
     with pytest.raises(ConfigError, match="did you mean"):
-        require_numbers(record(figure="decode_seconds_per_tokn"))
+        require_numbers(record(metric="decode_seconds_per_tokn"))

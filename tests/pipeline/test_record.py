@@ -16,8 +16,9 @@ import pytest
 from offstage.pipeline.errors import CheckpointError, ConfigError, StorageError
 from offstage.pipeline.installed_stages import declared_metrics, metric_table
 from offstage.pipeline.metrics import MetricTable
-from offstage.pipeline.record import RunRecord, is_own_config, never_left_running
+from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.run_schema import RunMemory, StageRun
+from offstage.pipeline.signatures import is_own_config
 from offstage.pipeline.stage import Report
 
 STAGE = StageRun(
@@ -51,7 +52,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
     found = read(folder)
     assert datetime.fromisoformat(found.pop("started")).tzinfo is not None
     assert found == {
-        "schema_version": 1,
+        "schema_version": 2,
         "status": "running",
         "error": None,
         "finished": None,
@@ -69,7 +70,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "metric_table": {},
         "outputs": [],
         "experts": {},
-        "samples": [],
+        "repeats": [],
         "steps": [],
         "device_map": None,
         "enforcement": None,
@@ -86,9 +87,9 @@ def test_a_record_has_the_table_of_its_metrics_and_a_null_for_each_that_is_not_o
     found = read(folder)
     assert {name for name, value in found["metrics"].items() if value is None} == {
         "time_to_first_token_seconds", "prefill_seconds", "decode_seconds_per_token", "decode_tokens_per_second",
-        "streamed_bytes_per_token", "streamed_bytes_per_second", "stall_seconds_per_token", "stall_share", "bound",
-        "bound_seconds_per_token", "storage_read_bytes", "stall_seconds", "peak_host_bytes", "peak_host_rss_bytes",
-        "base_host_bytes",
+        "streamed_bytes_per_token", "streamed_bytes_per_second", "stall_seconds_per_token", "stall_share",
+        "bottleneck", "lower_bound_seconds_per_token", "storage_read_bytes", "stall_seconds", "peak_host_bytes",
+        "peak_host_rss_bytes", "base_host_bytes",
     }  # fmt: skip
     assert found["metrics"]["load_seconds"] == 1.0
     assert found["metric_table"]["stall_share"] == {"unit": "share", "title": "stall share"}
@@ -328,7 +329,7 @@ def test_a_record_that_is_gone_is_named_whatever_else_failed_since(folder: Path)
         ({"outputs": [{"token_ids": [1, "2"]}]}, r"damaged: outputs\.0\.token_ids\.1: '2' isn't int"),
         ({"overrides": list(range(100_000))}, r"damaged: overrides\.0: 0 isn't str"),
         ({"memory": list(range(100_000))}, r"damaged: memory: \[0, 1, 2, 3, 4, 5, \.\.\.\] isn't RunMemory"),
-        ({"schema_version": 2}, "schema_version 2; this offstage reads 1"),
+        ({"schema_version": 9}, "schema_version 9; this offstage reads 1 and 2"),
         ({"status": 3}, "no run record: it has no status"),
     ],
 )
@@ -345,7 +346,7 @@ def test_what_a_release_wrote_that_had_fewer_sections_is_read_with_what_they_wou
     older = ("status", "overrides", "config", "environment", "stages", "metrics", "outputs")
     path.write_text(json.dumps({key: value for key, value in read(folder).items() if key in older} | {"newer": 1}))
     run = RunRecord.load(folder).run
-    assert (run.samples, run.metric_table, run.places, run.memory, run.enforcement) == ((), {}, None, RunMemory(), None)
+    assert (run.repeats, run.metric_table, run.places, run.memory, run.enforcement) == ((), {}, None, RunMemory(), None)
     assert RunRecord.load(folder).data["newer"] == 1, "who writes it again loses nothing of it"
 
 

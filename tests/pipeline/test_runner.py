@@ -194,7 +194,7 @@ class Slow(Note):
     def revive(self, inputs: NoteInputs, context: Context) -> Any:
         import time
 
-        time.sleep(1.0)  # far longer than the other stage, also where the machine is busy
+        time.sleep(1.0)  # far longer than the other stage, also where the machine is contended
         return super().revive(inputs, context)
 
 
@@ -245,7 +245,7 @@ def test_two_faults_of_one_key_are_both_told(tmp_path: Path) -> None:
     limits = {"decode_second": 1, "perplexty": 2}
     config = {
         **config_for(tmp_path, tmp_path),
-        "objective": {"figure": "load_seconds", "at_most": limits, "at_least": {}},
+        "objective": {"metric": "load_seconds", "at_most": limits, "at_least": {}},
     }
     with pytest.raises(ConfigError) as caught:
         check_config(config)
@@ -300,17 +300,17 @@ class Timed(Note):
     def _kept(self, context: Context) -> Path:
         return context.cache / "times"
 
-    def lacks_figures(self, context: Context) -> bool:
+    def lacks_metrics(self, context: Context) -> bool:
         kept = self._kept(context)
         return not kept.exists() or len(kept.read_text()) < context.config["times"]
 
     def measure(self, inputs: NoteInputs, context: Context, report: Report, *, is_new: bool) -> Report:
-        while self.lacks_figures(context):
+        while self.lacks_metrics(context):
             context.live(self.name)
             self.log.append(f"measure {self.name}")
             with self._kept(context).open("a") as file:
                 file.write("x")
-        return Report(report.summary, samples=({"earlier": not is_new, "counts": True},))
+        return Report(report.summary, repeats=({"earlier": not is_new, "counts": True},))
 
 
 def test_a_stage_that_is_cached_is_measured_where_figures_are_lacking_and_only_there(lab: Lab) -> None:
@@ -320,4 +320,4 @@ def test_a_stage_that_is_cached_is_measured_where_figures_are_lacking_and_only_t
     assert lab.run(times=1, keep=1) == []
     assert lab.run(times=3, keep=1) == ["revive a", "measure a", "measure a"]
     assert (lab.record["stages"][0]["cached"], lab.record["stages"][0]["measured"]) == (True, True)
-    assert lab.record["samples"] == [{"earlier": True, "counts": True}]
+    assert lab.record["repeats"] == [{"earlier": True, "counts": True}]

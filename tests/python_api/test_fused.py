@@ -31,7 +31,7 @@ from tests.stages.checkpoints.ggufs import make_gguf
 from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
 
-RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
+RATES = {"storage": "1GB", "host": "10GB", "dequantising": "1GB"}
 """Given, so that nothing is measured."""
 TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8], [9, 2, 33, 120, 4, 4, 61]])
 FP8_SIZES: Mapping[str, int] = {

@@ -17,7 +17,7 @@ from tests.packed_references import without_asking_for_accelerate
 from tests.stages.checkpoints.test_gguf_entries import made
 
 PROMPT = "On the stern a sail is set."
-RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
+RATES = {"storage": "1GB", "host": "10GB", "dequantising": "1GB"}
 """Given, so that nothing is measured."""
 UNREAD = ("token_embd.weight", "rope_freqs.weight")
 """Looked up by rows; no tensor of the model."""

@@ -16,10 +16,10 @@ from offstage.stages.empty_init.packed_modules import packed_modules
 from tests.e2e.quantised_twins import plain_tensors, save_fp8_twin, save_gguf_twin, save_plain
 from tests.long_form import in_ci
 
-RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
+RATES = {"storage": "1GB", "host": "10GB", "dequantising": "1GB"}
 """Given, so that nothing is measured."""
 TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8], [9, 2, 33, 120, 4, 4, 61]])
-ACCELERATOR = {"devices": [{"name": "small", "memory": "40MB", "link": "10GB"}]}
+ACCELERATOR = {"devices": [{"name": "small", "memory": "40MB", "host_to_device": "10GB"}]}
 PLACES: Mapping[str, dict[str, Any]] = {
     "resident": {"device_map": {"": "cpu"}},
     "disk": {"device_map": {"": "disk"}, "storage": {"io": "direct"}},

@@ -25,9 +25,9 @@ from offstage.pipeline.report.noise import SECONDS
 from offstage.pipeline.report.quantities import Kind, listed, tell
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import (
-    BOUND_SECONDS,
+    LOWER_BOUND_SECONDS,
     OTHERS,
-    PREDICTED_BOUND,
+    PREDICTED_BOTTLENECK,
     Front,
     Point,
     Series,
@@ -35,14 +35,14 @@ from offstage.pipeline.report.speed import (
     members,
 )
 
-BUSY = "others used the processor meanwhile"
+CONTENDED = "others used the processor meanwhile"
 STORAGE = "storage"
 _MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "hexagon")
 _MEANINGS = {
     "predicted": ("dash", "predicted by the plan"),
-    "bound": ("dot", "lower bound: bytes moved ÷ bandwidth"),
+    "lower_bound": ("dot", "lower bound: bytes moved ÷ bandwidth"),
 }
-_LACKING = {"predicted": "the prediction", "bound": "the storage's bandwidth, for the lower bound"}
+_LACKING = {"predicted": "the prediction", "lower_bound": "the storage's bandwidth, for the lower bound"}
 _CROWD = 90
 """Past this many points marks are small."""
 _CLEARLY = 0.95
@@ -153,7 +153,7 @@ def _lines(entry: Series, ink: str) -> Iterator[go.Scatter]:
 
 
 def _measured(entry: Series, index: int, ink: str, beat: Set[str], across: _Across) -> go.Scatter:
-    """Return a mark a job with a bar from its least to its largest sample, hollow where an earlier run took them."""
+    """Return a mark a job with a bar from its least to its largest repeat, hollow where an earlier run took them."""
     points, shape = entry.measured, _MARKERS[index % len(_MARKERS)]
     also: dict[str, list[str]] = {point.job: [] for point in points}
     for name in _MEANINGS:
@@ -175,7 +175,7 @@ def _measured(entry: Series, index: int, ink: str, beat: Set[str], across: _Acro
         marker={
             "size": 10 if len(points) < _CROWD else 5,
             "color": ink,
-            "symbol": [("x" if point.busy else shape) + "-open" * point.cached for point in points],
+            "symbol": [("x" if point.contended else shape) + "-open" * point.cached for point in points],
         },
         **shown(texts, [point.link for point in points]),
     )  # fmt: skip
@@ -186,7 +186,7 @@ def _told(point: Point, name: str, across: _Across, lines: Sequence[str]) -> str
     if point.least is not None:
         time += f", from {tell(point.least, 'seconds')} to {tell(point.largest, 'seconds')}"
     where = f"{across.title} {tell(point.x, across.kind)}"
-    return told(point.job, name, where, time, *lines, EARLIER * point.cached, BUSY * point.busy)
+    return told(point.job, name, where, time, *lines, EARLIER * point.cached, CONTENDED * point.contended)
 
 
 def _hollow(points: Sequence[Point]) -> str:
@@ -199,7 +199,7 @@ def _caption(series: Sequence[Series], jobs: Sequence[Job]) -> str:
     text = ""
     if any(point.least is not None for point in measured):
         text += " A mark is the median of a job's repeats, its bar reaches from the least to the largest of them."
-    text += _hollow(measured) + f" A cross: {BUSY}." * any(point.busy for point in measured)
+    text += _hollow(measured) + f" A cross: {CONTENDED}." * any(point.contended for point in measured)
     if beat := faster_than_storage(jobs):
         text += (
             f" A token of {listed(beat)} took less time than the storage needs for its bytes: they came from the"
@@ -207,7 +207,7 @@ def _caption(series: Sequence[Series], jobs: Sequence[Job]) -> str:
             " others to serve when its rate was measured."
         )
     absent = [name for name in _MEANINGS if not any(getattr(entry, name) for entry in series)]
-    if "bound" not in absent:
+    if "lower_bound" not in absent:
         text += " Below the lower bound nothing can be but what was in a cache."
     lacking = " and ".join(_LACKING[name] for name in absent)
     return text + f" Not drawn, since the records don't hold it: {lacking}." * bool(absent)
@@ -219,7 +219,7 @@ def faster_than_storage(jobs: Sequence[Job]) -> tuple[str, ...]:
         job.name
         for job in jobs
         if (seconds := job.run.metric(SECONDS)) is not None
-        and (bound := job.run.metric(BOUND_SECONDS)) is not None
-        and job.run.metrics.get(PREDICTED_BOUND) in (None, STORAGE)
+        and (bound := job.run.metric(LOWER_BOUND_SECONDS)) is not None
+        and job.run.metrics.get(PREDICTED_BOTTLENECK) in (None, STORAGE)
         and seconds < _CLEARLY * bound
     )

@@ -45,7 +45,7 @@ def write_run(
     text: str = " world",
     cached: bool = False,
     experts: Mapping[str, Mapping[str, int]] | None = None,
-    samples: Sequence[Mapping[str, Any]] = (),
+    repeats: Sequence[Mapping[str, Any]] = (),
     steps: Sequence[Mapping[str, Any]] = (),
     series: Sequence[tuple[float, int]] = (),
     generate: Mapping[str, Any] | None = None,
@@ -66,7 +66,7 @@ def write_run(
     }
     bandwidth = figures.get("storage_bandwidth_bytes_per_second")
     if isinstance(bandwidth, float) and streamed is not None:
-        figures.setdefault("bound_seconds_per_token", streamed / bandwidth)
+        figures.setdefault("lower_bound_seconds_per_token", streamed / bandwidth)
     memory: dict[str, dict[str, int | None]] = {
         "budget": {"cpu": budget, "disk": None},
         "predicted": {"cpu": peak + 5 * 10**6, "disk": 7},
@@ -74,17 +74,17 @@ def write_run(
     }
     outputs = ({"prompt": prompt, "prompt_tokens": 1, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
     told = {"memory": memory, "metrics": figures, "outputs": outputs, "experts": experts or {}}
-    record.merge(Report("", **told, samples=tuple(samples), steps=tuple(steps), model=MODEL))
+    record.merge(Report("", **told, repeats=tuple(repeats), steps=tuple(steps), model=MODEL))
     if series:
         record.note_series("cpu", series)
     record.finish("completed")
     return folder
 
 
-def sample(seconds: float, *, earlier: bool = False, busy: bool = False, counts: bool = True) -> dict[str, Any]:
-    """Return one sample as a record has it."""
+def repeat(seconds: float, *, earlier: bool = False, contended: bool = False, counts: bool = True) -> dict[str, Any]:
+    """Return one repeat as a record has it."""
     metrics = {"decode_seconds_per_token": seconds, "time_to_first_token_seconds": 3 * seconds}
-    return {"metrics": metrics, "earlier": earlier, "counts": counts, "processor": {"busy": busy}}
+    return {"metrics": metrics, "earlier": earlier, "counts": counts, "processor": {"contended": contended}}
 
 
 def plan_artifact(root: Path, budget: int) -> Path:

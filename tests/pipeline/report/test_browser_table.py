@@ -13,7 +13,7 @@ import pytest
 
 from offstage.pipeline.report.command import run
 from tests.pipeline.report.browser import CONTRAST, Browser, browser, installed
-from tests.pipeline.report.sample_runs import sample, write_failure, write_many, write_run
+from tests.pipeline.report.sample_runs import repeat, write_failure, write_many, write_run
 from tests.pipeline.report.test_exports import FORMULAS
 
 FOUND = installed()
@@ -100,7 +100,7 @@ def test_rows_that_are_alike_keep_their_order_whichever_way_they_are_sorted(tabl
 def test_a_screen_that_is_too_narrow_leaves_out_details_and_the_button_shows_them(
     opened: tuple[Browser, Path], tmp_path: Path
 ) -> None:
-    times = [sample(0.5), sample(0.6)]
+    times = [repeat(0.5), repeat(0.6)]
     told = {
         "load_seconds": 1.0,
         "stall_share": 0.5,
@@ -108,7 +108,7 @@ def test_a_screen_that_is_too_narrow_leaves_out_details_and_the_button_shows_the
         "time_to_first_token_seconds": 2,
     }
     titles = "[...document.querySelectorAll('#table thead th')].map(heading => heading.innerText.split('\\n')[0])"
-    write_run(tmp_path / "0", metrics=told, samples=times)
+    write_run(tmp_path / "0", metrics=told, repeats=times)
     run([str(tmp_path)])
     chromium, shown = opened[0], {}
     for width in (1440, 600):

@@ -11,12 +11,12 @@ from offstage.pipeline.report.checkpoint_groups import group_jobs
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import markup
-from tests.pipeline.report.sample_runs import sample, write_run
+from tests.pipeline.report.sample_runs import repeat, write_run
 
 
 def write(folder: Path, *, seconds: float = 0.5, budget: int = 10**9, **model: Any) -> None:
     """Write a run of the checkpoint that ``model`` gives the keys of."""
-    write_run(folder, seconds=seconds, budget=budget, samples=[sample(seconds)] * 4)
+    write_run(folder, seconds=seconds, budget=budget, repeats=[repeat(seconds)] * 4)
     record = json.loads((folder / "run.json").read_text())
     record["config"]["model"] |= model
     (folder / "run.json").write_text(json.dumps(record))

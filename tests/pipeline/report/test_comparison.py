@@ -24,7 +24,7 @@ from tests.pipeline.report.sample_runs import write_run
         ("scored_tokens_per_second", 7.25, 1e4, ("7.25 tokens/s", "10,000.0 tokens/s")),
         ("stall_seconds", 0.25, 2.0, ("250.0 ms", "2.000 s")),
         ("storage_read_bytes", 5, 2_000_000, ("5 B", "2.00 MB")),
-        ("link_bytes_per_token.0", 1000, 2_000_000, ("1.00 kB", "2.00 MB")),
+        ("transfer_bytes_per_token.0", 1000, 2_000_000, ("1.00 kB", "2.00 MB")),
         ("streamed_bytes_per_second", 1e6, 2e9, ("1.00 MB/s", "2.00 GB/s")),
     ],
 )

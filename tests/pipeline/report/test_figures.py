@@ -62,7 +62,7 @@ def test_every_number_of_the_csv_is_the_records(sweep: Path, rows: list[dict[str
 
 
 def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None:
-    expected = {"measured": set(), "predicted": set(), "bound": set()}  # type: dict[str, set[tuple[float, float]]]
+    expected = {"measured": set(), "predicted": set(), "lower_bound": set()}  # type: dict[str, set[tuple[float, float]]]
     for record in records(sweep):
         figures, budget = record["metrics"], record["memory"]["budget"].get("cpu")
         seconds = figures.get("decode_seconds_per_token")
@@ -71,8 +71,8 @@ def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None
         expected["measured"].add((budget, seconds))
         if figures.get("predicted_seconds_per_token") is not None:
             expected["predicted"].add((budget, figures["predicted_seconds_per_token"]))
-        if figures.get("bound_seconds_per_token") is not None:
-            expected["bound"].add((budget, figures["bound_seconds_per_token"]))
+        if figures.get("lower_bound_seconds_per_token") is not None:
+            expected["lower_bound"].add((budget, figures["lower_bound_seconds_per_token"]))
     (checkpoint,) = report["checkpoints"]
     for name, points in expected.items():
         series = checkpoint["seconds_per_token_by_budget"]

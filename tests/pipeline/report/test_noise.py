@@ -1,4 +1,4 @@
-"""Jobs with several samples: which differences are within the noise, and how the report shows the spread."""
+"""Jobs with several repeats: which differences are within the noise, and how the report shows the spread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offstage.pipeline.report.command import run
 from offstage.pipeline.report.noise import noise, rank_test
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import markup
-from tests.pipeline.report.sample_runs import sample, write_run
+from tests.pipeline.report.sample_runs import repeat, write_run
 
 FAST, SLOW = [0.50, 0.51, 0.52, 0.53, 0.54], [0.60, 0.61, 0.62, 0.63, 0.64]
 
@@ -46,19 +46,19 @@ def test_of_many_samples_the_approximation_says_what_counting_would(monkeypatch:
 
 
 def write_jobs(folder: Path, *jobs: list[dict[str, Any]], cached: bool = False) -> Path:
-    for number, samples in enumerate(jobs):
-        times = sorted(one["metrics"]["decode_seconds_per_token"] for one in samples if one["counts"])
+    for number, repeats in enumerate(jobs):
+        times = sorted(one["metrics"]["decode_seconds_per_token"] for one in repeats if one["counts"])
         seconds = times[len(times) // 2]
         write_run(
             folder / str(number), budget=(number + 1) * 10**9, seconds=seconds, peak=(number + 1) * 10**9,
-            samples=samples, cached=cached, metrics={"time_between_tokens_seconds_p90": 1.5 * seconds},
+            repeats=repeats, cached=cached, metrics={"time_between_tokens_seconds_p90": 1.5 * seconds},
         )  # fmt: skip
     return folder
 
 
 def test_differences_within_the_noise_are_named(tmp_path: Path) -> None:
     near = [seconds + 0.005 for seconds in FAST]
-    folder = write_jobs(tmp_path, *([sample(seconds) for seconds in times] for times in (FAST, near, SLOW)))
+    folder = write_jobs(tmp_path, *([repeat(seconds) for seconds in times] for times in (FAST, near, SLOW)))
     found = noise(find([folder]).jobs)
     assert found.like == {"#0": ("#1",), "#1": ("#0",), "#2": ()}
     assert (found.pairs, found.within, found.undecided) == (3, 1, 0)
@@ -66,48 +66,48 @@ def test_differences_within_the_noise_are_named(tmp_path: Path) -> None:
 
 
 def test_too_few_samples_tell_nothing_and_other_models_are_not_compared(tmp_path: Path) -> None:
-    few = write_jobs(tmp_path / "few", [sample(0.5), sample(0.6)], [sample(1.5), sample(1.6)], [sample(9.0)])
+    few = write_jobs(tmp_path / "few", [repeat(0.5), repeat(0.6)], [repeat(1.5), repeat(1.6)], [repeat(9.0)])
     found = noise(find([few]).jobs)
     assert (found.pairs, found.within, found.undecided) == (1, 1, 1)
     assert "too few repeats to tell" in found.told()
-    two = write_jobs(tmp_path / "two", *([sample(seconds) for seconds in times] for times in (FAST, SLOW)))
+    two = write_jobs(tmp_path / "two", *([repeat(seconds) for seconds in times] for times in (FAST, SLOW)))
     record = two / "1/run.json"
     record.write_text(record.read_text().replace("/ckpt", "/another"))
     assert noise(find([two]).jobs).told() == ""
 
 
 def test_jobs_that_were_served_the_same_samples_are_no_pair(tmp_path: Path) -> None:
-    served = [sample(seconds, earlier=True) for seconds in FAST]
-    write_jobs(tmp_path, [sample(seconds) for seconds in FAST], served, [sample(seconds) for seconds in SLOW])
+    served = [repeat(seconds, earlier=True) for seconds in FAST]
+    write_jobs(tmp_path, [repeat(seconds) for seconds in FAST], served, [repeat(seconds) for seconds in SLOW])
     found = noise(find([tmp_path]).jobs)
     assert (found.pairs, found.within) == (2, 0)
     assert found.like["#1"] == ()
 
 
 def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(tmp_path: Path, capsys: Any) -> None:
-    disturbed = [sample(seconds, busy=seconds > 0.62, earlier=seconds < 0.61) for seconds in SLOW]
-    write_jobs(tmp_path, [sample(seconds) for seconds in FAST], [*disturbed, sample(9.0, counts=False)])
+    disturbed = [repeat(seconds, contended=seconds > 0.62, earlier=seconds < 0.61) for seconds in SLOW]
+    write_jobs(tmp_path, [repeat(seconds) for seconds in FAST], [*disturbed, repeat(9.0, counts=False)])
     run([str(tmp_path)])
     page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
     assert "Repeats of each job" in page
     assert "Of 1 pairs of jobs 1 differ" in page
     assert "Of 1 pairs of jobs 1 differ" in " ".join(capsys.readouterr().out.split())
     assert "taken while others used the processor" in page
-    assert "5, 1 earlier, 2 busy" in page
+    assert "5, 1 earlier, 2 contended" in page
     assert "others used the processor meanwhile" in page
     (series,) = told["checkpoints"][0]["seconds_per_token_by_budget"]
     assert [(point["least"], point["y"], point["largest"]) for point in series["measured"]] == [
         (0.50, 0.52, 0.54),
         (0.60, 0.62, 0.64),
     ]
-    assert [point["busy"] for point in series["measured"]] == [False, True]
-    assert [len(job["samples"]) for job in told["jobs"]] == [5, 6]
+    assert [point["contended"] for point in series["measured"]] == [False, True]
+    assert [len(job["repeats"]) for job in told["jobs"]] == [5, 6]
     rows = list(csv.DictReader((tmp_path / "report.csv").read_text().splitlines()))
-    assert [row["figures"] for row in rows] == ["measured, median of 5", "measured, median of 5, 1 earlier"]
+    assert [row["provenance"] for row in rows] == ["measured, median of 5", "measured, median of 5, 1 earlier"]
 
 
 def test_what_an_earlier_run_measured_is_hollow_and_said(tmp_path: Path) -> None:
-    folder = write_jobs(tmp_path, [sample(0.5)], [sample(0.6, earlier=True)])
+    folder = write_jobs(tmp_path, [repeat(0.5)], [repeat(0.6, earlier=True)])
     run([str(folder)])
     page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
     assert page.count("A hollow mark was measured by an earlier run.") == 2, "in the plots of speed"
@@ -115,7 +115,7 @@ def test_what_an_earlier_run_measured_is_hollow_and_said(tmp_path: Path) -> None
         False,
         True,
     ]
-    assert [job["figures"] for job in told["jobs"]] == ["measured", "measured earlier"]
+    assert [job["provenance"] for job in told["jobs"]] == ["measured", "measured earlier"]
     assert "completed, cached" in page
 
 
@@ -126,12 +126,12 @@ def test_records_without_samples_go_by_whether_the_last_stage_was_cached(tmp_pat
 
 def test_samples_of_another_shape_make_no_record(tmp_path: Path) -> None:
     path = write_run(tmp_path / "0") / "run.json"
-    for samples, words in (
-        ({"a": 1}, r"samples: \{'a': 1\} isn't a list"),
-        ([3], r"samples\.0: 3 isn't Sample"),
-        ([{"metrics": 3}], r"samples\.0\.metrics: 3 isn't an object"),
+    for repeats, words in (
+        ({"a": 1}, r"repeats: \{'a': 1\} isn't a list"),
+        ([3], r"repeats\.0: 3 isn't Repeat"),
+        ([{"metrics": 3}], r"repeats\.0\.metrics: 3 isn't an object"),
     ):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"samples": samples}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"repeats": repeats}))
         with pytest.raises(RecordError, match=words):
             read_run(path)
 

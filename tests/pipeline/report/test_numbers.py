@@ -15,7 +15,7 @@ from offstage.pipeline.report.speed import (
     speed_series,
 )
 from offstage.pipeline.run_schema import Run, RunMemory
-from tests.pipeline.report.sample_runs import sample, write_run, write_sweep
+from tests.pipeline.report.sample_runs import repeat, write_run, write_sweep
 
 
 def test_a_config_is_flattened_and_one_is_not_the_string_one() -> None:
@@ -63,8 +63,8 @@ def test_the_front_holds_exactly_the_jobs_that_no_other_beats(pairs: list[tuple[
 
 
 def test_a_figure_that_is_not_among_its_samples_is_drawn_all_the_same(tmp_path: Path) -> None:
-    write_run(tmp_path / "0", seconds=9.0, samples=[sample(0.5), sample(0.6)])
-    write_run(tmp_path / "1", seconds=0.1, samples=[sample(0.5), sample(0.6)])
+    write_run(tmp_path / "0", seconds=9.0, repeats=[repeat(0.5), repeat(0.6)])
+    write_run(tmp_path / "1", seconds=0.1, repeats=[repeat(0.5), repeat(0.6)])
     (series,) = speed_series(find([tmp_path]).jobs, ())
     assert [(point.least, point.largest) for point in series.measured] == [(0.5, 9.0), (0.1, 0.6)]
 

@@ -28,9 +28,9 @@ def test_a_completed_run_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_what_bound_a_run_is_read_where_its_record_holds_it(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "0", metrics={"bound": "storage"}) / "run.json")
-    assert (run.metrics["bound"], run.metric("bound")) == ("storage", None)
-    assert read_run(write_run(tmp_path / "older") / "run.json").metrics.get("bound") is None
+    run = read_run(write_run(tmp_path / "0", metrics={"bottleneck": "storage"}) / "run.json")
+    assert (run.metrics["bottleneck"], run.metric("bottleneck")) == ("storage", None)
+    assert read_run(write_run(tmp_path / "older") / "run.json").metrics.get("bottleneck") is None
 
 
 def test_a_failed_run_says_where_and_why(tmp_path: Path) -> None:

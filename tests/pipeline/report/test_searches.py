@@ -10,7 +10,7 @@ from offstage.pipeline.report.searches import RESULTS, search_facts, tell_object
 from offstage.pipeline.report.summary import headline, summarise
 from tests.pipeline.report.sample_runs import write_run
 
-LEAST = {"figure": "memory.budget.cpu", "at_most": {"decode_seconds_per_token": 0.5}}
+LEAST = {"metric": "memory.budget.cpu", "at_most": {"decode_seconds_per_token": 0.5}}
 
 
 def write_search(folder: Path, **found: Any) -> Path:

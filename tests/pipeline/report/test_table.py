@@ -20,8 +20,8 @@ from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
 FIGURES: Mapping[str, float | str] = {
-    "streamed_bytes_per_second": 1.9e9, "stall_seconds_per_token": 1.25, "bound": "storage", "stall_share": 0.314,
-    "time_to_first_token_seconds": 2.5, "bound_seconds_per_token": 0.25, "predicted_seconds_per_token": 0.375,
+    "streamed_bytes_per_second": 1.9e9, "stall_seconds_per_token": 1.25, "bottleneck": "storage", "stall_share": 0.314,
+    "time_to_first_token_seconds": 2.5, "lower_bound_seconds_per_token": 0.25, "predicted_seconds_per_token": 0.375,
 }  # fmt: skip
 PREDICTED: Mapping[str, float | str] = {
     "predicted_seconds_per_token": 0.375, "predicted_streamed_bytes_per_token": 3 * 10**9,
@@ -57,7 +57,7 @@ def test_the_table_has_the_prediction_and_the_bound_beside_what_was_measured(tmp
 
 
 def test_the_table_has_all_that_a_plan_alone_predicts(tmp_path: Path) -> None:
-    planned = {**PREDICTED, "predicted_bound": "storage"}
+    planned = {**PREDICTED, "predicted_bottleneck": "storage"}
     write_run(tmp_path / "0", seconds=None, streamed=None, metrics=planned)
     found = table(tmp_path)
     told = ("time a token, predicted, ms", "streamed a token, predicted, GB", "bottleneck, predicted")
@@ -74,11 +74,11 @@ def test_bytes_that_were_streamed_as_predicted_are_told_once(tmp_path: Path) -> 
 
 def test_a_comparison_tells_what_the_plans_predict_to_bind(tmp_path: Path) -> None:
     runs = [
-        read_run(write_run(tmp_path / bound, metrics={**PREDICTED, "predicted_bound": bound}) / "run.json")
-        for bound in ("storage", "link")
+        read_run(write_run(tmp_path / bound, metrics={**PREDICTED, "predicted_bottleneck": bound}) / "run.json")
+        for bound in ("storage", "host-to-device")
     ]
     speed = next(section for section in compare_runs(*runs).sections if section.title == "Speed")
-    assert speed.changes == (ChangedValue("predicted_bound", "storage", "link"),)
+    assert speed.changes == (ChangedValue("predicted_bottleneck", "storage", "host-to-device"),)
 
 
 def test_the_table_has_perplexities_to_the_digits_that_tell_jobs_apart(tmp_path: Path) -> None:
@@ -175,12 +175,12 @@ def test_of_hosts_that_were_planned_for_the_table_has_what_is_predicted_of_each(
 
 
 def test_the_table_tells_each_of_several_links(tmp_path: Path) -> None:
-    names = ("link_bytes_per_token", "link_stall_seconds_per_token")
+    names = ("transfer_bytes_per_token", "transfer_stall_seconds_per_token")
     write_run(tmp_path / "0", metrics={f"{name}.{device}": device + 1.0 for name in names for device in (0, 1)})
-    write_run(tmp_path / "1", metrics={"link_bytes_per_token.0": 3.0})
+    write_run(tmp_path / "1", metrics={"transfer_bytes_per_token.0": 3.0})
     found = table(tmp_path)
     assert found["to 0, a token, B"] == ("1", "3")
     assert found["to 1, a token, B"] == ("2", MISSING)
     assert found["to 1, stalled a token, s"] == ("2.000", MISSING)
     run([str(tmp_path)])
-    assert "metrics.link_bytes_per_token.1" in (tmp_path / "report.csv").read_text().splitlines()[0].split(",")
+    assert "metrics.transfer_bytes_per_token.1" in (tmp_path / "report.csv").read_text().splitlines()[0].split(",")

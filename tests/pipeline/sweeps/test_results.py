@@ -13,13 +13,13 @@ from offstage.pipeline.job_folder import JobFolder
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps import results
 from offstage.pipeline.sweeps.results import settled, show_sweep
-from tests.pipeline.report.sample_runs import sample, write_failure, write_run
+from tests.pipeline.report.sample_runs import repeat, write_failure, write_run
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
 def test_figures_that_were_measured_earlier_or_while_others_computed_are_said_to_be_so(tmp_path: Path) -> None:
-    write_run(tmp_path / "0", samples=[sample(0.5), sample(0.6, busy=True)])
-    write_run(tmp_path / "1", samples=[sample(0.5, earlier=True)], cached=True)
+    write_run(tmp_path / "0", repeats=[repeat(0.5), repeat(0.6, contended=True)])
+    write_run(tmp_path / "1", repeats=[repeat(0.5, earlier=True)], cached=True)
     write_failure(tmp_path / "2")
     RunRecord.load(tmp_path / "1").note_enforcement(bytes_allowed=None, how="nothing was loaded")
     console = Console(file=io.StringIO(), width=400)
@@ -28,7 +28,7 @@ def test_figures_that_were_measured_earlier_or_while_others_computed_are_said_to
     show_sweep(console, tmp_path, replace(sweep_of(3), jobs=tuple(jobs)), ended=range(3))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert "measured" in lines[0]
-    assert "measured, median of 2, 1 busy" in lines[1]
+    assert "measured, median of 2, 1 contended" in lines[1]
     assert "measured earlier" in lines[2]
     assert "no memory cap was tested: nothing was loaded" in lines[2]
     assert "measured" not in lines[3]

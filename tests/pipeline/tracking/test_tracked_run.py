@@ -26,7 +26,7 @@ def with_plan(record: RunRecord, *, cached: bool = False) -> RunRecord:
 
 def test_a_record_becomes_the_numbers_that_are_known(tmp_path: Path) -> None:
     record = with_plan(started(tmp_path))
-    record.merge(Report(metrics={"load_seconds": 1.25, "bound": "storage"}, memory={"measured": {"cpu": 10}}))
+    record.merge(Report(metrics={"load_seconds": 1.25, "bottleneck": "storage"}, memory={"measured": {"cpu": 10}}))
     record.note_series("cpu", [(0.5, 10)])
     assert metrics(record.run) == {"load_seconds": 1.25, "seconds/plan": 0.5, "memory/measured/cpu": 10.0}
     assert "x" not in metrics(replace(record.run, metrics={"x": math.nan}))
@@ -41,7 +41,7 @@ def test_a_run_that_ended_well_has_its_config_its_name_and_what_it_is_found_by(t
     assert told.ended >= told.started > 10**12
     assert told.tags == {
         "overrides": "seed=1 a=2", "checkpoint": "/ckpt", "status": "completed", "cached": "true",
-        "figures": "measured earlier", "host": "here", "git_commit": "abc", "stage/plan": "cached",
+        "provenance": "measured earlier", "host": "here", "git_commit": "abc", "stage/plan": "cached",
     }  # fmt: skip
 
 
@@ -60,20 +60,24 @@ def test_a_run_whose_config_was_refused_has_nothing_but_its_error(tmp_path: Path
     assert TrackedRun.of(record).tags == {"status": "failed", "error": "ValueError: seed: no"}
 
 
-def test_samples_that_count_and_steps_of_a_training_are_points_of_their_own(tmp_path: Path) -> None:
+def test_repeats_that_count_and_steps_of_a_training_are_points_of_their_own(tmp_path: Path) -> None:
     record = with_plan(started(tmp_path))
-    samples = [
-        {"measured": f"2026-01-01T00:00:0{second}.500+00:00", "counts": counts, "metrics": {"s": second, "bound": "x"}}
+    repeats = [
+        {
+            "measured": f"2026-01-01T00:00:0{second}.500+00:00",
+            "counts": counts,
+            "metrics": {"s": second, "bottleneck": "x"},
+        }
         for second, counts in ((1, True), (2, False), (3, True))
     ]
     steps = [{"loss": 2.0, "held_bytes": {"cpu": 7}}, {"loss": math.inf, "held_bytes": {"cpu": 8}}]
-    record.merge(Report(samples=tuple(samples), steps=tuple(steps)))
+    record.merge(Report(repeats=tuple(repeats), steps=tuple(steps)))
     record.finish("completed")
     told = TrackedRun.of(record)
     first = 1767225601500
     assert [point for point in told.points if point.step] == [
-        MetricPoint("sample/s", 1.0, first, 1),
-        MetricPoint("sample/s", 3.0, first + 2000, 2),
+        MetricPoint("repeat/s", 1.0, first, 1),
+        MetricPoint("repeat/s", 3.0, first + 2000, 2),
         MetricPoint("step/loss", 2.0, told.ended, 1),
         MetricPoint("step/held_bytes/cpu", 7.0, told.ended, 1),
         MetricPoint("step/held_bytes/cpu", 8.0, told.ended, 2),

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 MIXTURE = {**SIZES, "num_hidden_layers": 12, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FP8: Mapping[str, PretrainedConfig] = {"llama": LlamaConfig(**SIZES), "qwen3_moe": Qwen3MoeConfig(**MIXTURE)}
-RATES = {"storage": "1GB", "host": "10GB", "link": "100MB", "device": "100GB", "unpacking": "1MB"}
+RATES = {"storage": "1GB", "host": "10GB", "host_to_device": "100MB", "device": "100GB", "dequantising": "1MB"}
 """Of a machine whose link is slow, and whose cores are."""
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -70,7 +70,7 @@ def test_links_bring_packed_bytes_within_every_budget(checkpoint, cache, expecte
         except BudgetError:
             continue
         with loaded:
-            unpacked += len(of(loaded.plan, "unpacking"))
+            unpacked += len(of(loaded.plan, "dequantising"))
             check(loaded, expected)
     assert unpacked
 
@@ -84,11 +84,11 @@ def check(loaded: offstage.LoadedModel, expected: list[torch.Tensor]) -> None:
     loaded.model(TOKENS[:, :1])
     brought = {device: link.bytes for device, link in loaded.traffic.since(before).links.items() if device != "cpu"}
     if not of(plan, "pool"):
-        assert brought == of(plan, "link_bytes")
-    for device in of(plan, "unpacking"):
+        assert brought == of(plan, "transfer_bytes")
+    for device in of(plan, "dequantising"):
         at_rest = loaded.traffic.links[device].bytes == loaded.traffic.streamed_bytes
-        assert at_rest or len(of(plan, "link_bytes")) > 1 or "copy" in plan.serving.values()
-        assert loaded.plan.predicted[device]["unpacking"] == plan.devices[device].unpacking
+        assert at_rest or len(of(plan, "transfer_bytes")) > 1 or "copy" in plan.serving.values()
+        assert loaded.plan.predicted[device]["dequantising"] == plan.devices[device].dequantising
     assert loaded.traffic.overflow_bytes == 0
     peaks = loaded._dispatched.streamer._devices.peaks
     assert all(peak <= of(plan, "simulated")[device] for device, peak in peaks.items())

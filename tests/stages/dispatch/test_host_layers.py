@@ -35,7 +35,7 @@ CONFIGS: dict[str, Any] = {
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=4, num_heads=4, decoder_start_token_id=0, **NO_END
     ),
 }
-RATES = {"storage": "1GB", "host": "2MB", "link": "1MB", "device": "800GB", "launches": "1GB"}
+RATES = {"storage": "1GB", "host": "2MB", "host_to_device": "1MB", "device": "800GB", "launches": "1GB"}
 
 
 @torch.no_grad()

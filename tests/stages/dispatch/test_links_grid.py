@@ -83,7 +83,7 @@ def options(name: str, devices: int, way: str, plain: Any, draw: random.Random) 
             "rates": {
                 "storage": "50GB",
                 "host": "50GB",
-                "link": "1GB",
+                "host_to_device": "1GB",
                 "device": "800GB",
                 "launches": "1GB",
             },  # links bind
@@ -155,7 +155,7 @@ def check(name: str, devices: int, way: str, number: int, folder: Path) -> int:
         assert +measured == +expected_bytes, given
         if name in ("llama", "gpt2"):  # whose forwards use all their weights
             links = {device: count for device, count in measured.items() if isinstance(device, int)}
-            assert +Counter(links) == +Counter(of(loaded.plan, "link_bytes")), given
+            assert +Counter(links) == +Counter(of(loaded.plan, "transfer_bytes")), given
         for device, peak in streamer_of(loaded.model)._devices.peaks.items():
             assert peak <= given["max_memory"][device], given
         assert loaded.traffic.overflow_bytes == 0, given

@@ -12,9 +12,9 @@ from offstage.stages.units import DeviceId
 NOTHING = Traffic()
 PLAN = Plan(
     "explicit", "cpu", {"cpu": DevicePlan(None, 80, used_bytes=80), "disk": DevicePlan(None, 60)}, (),
-    rates={"storage": 40, "host": 1000, "link": 10, "device": 1000},
+    rates={"storage": 40, "host": 1000, "host_to_device": 10, "device": 1000},
 )  # fmt: skip
-ACCELERATED = replace(PLAN, main_device=0, devices={0: DevicePlan(None, 80, link_bytes=1, used_bytes=80)})
+ACCELERATED = replace(PLAN, main_device=0, devices={0: DevicePlan(None, 80, transfer_bytes=1, used_bytes=80)})
 
 
 def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:
@@ -31,7 +31,7 @@ def test_what_streams_before_the_first_token_is_not_put_down_to_decoding() -> No
         "time_to_first_token_seconds": 2.0, "prefill_seconds": 2.0, "decode_seconds_per_token": 1.0,
         "decode_cpu_seconds_per_token": 0.5, "decode_tokens_per_second": 2.0,
         "streamed_bytes_per_token": 20, "streamed_bytes_per_second": 20.0, "stall_seconds_per_token": 0.5,
-        "stall_share": 0.5, "bound": "storage", "bound_seconds_per_token": 10 / 40,
+        "stall_share": 0.5, "bottleneck": "storage", "lower_bound_seconds_per_token": 10 / 40,
     }  # fmt: skip
 
 
@@ -58,23 +58,23 @@ def test_batches_are_summed() -> None:
 def test_the_physical_bound_is_what_was_moved_for_a_token_at_the_rates_of_the_machine(
     streamed: int, storage: int, main: DeviceId, seconds: float
 ) -> None:
-    bound = cost(streamed=streamed, storage=storage).bound_seconds(PLAN if main == "cpu" else ACCELERATED)
+    bound = cost(streamed=streamed, storage=storage).lower_bound_seconds(PLAN if main == "cpu" else ACCELERATED)
     assert bound == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
-    ("streamed", "storage", "stalled", "bound"),
+    ("streamed", "storage", "stalled", "bottleneck"),
     [
         (0, 0, 0.0, "compute"),
         (60, 60, 0.0, "compute"),
         (60, 60, 0.29, "compute"),
         (60, 60, 0.31, "storage"),
-        (60, 0, 0.31, "link"),
+        (60, 0, 0.31, "host-to-device"),
         (60, 30, 3.0, "storage"),
     ],
 )
-def test_the_bound_is_what_forwards_waited_for(streamed: int, storage: int, stalled: float, bound: str) -> None:
-    assert cost(streamed=streamed, storage=storage, stalled=stalled).bound() == bound
+def test_forwards_wait_for_the_bottleneck(streamed: int, storage: int, stalled: float, bottleneck: str) -> None:
+    assert cost(streamed=streamed, storage=storage, stalled=stalled).bottleneck() == bottleneck
 
 
 def test_one_token_tells_nothing_of_decoding() -> None:
@@ -115,8 +115,8 @@ def test_tokens_that_share_a_pass_share_what_is_read_and_not_the_reading_of_memo
     spans = [TimedBatch(0.0, [1.0, 2.0, 3.0], 1, NOTHING, Traffic(streamed_bytes=60)) for _ in range(4)]
     found.add(*spans, passes=2)
     assert (found.steps, found.traffic.streamed_bytes) == (8, 60)
-    assert found.bound_seconds(PLAN) == (80 + 30) / 1000
-    assert found.bound_seconds(ACCELERATED) == 30 / 10 / 4
+    assert found.lower_bound_seconds(PLAN) == (80 + 30) / 1000
+    assert found.lower_bound_seconds(ACCELERATED) == 30 / 10 / 4
 
 
 def test_links_are_told_by_the_token_and_of_decoding_alone() -> None:
@@ -129,4 +129,4 @@ def test_links_are_told_by_the_token_and_of_decoding_alone() -> None:
     found.add(TimedBatch(10.0, [12.0, 13.0, 14.0], 1, first, traffic.copy()))
     traffic.count_use(1, at_rest=100, carried=100)
     metrics = found.metrics(PLAN)
-    assert (metrics["link_bytes_per_token.1"], metrics["link_stall_seconds_per_token.1"]) == (20, 0.25)
+    assert (metrics["transfer_bytes_per_token.1"], metrics["transfer_stall_seconds_per_token.1"]) == (20, 0.25)

@@ -37,8 +37,8 @@ def never(path: Path) -> Any:
 def test_what_was_measured_is_read_ever_after_and_added_to(tmp_path: Path) -> None:
     path = tmp_path / "hardware" / "rates.json"
     assert figure(path) == figure(path, 1) == never(path) == 10**10
-    assert figure(path, 10**9, name="link") == 10**9
-    assert read_sealed(path) == {**MEASURED, "link": 10**9}
+    assert figure(path, 10**9, name="host_to_device") == 10**9
+    assert read_sealed(path) == {**MEASURED, "host_to_device": 10**9}
 
 
 def test_what_cannot_be_measured_is_nominal_and_asked_again(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ print(KeptFigure(path.name, sys.argv[2], lambda: 10**9).get(path.parent))
 """
 
 
-@pytest.mark.parametrize(("name", "expected"), [("host", 10**10), ("link", 10**9)])
+@pytest.mark.parametrize(("name", "expected"), [("host", 10**10), ("host_to_device", 10**9)])
 @pytest.mark.parametrize("rights", [0o555, 0o000])
 def test_a_cache_of_somebody_else_is_read_and_not_written(name: str, expected: int, rights: int) -> None:
     folder = Path("/tmp") / f"offstage-{os.getpid()}-{name}-{rights}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offstage.pipeline.environment import allowed_cores
-from offstage.stages.machine.processor import BUSY_SHARE, ProcessorMeter, ProcessorUse
+from offstage.stages.machine.processor import CONTENDED_SHARE, ProcessorMeter, ProcessorUse
 
 CORE = min(allowed_cores())
 
@@ -47,7 +47,7 @@ def test_what_others_took_is_what_was_waited_for_and_never_more_than_they_worked
 ) -> None:
     use = ProcessorUse(1.0, cpu, waited, others, stolen)
     assert use.taken_share == pytest.approx(share)
-    assert use.is_busy is (share >= BUSY_SHARE)
+    assert use.is_contended is (share >= CONTENDED_SHARE)
 
 
 def test_threads_are_summed_and_those_that_began_meanwhile_count_from_their_beginning(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_without_the_scheduler_s_account_the_pressure_of_the_machine_counts(tmp_
 
 def test_a_system_that_tells_nothing_leaves_it_open(tmp_path: Path) -> None:
     use = ProcessorMeter(tmp_path).use()
-    assert (use.waited_seconds, use.taken_share, use.is_busy, use.told()["busy"]) == (None, None, None, None)
+    assert (use.waited_seconds, use.taken_share, use.is_contended, use.told()["contended"]) == (None, None, None, None)
 
 
 def test_a_process_on_the_same_core_makes_this_one_busy() -> None:
@@ -88,5 +88,5 @@ def test_a_process_on_the_same_core_makes_this_one_busy() -> None:
         other.kill()
         other.communicate()
         os.sched_setaffinity(0, before)
-    assert use.is_busy, use
+    assert use.is_contended, use
     assert use.cpu_seconds < 0.9 * use.wall_seconds

@@ -78,6 +78,6 @@ def predicted(outline: Outline, plan: Plan, needs: MemoryNeeds, rates: Rates, *,
     """Return ``plan`` with what is predicted of it where a request takes ``needs``."""
     leaders = {name: home for name, home in plan.homes.items() if outline.skeleton.leader(name) == name}
     packed = frozenset(name for name in plan.loading.packed_on_host if outline.skeleton.leader(name) == name)
-    placement = Placement(leaders, plan.main_device, packed, unpacks=frozenset(of(plan, "unpacking")))
+    placement = Placement(leaders, plan.main_device, packed, unpacks=frozenset(of(plan, "dequantising")))
     layout = lay_out(outline, placement, plan.budgets, io=io, homes=plan.homes, execution=plan.execution)
     return predict(layout, plan, needs, rates)

@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 HARDWARE = {
     "devices": [{"name": "one", "memory": "2GB"}],
-    "rates": {"storage": "1GB", "host": "10GB", "link": "100MB", "device": "100GB", "unpacking": "1MB"},
+    "rates": {"storage": "1GB", "host": "10GB", "host_to_device": "100MB", "device": "100GB", "dequantising": "1MB"},
 }
 WHERE: dict[str, dict[str, Any]] = {
     "resident": {"device_map": {"": 0}, "max_memory": {0: "200MB"}},

@@ -13,7 +13,7 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.table import packed_told
 from offstage.stages.plan.token_time import PassTraffic, token_seconds
-from offstage.stages.plan.traffic import bound_seconds
+from offstage.stages.plan.traffic import lower_bound_seconds
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import at_rest, stack
@@ -21,7 +21,7 @@ from tests.stages.plan.skeletons import at_rest, stack
 ON_DEVICE = DeviceUnpacking(landing_bytes=1, scratch_bytes=2, table_bytes=1, moved_bytes=50)
 """Of tensors of 10 bytes that rest in 5."""
 
-RATES = Rates(storage=10**6, host=10**6, link=100, device=10**4, unpacking=50)
+RATES = Rates(storage=10**6, host=10**6, host_to_device=100, device=10**4, dequantising=50)
 
 
 def halved(model: Outline, device: DeviceUnpacking | None = ON_DEVICE) -> Outline:
@@ -52,8 +52,8 @@ def test_an_entry_that_is_overridden_leaves_the_unpacking_where_it_was() -> None
     model = halved(stack(20))
     plan = planned(model, overrides={"layers.7": "disk"}, _0="60")
     assert plan.homes["layers.7.weight"] == "disk"
-    assert of(plan, "unpacking") == {0: 4}
-    assert "unpacking" not in plan.predicted["cpu"]
+    assert of(plan, "dequantising") == {0: 4}
+    assert "dequantising" not in plan.predicted["cpu"]
 
 
 def test_each_number_of_prompts_in_lockstep_has_a_plan_of_its_own() -> None:
@@ -62,7 +62,7 @@ def test_each_number_of_prompts_in_lockstep_has_a_plan_of_its_own() -> None:
     ask = {"prompts": [[1]] * 64, "max_new_tokens": 4, "exact": True}
     sizes = (1, 2, 4, 8, 16, 32, 64, "auto")
     chosen = {size: planned(model, rates=rates, generate={**ask, "lockstep": size}, _0="60") for size in sizes}
-    assert {bool(of(plan, "unpacking")) for size, plan in chosen.items() if size != "auto"} == {True, False}
+    assert {bool(of(plan, "dequantising")) for size, plan in chosen.items() if size != "auto"} == {True, False}
     auto = chosen.pop("auto")
     assert auto.lockstep is not None
     assert replace(auto, lockstep=None) == chosen[auto.lockstep]
@@ -74,19 +74,19 @@ POLICIES = ["optimal", "sequential", "balanced", {"": "disk", "layers.0": 0}]
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_the_link_brings_packed_bytes_and_the_device_moves_what_unpacking_takes(policy: Any) -> None:
     plan = planned(halved(stack(20)), policy=policy, _0="60")
-    assert of(plan, "unpacking") == {0: 4}
-    assert plan.predicted[0]["unpacking"] == 4
-    assert "unpacking" not in plan.predicted["cpu"], "the host has nothing to unpack"
+    assert of(plan, "dequantising") == {0: 4}
+    assert plan.predicted[0]["dequantising"] == 4
+    assert "dequantising" not in plan.predicted["cpu"], "the host has nothing to unpack"
     away = [name for name, serving in plan.serving.items() if serving in ("direct", "packed")]
-    assert of(plan, "link_bytes") == {0: 5 * len(away)}
+    assert of(plan, "transfer_bytes") == {0: 5 * len(away)}
     told = plan.forecast
-    assert told["device_unpacked_bytes_per_token"] == told["unpacked_bytes_per_token"] == 10 * len(away)
+    assert told["device_dequantised_bytes_per_token"] == told["dequantised_bytes_per_token"] == 10 * len(away)
     assert told["device_moved_bytes_per_token"] == 50 * len(away)
     assert told["seconds_per_token"] == pytest.approx(max(5 * len(away) / 100, (200 + 50 * len(away)) / 10**4))
     assert told["seconds_per_token"] == pytest.approx(
-        bound_seconds(plan, streamed_bytes=5 * len(away), storage_bytes=5 * len(away))
+        lower_bound_seconds(plan, streamed_bytes=5 * len(away), storage_bytes=5 * len(away))
     )
-    assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].unpacking <= 60
+    assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].dequantising <= 60
     assert packed_told(plan)[-1] == "accelerators dequantise what streams to them, in 4 B on 0"
 
 
@@ -94,7 +94,7 @@ REFUSALS = {
     "only the host can": (None, RATES),
     "its memory is slower than the link and the host": (
         ON_DEVICE,
-        replace(RATES, device=100, link=1000, unpacking=10**4),
+        replace(RATES, device=100, host_to_device=1000, dequantising=10**4),
     ),
     "it takes half of the budget": (replace(ON_DEVICE, scratch_bytes=29), RATES),
 }
@@ -106,22 +106,22 @@ def test_the_host_unpacks_where_that_is_better_and_the_plan_is_what_it_was(
 ) -> None:
     plan = planned(halved(stack(20), device), rates=rates, _0="60")
     assert plan == planned(halved(stack(20), None), rates=rates, _0="60")
-    assert of(plan, "unpacking") == {}
-    assert plan.predicted["cpu"]["unpacking"] > 0
+    assert of(plan, "dequantising") == {}
+    assert plan.predicted["cpu"]["dequantising"] > 0
 
 
 def test_each_of_several_accelerators_has_its_own_room() -> None:
     plan = planned(halved(stack(20)), _0="60", _1="60")
-    streaming = {device for device, count in of(plan, "link_bytes").items() if count}
-    assert of(plan, "unpacking") == dict.fromkeys(sorted(streaming), 4)
-    used = int(plan.forecast["unpacked_bytes_per_token"])
-    assert sum(of(plan, "link_bytes").values()) == used // 2
+    streaming = {device for device, count in of(plan, "transfer_bytes").items() if count}
+    assert of(plan, "dequantising") == dict.fromkeys(sorted(streaming), 4)
+    used = int(plan.forecast["dequantised_bytes_per_token"])
+    assert sum(of(plan, "transfer_bytes").values()) == used // 2
 
 
 def test_what_waits_packed_in_memory_needs_no_buffers_there() -> None:
     plan = planned(halved(stack(20)), rates=replace(RATES, storage=1), _0="60", cpu="200")
     assert set(plan.serving.values()) == {"packed"}
-    assert of(plan, "unpacking") == {0: 4}
+    assert of(plan, "dequantising") == {0: 4}
     assert plan.predicted["cpu"]["staging"] == 0
 
 
@@ -131,12 +131,12 @@ def test_experts_are_unpacked_in_their_slots() -> None:
     device = DeviceUnpacking(landing_bytes=10, scratch_bytes=20, table_bytes=10, moved_bytes=size)
     sizes = {name: plain.sizes[name] // 4 for name in plain.expert_tensors}
     budget = {"_0": str(plain.dense.skeleton.bytes + 5 * size), "cpu": "1000MB"}
-    swift = Rates(storage=10**9, host=10**9, link=10**6, device=10**12, unpacking=10**6)
+    swift = Rates(storage=10**9, host=10**9, host_to_device=10**6, device=10**12, dequantising=10**6)
     host = planned(at_rest(plain, sizes), rates=swift, **budget)
     plan = planned(at_rest(plain, sizes, device=device), rates=swift, **budget)
-    assert of(plan, "unpacking") == {0: 40}
-    assert sum(of(plan, "link_bytes").values()) < 0.3 * sum(of(host, "link_bytes").values())
-    assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].slots + 40 <= int(budget["_0"])
+    assert of(plan, "dequantising") == {0: 40}
+    assert sum(of(plan, "transfer_bytes").values()) < 0.3 * sum(of(host, "transfer_bytes").values())
+    assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].expert_cache + 40 <= int(budget["_0"])
     assert float(plan.forecast["seconds_per_token"]) < float(host.forecast["seconds_per_token"])
 
 
@@ -149,4 +149,4 @@ def test_accelerators_unpack_side_by_side_and_compute_in_turn() -> None:
     assert seconds["device memory"] == (100 + 20 + 300 / 2) / 10**4, "that of one of them, more than all compute with"
     alone = replace(brought, members=1, held={0: 1000, 1: 1000})
     assert token_seconds(alone, RATES)["device memory"] == 2040 / 10**4
-    assert (seconds["link"], seconds["unpacking"]) == (10 / 100 / 2, 0)
+    assert (seconds["host-to-device"], seconds["dequantising"]) == (10 / 100 / 2, 0)

@@ -29,11 +29,11 @@ from tests.stages.plan.test_optimal import llama
 
 GB = 10**9
 BUDGETS: dict[DeviceId, int | None] = {0: 800 * 10**6, CPU: 3 * GB, DISK: None}
-RATES = Rates(storage=GB, host=50 * GB, link=25 * GB, device=800 * GB)
+RATES = Rates(storage=GB, host=50 * GB, host_to_device=25 * GB, device=800 * GB)
 
 
 def config(*, execution: str = "fastest", accelerators: int = 1, **changes: Any) -> dict[str, Any]:
-    rates = {"storage": "1GB", "host": "50GB", "link": "25GB", "device": "800GB"}
+    rates = {"storage": "1GB", "host": "50GB", "host_to_device": "25GB", "device": "800GB"}
     hardware = {"devices": [{"memory": "2GB"}] * accelerators, "host": {"memory": "16GB"}, "rates": rates}
     budgets = {str(device): "800MB" for device in range(accelerators)} | {"cpu": "3GB"}
     base = {"max_memory": budgets, "device_map": "optimal", "hardware": hardware, "execution": execution}
@@ -54,7 +54,7 @@ def test_where_the_link_is_faster_weights_stream_and_the_plan_is_that_of_exact()
 
 
 def test_where_the_host_is_much_faster_all_that_waits_there_computes_there() -> None:
-    plan = make_plan(llama(), with_rates(link="100MB", host="200GB"))
+    plan = make_plan(llama(), with_rates(host_to_device="100MB", host="200GB"))
     assert CPU in plan.execution.values()
     assert plan.serving == {}, "nothing is brought"
     assert plan.forecast["streamed_bytes_per_token"] == 0
@@ -76,7 +76,7 @@ def test_the_number_is_that_of_trying_them_all(link: int, monkeypatch: pytest.Mo
     model, counts = llama(10), []
     budgets: dict[DeviceId, int | None] = {0: 300 * 10**6, CPU: 2 * GB, DISK: None}
     for host in (link // 50, link // 2, 2 * link, 50 * link):
-        rates = replace(RATES, link=link, host=host)
+        rates = replace(RATES, host_to_device=link, host=host)
         found = with_host_layers(model, budgets, rates)
         with monkeypatch.context() as patched:
             patched.setattr(host_layers, "_FEW", 10**6)
@@ -115,12 +115,12 @@ def test_while_the_host_computes_a_link_runs_ahead_as_far_as_its_reserve_has_roo
     host_seconds: float, waits: float
 ) -> None:
     brought = PassTraffic(runs=[(CPU, 1.0), (0, 30.0)], reserves={0: 20})
-    assert waiting_seconds(brought, Rates(link=10), host_seconds) == waits
+    assert waiting_seconds(brought, Rates(host_to_device=10), host_seconds) == waits
 
 
 def test_a_host_that_is_slower_than_the_link_is_only_waited_for() -> None:
     for host in (GB // 2, 2 * GB):
-        assert with_host_layers(llama(), BUDGETS, replace(RATES, link=25 * GB, host=host)).computes == {}
+        assert with_host_layers(llama(), BUDGETS, replace(RATES, host_to_device=25 * GB, host=host)).computes == {}
 
 
 def test_a_pass_of_many_tokens_computes_less_on_the_host_than_it_reads() -> None:
@@ -169,13 +169,13 @@ def test_what_rests_packed_does_not_compute_on_the_host() -> None:
     packed = {name: size // 2 for name, size in plain.sizes.items() if name.startswith("layers.")}
     model = at_rest(plain, packed)
     budgets: dict[DeviceId, int | None] = {0: 800 * 10**6, CPU: GB, DISK: None}
-    placement = with_host_layers(model, budgets, replace(RATES, link=GB))
+    placement = with_host_layers(model, budgets, replace(RATES, host_to_device=GB))
     assert not any(layer.startswith("layers.") for layer in placement.computes)
 
 
 def test_of_a_mixtures_layer_the_host_reads_the_experts_that_a_token_uses() -> None:
     model = mixture("Qwen3-MoE")
-    given = {**with_rates(link="1MB"), "max_memory": {"0": str(model.skeleton.bytes // 3), "cpu": "1GB"}}
+    given = {**with_rates(host_to_device="1MB"), "max_memory": {"0": str(model.skeleton.bytes // 3), "cpu": "1GB"}}
     plan = make_plan(model, given)
     assert plan.host_layers
     names = [name for layer in model.layers if layer.name in plan.host_layers for name in layer.tensors]
@@ -242,7 +242,7 @@ def test_a_plan_fits_its_budgets_and_is_never_slower_than_that_of_exact(
     tensors = {f"{name}.{part}": size for name, size in zip(names, sizes, strict=True) for part in ("a.w", "b.w")}
     model = outline(tensors, classes=dict.fromkeys(names, "L"), no_split=["L"])
     budgets: dict[DeviceId, int | None] = {0: room * 10**6, CPU: sum(sizes), DISK: None}
-    rates = Rates(host=host * 10**8, link=link * 10**8, device=100 * GB)
+    rates = Rates(host=host * 10**8, host_to_device=link * 10**8, device=100 * GB)
     exact, fastest = (
         optimal(model, budgets, rates),
         with_host_layers(model, budgets, rates, step=Step(output_bytes=1000)),

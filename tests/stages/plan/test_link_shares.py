@@ -22,7 +22,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.link_shares import share_layers
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.table import render
-from offstage.stages.plan.traffic import Step, bound_seconds, forecast
+from offstage.stages.plan.traffic import Step, forecast, lower_bound_seconds
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import at_rest, outline
@@ -30,7 +30,7 @@ from tests.stages.plan.test_optimal import llama
 
 MB = 10**6
 LINK = 25 * 10**9
-FAST = {"storage": "1TB", "host": "100GB", "link": "25GB", "device": "900GB", "launches": "1GB"}
+FAST = {"storage": "1TB", "host": "100GB", "host_to_device": "25GB", "device": "900GB", "launches": "1GB"}
 many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -79,10 +79,10 @@ def test_as_many_links_are_about_as_many_times_as_fast(count: int, factor: float
     model = llama(48)
     room = model.skeleton.bytes // 20
     one, several = planned(model, room), planned(model, *[room] * count)
-    assert (one.forecast["bound"], several.forecast["bound"]) == ("link", "link")
+    assert (one.forecast["bottleneck"], several.forecast["bottleneck"]) == ("host-to-device", "host-to-device")
     assert seconds(one) > factor * seconds(several)
-    assert list(of(several, "link_bytes")) == list(range(count))
-    assert sum(of(several, "link_bytes").values()) == several.forecast["streamed_bytes_per_token"]
+    assert list(of(several, "transfer_bytes")) == list(range(count))
+    assert sum(of(several, "transfer_bytes").values()) == several.forecast["streamed_bytes_per_token"]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -90,7 +90,7 @@ def test_as_many_links_are_about_as_many_times_as_fast(count: int, factor: float
 def test_links_that_run_ahead_by_their_reserves_take_as_long_as_predicted(count: int, share: int) -> None:
     model = llama(48)
     plan = planned(model, *[model.skeleton.bytes // share] * count)
-    assert counted_seconds(model, plan) == pytest.approx(max(of(plan, "link_bytes").values()) / LINK, rel=0.1)
+    assert counted_seconds(model, plan) == pytest.approx(max(of(plan, "transfer_bytes").values()) / LINK, rel=0.1)
 
 
 def test_one_stretch_of_layers_for_each_accelerator_is_predicted_as_slow_as_it_is() -> None:
@@ -103,7 +103,7 @@ def test_one_stretch_of_layers_for_each_accelerator_is_predicted_as_slow_as_it_i
     given = {"max_memory": {"0": "1GB", "1": "1GB", "cpu": "8GB"}, "hardware": hardware, "generate": {}}
     plan = make_plan(model, {**given, "device_map": device_map, "storage": {"io": "direct"}})
     assert seconds(plan) == pytest.approx(counted_seconds(model, plan), rel=0.02)
-    assert seconds(plan) > 0.9 * sum(of(plan, "link_bytes").values()) / LINK, "hardly better than one link"
+    assert seconds(plan) > 0.9 * sum(of(plan, "transfer_bytes").values()) / LINK, "hardly better than one link"
 
 
 def test_layers_take_turns_and_parts_of_them_stay_on_each_accelerator() -> None:
@@ -116,22 +116,22 @@ def test_layers_take_turns_and_parts_of_them_stay_on_each_accelerator() -> None:
         budget = plan.budgets[device]
         assert budget is not None
         assert 0.9 * budget < plan.devices[device].weights + plan.devices[device].reserve <= budget
-    least, most = sorted(of(plan, "link_bytes").values())
+    least, most = sorted(of(plan, "transfer_bytes").values())
     assert most < 1.25 * least, "as even as whole layers can be"
 
 
 def test_links_with_a_root_in_common_take_what_that_takes() -> None:
     model = llama(24)
     apart, shared = planned(model, 10**9, 10**9), planned(model, 10**9, 10**9, root="30GB")
-    assert seconds(shared) == pytest.approx(sum(of(shared, "link_bytes").values()) / (30 * 10**9))
+    assert seconds(shared) == pytest.approx(sum(of(shared, "transfer_bytes").values()) / (30 * 10**9))
     assert seconds(apart) < seconds(shared) < seconds(planned(model, 10**9))
 
 
 def test_the_least_seconds_of_what_was_measured_are_those_of_the_slowest_link() -> None:
     plan = planned(llama(24), 5 * 10**8, 5 * 10**8)
-    streamed = sum(of(plan, "link_bytes").values())
-    assert bound_seconds(plan, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(
-        max(of(plan, "link_bytes").values()) / LINK
+    streamed = sum(of(plan, "transfer_bytes").values())
+    assert lower_bound_seconds(plan, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(
+        max(of(plan, "transfer_bytes").values()) / LINK
     )
 
 
@@ -181,7 +181,7 @@ def test_plans_fit_and_are_never_slower_than_where_one_link_streams(seed: int) -
     for device, budget in plan.budgets.items():
         taken = plan.devices[device].weights + plan.devices[device].reserve
         assert budget is None or taken <= budget
-    assert set(of(plan, "link_bytes")) <= set(of(plan, "reserve"))
+    assert set(of(plan, "transfer_bytes")) <= set(of(plan, "reserve"))
 
 
 BEFORE: Mapping[str, tuple[str, str]] = {
@@ -223,7 +223,7 @@ def digest(model: Outline, cases: list[dict[DeviceId, int | None]]) -> str:
 def unlike(model: Outline, *devices: tuple[int, str | None], **rates: str) -> Plan:
     """Return the plan on accelerators with these budgets and links; null: the link that all have."""
     given = {str(index): str(room) for index, (room, _) in enumerate(devices)} | {"cpu": str(model.skeleton.bytes)}
-    listed = [{"memory": "1TB", **({"link": link} if link else {})} for _, link in devices]
+    listed = [{"memory": "1TB", **({"host_to_device": link} if link else {})} for _, link in devices]
     hardware = {"devices": listed, "host": {"memory": "8TB"}, "rates": FAST | rates}
     config = {"max_memory": given, "device_map": "optimal", "hardware": hardware, "generate": {}}
     return make_plan(model, {**config, "storage": {"io": "direct"}})
@@ -232,13 +232,13 @@ def unlike(model: Outline, *devices: tuple[int, str | None], **rates: str) -> Pl
 def test_a_faster_link_brings_more_and_both_take_about_as_long() -> None:
     model, room = llama(48), 10**9
     alike, mixed = unlike(model, (room, None), (room, None)), unlike(model, (room, None), (room, "5GB"))
-    streamed = sum(of(mixed, "link_bytes").values())
-    took = {0: mixed.devices[0].link_bytes / LINK, 1: mixed.devices[1].link_bytes / (5 * 10**9)}
+    streamed = sum(of(mixed, "transfer_bytes").values())
+    took = {0: mixed.devices[0].transfer_bytes / LINK, 1: mixed.devices[1].transfer_bytes / (5 * 10**9)}
     assert seconds(mixed) == pytest.approx(max(took.values()))
     assert seconds(mixed) == pytest.approx(streamed / (30 * 10**9), rel=0.2), "as links of 25 and 5 GB bring together"
-    assert seconds(alike) == pytest.approx(max(of(alike, "link_bytes").values()) / LINK)
+    assert seconds(alike) == pytest.approx(max(of(alike, "transfer_bytes").values()) / LINK)
     assert seconds(alike) < seconds(mixed)
-    assert bound_seconds(mixed, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(seconds(mixed))
+    assert lower_bound_seconds(mixed, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(seconds(mixed))
 
 
 def test_links_of_their_own_that_are_alike_are_as_one_rate_of_all() -> None:
@@ -251,14 +251,14 @@ def test_links_of_their_own_that_are_alike_are_as_one_rate_of_all() -> None:
 def test_a_link_that_hardly_brings_anything_is_left_to_layers_that_stay(slow: int) -> None:
     model, room = llama(24), 5 * 10**8
     plan = unlike(model, *((room, "1MB" if index == slow else None) for index in (0, 1)))
-    assert set(of(plan, "link_bytes")) == {1 - slow}
+    assert set(of(plan, "transfer_bytes")) == {1 - slow}
     assert plan.devices[slow].weights > room / 2
-    assert seconds(plan) == pytest.approx(plan.devices[1 - slow].link_bytes / LINK)
+    assert seconds(plan) == pytest.approx(plan.devices[1 - slow].transfer_bytes / LINK)
 
 
 def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     model = llama(24)
-    rates = {"link": "1TB", "device": "100GB"}
+    rates = {"host_to_device": "1TB", "device": "100GB"}
     held = model.skeleton.bytes
     config = {"max_memory": {"0": str(held), "1": str(held)}, "device_map": "balanced", "generate": {}}
     listed = [{"memory": "1TB", "name": "RTX 4090"}, {"memory": "1TB", "rates": {"device": "25GB"}}]
@@ -266,7 +266,10 @@ def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     plan = make_plan(model, {**config, "hardware": hardware})
     read = plan.used_bytes
     assert seconds(plan) == pytest.approx(int(read[0]) / 10**11 + int(read[1]) / (25 * 10**9))
-    assert of(plan, "rates") == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
+    assert of(plan, "rates") == {
+        0: {"host_to_device": 10**12, "device": 10**11},
+        1: {"host_to_device": 10**12, "device": 25 * 10**9},
+    }
     shown = render(plan)
     assert "0 (RTX 4090)" in shown
     assert "1 1.00 TB from the host and 25.00 GB from its memory" in shown

@@ -61,7 +61,7 @@ def kept_bytes(outline: Outline) -> int:
 
 def taken(plan: Plan, device: DeviceId) -> int:
     """Return the bytes of the budget of ``device`` that the plan gives to weights, the reserve and slots."""
-    return plan.devices[device].weights + plan.devices[device].reserve + plan.devices[device].slots
+    return plan.devices[device].weights + plan.devices[device].reserve + plan.devices[device].expert_cache
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +70,7 @@ def test_what_every_token_needs_stays_and_the_rest_of_the_budget_is_slots(name: 
     plan = plan_for(model, cpu=kept_bytes(model) + 5 * expert_bytes(model) + 3)
     assert {tensor for tensor, home in plan.homes.items() if home == DISK} == model.expert_tensors | model.lookups
     assert set(plan.serving.values()) == {"experts", "rows"}
-    assert of(plan, "slots") == {CPU: 5 * expert_bytes(model)}
+    assert of(plan, "expert_cache") == {CPU: 5 * expert_bytes(model)}
     assert (of(plan, "reserve"), plan.staging_bytes) == ({}, 3)
     count, together = 6 * len(model.experts), max(2, *(spec.per_token for spec in model.experts.values()))
     assert of(plan, "pool") == {CPU: Pool(count, count * expert_bytes(model), expert_bytes(model), together)}
@@ -83,13 +83,13 @@ def test_tables_of_which_a_token_needs_a_row_make_room_for_slots_until_all_exper
     assert set(plan.serving.values()) == {"rows"}, "all experts are resident"
     less = plan_for(model, cpu=model.skeleton.bytes - table - 1)
     assert set(less.serving.values()) == {"rows", "experts"}
-    assert of(less, "slots") == {CPU: of(less, "pool")[CPU].bytes - expert_bytes(model)}
+    assert of(less, "expert_cache") == {CPU: of(less, "pool")[CPU].bytes - expert_bytes(model)}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_fits_has_no_slots(name: str) -> None:
     plan = plan_for(mixture(name), cpu=mixture(name).skeleton.bytes)
-    assert (plan.serving, of(plan, "slots"), of(plan, "pool")) == ({}, {}, {})
+    assert (plan.serving, of(plan, "expert_cache"), of(plan, "pool")) == ({}, {}, {})
 
 
 def test_two_experts_come_before_reading_ahead_and_one_is_enough() -> None:
@@ -99,8 +99,8 @@ def test_two_experts_come_before_reading_ahead_and_one_is_enough() -> None:
     words = str(refusal.value).split()
     least = int(words[words.index("bytes", words.index("least")) - 1])
     assert "a slot of 9.22 kB for an expert" in str(refusal.value)
-    assert of(plan_for(model, cpu=least), "slots") == {CPU: expert_bytes(model)}
-    assert of(plan_for(model, cpu=least + expert_bytes(model)), "slots") == {CPU: 2 * expert_bytes(model)}
+    assert of(plan_for(model, cpu=least), "expert_cache") == {CPU: expert_bytes(model)}
+    assert of(plan_for(model, cpu=least + expert_bytes(model)), "expert_cache") == {CPU: 2 * expert_bytes(model)}
     with pytest.raises(BudgetError):
         plan_for(model, cpu=least - 1)
 
@@ -110,9 +110,9 @@ def test_all_experts_of_a_token_have_a_slot_before_weights_that_every_token_need
     together, one = roomy_slots(model), expert_bytes(model)
     assert together == max(spec.per_token for spec in model.experts.values()) > 2
     whole = plan_for(model, cpu=kept_bytes(model) + together * one)
-    assert (of(whole, "slots"), of(whole, "reserve")) == ({CPU: together * one}, {})
+    assert (of(whole, "expert_cache"), of(whole, "reserve")) == ({CPU: together * one}, {})
     less = plan_for(model, cpu=kept_bytes(model) + together * one - 1)
-    assert of(less, "slots") == {CPU: together * one}
+    assert of(less, "expert_cache") == {CPU: together * one}
     assert of(less, "reserve"), "a part of what every token needs is read for each"
 
 
@@ -135,11 +135,11 @@ def test_a_plan_fits_its_budgets_or_is_refused_in_one_line(name: str, policy: st
     for experts in model.experts.values():
         assert len({plan.serving.get(tensor) for tensor in experts.tensors}) == 1, "all of them alike"
     for device, pool in of(plan, "pool").items():
-        assert pool.unit_bytes <= plan.devices[device].slots <= pool.bytes
-        assert plan.devices[device].slots % pool.unit_bytes == 0
+        assert pool.unit_bytes <= plan.devices[device].expert_cache <= pool.bytes
+        assert plan.devices[device].expert_cache % pool.unit_bytes == 0
         assert pool.bytes == pool.unit_bytes * pool.experts
     assert (
-        of(plan, "slots").keys()
+        of(plan, "expert_cache").keys()
         == of(plan, "pool").keys()
         == {plan.execution[module] for module, experts in model.experts.items() if experts.tensors[0] in plan.serving}
     )
@@ -159,7 +159,7 @@ def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data
         return
     assert isinstance(more, Plan)
     if less.devices[CPU].weights == more.devices[CPU].weights:
-        assert less.devices[CPU].slots <= more.devices[CPU].slots
+        assert less.devices[CPU].expert_cache <= more.devices[CPU].expert_cache
     assert less.forecast["streamed_bytes_per_token"] >= more.forecast["streamed_bytes_per_token"]
 
 
@@ -168,7 +168,7 @@ def test_the_second_slot_pushes_out_nothing_that_every_token_needs(name: str) ->
     model = mixture(name)
     found = [planned(model, "optimal", {"cpu": share * model.skeleton.bytes // 200}) for share in range(12, 60, 3)]
     plans_made = [plan for plan in found if isinstance(plan, Plan)]
-    assert {1, 2} <= {plan.devices[CPU].slots // expert_bytes(model) for plan in plans_made}
+    assert {1, 2} <= {plan.devices[CPU].expert_cache // expert_bytes(model) for plan in plans_made}
     counts = [int(plan.forecast["streamed_bytes_per_token"]) for plan in plans_made]
     assert counts == sorted(counts, reverse=True)
 
@@ -191,9 +191,9 @@ def test_experts_wait_on_the_host_as_far_as_it_goes_and_compute_from_slots_of_th
     assert plan.main_device == 0
     assert {plan.homes[name] for name in model.expert_tensors} == {CPU, DISK}
     assert 0.6 * (rest // 2) < plan.devices[CPU].weights <= rest // 2
-    assert of(plan, "slots") == {0: 9 * expert_bytes(model)}
+    assert of(plan, "expert_cache") == {0: 9 * expert_bytes(model)}
     two = plan_for(model, _0=both // 2, _1=both // 2, cpu=0)
-    assert set(of(two, "slots")) == {0, 1}
+    assert set(of(two, "expert_cache")) == {0, 1}
     assert {home for name, home in two.homes.items() if name not in model.expert_tensors} == {0, 1}
 
 
@@ -206,7 +206,7 @@ def test_other_policies_keep_whole_layers() -> None:
     homes = [{plan.homes[name] for name in model.layer_of[f"{layer}.mlp.gate.weight"].tensors} for layer in layers]
     assert homes == [{CPU}, {DISK}, {DISK}]
     assert of(plan, "pool")[CPU].experts == 12
-    assert plan.devices[CPU].slots >= 3 * expert_bytes(model)
+    assert plan.devices[CPU].expert_cache >= 3 * expert_bytes(model)
 
 
 def test_of_a_map_that_tears_experts_apart_the_module_is_served_as_a_whole() -> None:
@@ -231,7 +231,7 @@ def test_cpu_offload_gb_takes_the_experts_of_a_layer_together() -> None:
         before += model.sizes[name]
     plan = plan_for(model, {"cpu_offload_gb": (before + 1) / 10**9}, _0=10**8, cpu=10**8)
     assert {plan.serving[name] for name in first.tensors} == {"experts"}
-    assert of(plan, "slots") == {0: 6 * expert_bytes(model)}
+    assert of(plan, "expert_cache") == {0: 6 * expert_bytes(model)}
 
 
 def test_a_token_is_expected_to_bring_the_experts_that_it_uses_and_that_have_no_slot() -> None:
@@ -264,7 +264,7 @@ def test_each_kind_of_experts_has_a_slot_at_least() -> None:
     plan = plan_for(mixed, cpu=kept_bytes(mixed) + 3 * (small + large))
     (pool,) = of(plan, "pool").values()
     assert (small < large, pool.experts, pool.bytes) == (True, 24, 12 * small + 12 * large)
-    shares = [plan.devices[CPU].slots * 12 * kind // pool.bytes for kind in (small, large)]
+    shares = [plan.devices[CPU].expert_cache * 12 * kind // pool.bytes for kind in (small, large)]
     assert [share // kind for share, kind in zip(shares, (small, large), strict=True)] == [3, 3]
 
 
@@ -288,7 +288,7 @@ def test_batches_and_beams_are_tokens_of_a_pass() -> None:
 def test_slots_are_a_part_of_the_predicted_peak() -> None:
     model = mixture("Mixtral")
     plan = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=model.skeleton.bytes)
-    assert plan.predicted[0]["slots"] == 4 * expert_bytes(model)
+    assert plan.predicted[0]["expert_cache"] == 4 * expert_bytes(model)
     assert list(plan.predicted[CPU])[-1] == "simulated"
     assert plan.predicted[CPU]["simulated"] >= dense_bytes(model) + 4 * expert_bytes(model)
 
@@ -296,7 +296,7 @@ def test_slots_are_a_part_of_the_predicted_peak() -> None:
 def test_what_is_read_into_slots_passes_through_buffers_of_the_host() -> None:
     model = mixture("Mixtral")
     plan = plan_for(model, cpu=kept_bytes(model) + 4 * expert_bytes(model))
-    assert plan.predicted[CPU]["slots"] == 4 * expert_bytes(model)
+    assert plan.predicted[CPU]["expert_cache"] == 4 * expert_bytes(model)
     assert plan.predicted[CPU]["staging"] == 8 * expert_bytes(model), "eight threads, each with an expert at most"
     from_host = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=model.skeleton.bytes)
     assert from_host.predicted[CPU]["staging"] == 0
@@ -326,7 +326,7 @@ def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> No
     made = dispatch_plan.make_dispatch_plan(model.skeleton, plan)
     made.save(tmp_path)
     assert decode(dispatch_plan.DispatchPlan, json.loads((tmp_path / dispatch_plan.FILE_NAME).read_text())) == made
-    assert made.slots == of(plan, "slots")
+    assert made.slots == of(plan, "expert_cache")
     assert {name: part.experts for name, part in made.parts.items() if part.experts} == model.experts
     assert (made.order, made.streamed_bytes, made.reserves) == (tuple(model.experts), 0, {})
 
@@ -343,7 +343,11 @@ def test_without_the_switch_experts_are_streamed_as_any_weights() -> None:
     model = replace(mixture("Mixtral"), routes=False)
     plan = plan_for(model, cpu=model.skeleton.bytes // 2)
     assert set(plan.serving.values()) == {"direct", "rows"}
-    assert (of(plan, "slots"), "expert_hit_rate" in plan.forecast, "slots" in plan.predicted[CPU]) == ({}, False, False)
+    assert (of(plan, "expert_cache"), "expert_hit_rate" in plan.forecast, "expert_cache" in plan.predicted[CPU]) == (
+        {},
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

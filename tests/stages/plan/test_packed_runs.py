@@ -22,8 +22,8 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 WEIGHT_BYTES = 2 * 6 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 384)
-SLOW_STORAGE = {"storage": "1MB", "host": "100GB", "link": "100GB", "device": "100GB", "unpacking": "1GB"}
-SLOW_CORES = {**SLOW_STORAGE, "storage": "1GB", "unpacking": "1MB"}
+SLOW_STORAGE = {"storage": "1MB", "host": "100GB", "host_to_device": "100GB", "device": "100GB", "dequantising": "1GB"}
+SLOW_CORES = {**SLOW_STORAGE, "storage": "1GB", "dequantising": "1MB"}
 SMALL = [{"name": "small", "memory": "100MB"}]
 
 

@@ -193,15 +193,19 @@ def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> No
     plan = planned(model, cpu="30")
     rates = Rates(storage=10, host=1000, calls=10**9)
     forecast = predicted(model, plan, MemoryNeeds(0), rates).forecast
-    storage = {"bound": "storage", "storage_bandwidth_bytes_per_second": 10, "forwards_for_free": 2.0 / (40 / 1000)}
+    storage = {
+        "bottleneck": "storage",
+        "storage_bandwidth_bytes_per_second": 10,
+        "forwards_for_free": 2.0 / (40 / 1000),
+    }
     assert forecast == {
         "streamed_bytes_per_token": 20,
         "seconds_per_token": pytest.approx(2.0 + 0.25 * 40 / 1000),
         **storage,
     }
-    assert predicted(model, plan, MemoryNeeds(0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
+    assert predicted(model, plan, MemoryNeeds(0), Rates(storage=1000, host=10)).forecast["bottleneck"] == "host memory"
     linked = planned(model, _0="30", cpu="100")
-    assert predicted(model, linked, MemoryNeeds(0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
+    assert predicted(model, linked, MemoryNeeds(0), Rates(host_to_device=10)).forecast["seconds_per_token"] == 2.0
 
 
 @pytest.mark.parametrize("devices", [[], [{"memory": "1GB"}]])
@@ -217,8 +221,8 @@ def test_a_pass_takes_as_long_as_its_tokens_compute_once_they_are_many(devices: 
 
     memory, cores = ("device memory", "device cores") if devices else ("host memory", "host cores")
     few, many = forecast(at_once), forecast(3 * at_once)
-    assert (few["seconds_per_token"], few["bound"]) == (pytest.approx(40 / 1000, rel=1e-4), memory)
-    assert (many["seconds_per_token"], many["bound"]) == (pytest.approx(3 * 40 / 1000, rel=1e-4), cores)
+    assert (few["seconds_per_token"], few["bottleneck"]) == (pytest.approx(40 / 1000, rel=1e-4), memory)
+    assert (many["seconds_per_token"], many["bottleneck"]) == (pytest.approx(3 * 40 / 1000, rel=1e-4), cores)
     guided = forecast(3 * at_once, guidance_scale=1.5)
     assert guided["seconds_per_token"] == pytest.approx(2 * many["seconds_per_token"], rel=1e-4)
 
@@ -247,7 +251,7 @@ def keep_decoding(folder: Path, host: int = 10_000_000_000, calls: int = 10_000)
 
 
 def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None:
-    assert read_rates({"rates": {"link": "25GB"}}).link == 25 * 10**9
+    assert read_rates({"rates": {"host_to_device": "25GB"}}).host_to_device == 25 * 10**9
     first = local_rates(tmp_path / "hardware", None)
     assert first.host > 0
     assert local_rates(tmp_path / "hardware", None) == first
@@ -258,7 +262,7 @@ def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
     write_sealed(tmp_path / "rates.json", {"link GPU": 20_000_000_000})
     found = local_rates(tmp_path, None, ["GPU"])
     assert found.host == coarse_rate(9_900_000_000) == coarse_rate(10_100_000_000)
-    assert found.link == pytest.approx(20 * 10**9, rel=0.05)
+    assert found.host_to_device == pytest.approx(20 * 10**9, rel=0.05)
     assert found.calls == coarse_rate(9_900) == coarse_rate(10_100)
     assert found.device == Rates().device, "no such accelerator is here: the nominal one stands"
 

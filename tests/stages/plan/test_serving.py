@@ -95,4 +95,4 @@ def test_a_plan_says_how_each_tensor_is_read_by_the_memory_that_was_free(asked: 
     assert plan.serving.keys() == {name for name, home in plan.homes.items() if home == "disk"}
     assert plan.forecast["streamed_bytes_per_token"] == sum(10**7 for _ in plan.serving)
     stays = serving == "map" and asked == "auto"
-    assert plan.forecast["bound"] == ("host memory" if stays else "storage"), "pages that stay aren't read again"
+    assert plan.forecast["bottleneck"] == ("host memory" if stays else "storage"), "pages that stay aren't read again"

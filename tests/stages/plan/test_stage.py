@@ -53,7 +53,7 @@ def two_accelerators(size: str = "1GB") -> dict[str, Any]:
         ({"hardware": {"rates": "3GB"}}, "hardware.rates", "'3GB' is no mapping; give {storage: 3GB}"),
         ({"hardware": {"rates": {"storage": 0}}}, "hardware.rates.storage", "0 is no speed; give 1 or more"),
         ({"hardware": {"rates": {"root": "0GB"}}}, "hardware.rates.root", "'0GB' is no speed; give 1 or more"),
-        ({"hardware": {"rates": {"lnk": "1GB"}}}, "hardware.rates.lnk", "did you mean 'link'"),
+        ({"hardware": {"rates": {"storge": "1GB"}}}, "hardware.rates.storge", "did you mean 'storage'"),
         ({"device_map_overrides": {"a": "x"}}, "device_map_overrides.a", "'x' is not a device"),
     ],
 )

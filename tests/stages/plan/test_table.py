@@ -90,7 +90,7 @@ def test_a_cache_is_on_the_device_that_computes_its_block_and_in_the_sum() -> No
 
 
 def test_a_full_table_of_devices_has_eighty_columns_at_most() -> None:
-    ledger = dict.fromkeys(["weights", "reserve", "slots", "cache", "activations", "process"], 987_654_321)
+    ledger = dict.fromkeys(["weights", "reserve", "expert_cache", "cache", "activations", "process"], 987_654_321)
     devices: dict[DeviceId, DevicePlan] = {
         device: DevicePlan(987_654_321, 987_654_321, ledger=ledger) for device in (*range(16), "cpu", "disk")
     }

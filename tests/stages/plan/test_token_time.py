@@ -18,7 +18,7 @@ from offstage.stages.plan.token_time import (
 )
 from offstage.stages.units import CPU, DISK, DeviceId
 
-RATES = Rates(storage=10, host=1000, link=100, device=1000)
+RATES = Rates(storage=10, host=1000, host_to_device=100, device=1000)
 
 
 def brought(runs: Sequence[tuple[DeviceId, float]], *, ahead: bool = True) -> PassTraffic:
@@ -32,8 +32,8 @@ def test_the_slowest_link_counts_and_what_they_share() -> None:
     streamed = brought([(0, 100), (1, 300), (0, 100)])
     assert streamed.links == {0: 200, 1: 300}
     assert link_seconds(streamed, RATES) == 300 / 100
-    assert link_seconds(streamed, Rates(link=100, root=125)) == 500 / 125
-    assert link_seconds(streamed, Rates(link=100, root=250)) == 300 / 100
+    assert link_seconds(streamed, Rates(host_to_device=100, root=125)) == 500 / 125
+    assert link_seconds(streamed, Rates(host_to_device=100, root=250)) == 300 / 100
 
 
 def test_what_is_asked_for_layer_by_layer_comes_over_one_link_at_a_time() -> None:
@@ -68,7 +68,7 @@ def test_of_a_run_on_one_accelerator_that_is_late_which_its_reserve_has_no_room_
 def test_memories_are_read_one_after_the_other() -> None:
     seconds = token_seconds(PassTraffic(held={0: 400, 1: 400, CPU: 100}), RATES)
     assert slowest(seconds) == ("device memory", 0.9)
-    assert slowest({**seconds, "unpacking": 2.0}) == ("unpacking", 2.1)
+    assert slowest({**seconds, "dequantising": 2.0}) == ("dequantising", 2.1)
 
 
 def test_a_root_of_links_is_given_or_there_is_none() -> None:
@@ -83,7 +83,7 @@ def test_calls_take_the_host_a_while_however_few_weights_there_are() -> None:
 
 
 def test_an_accelerator_waits_for_the_host_to_give_it_work_however_little_that_is() -> None:
-    rates = Rates(device=100, link=10, launches=10)
+    rates = Rates(device=100, host_to_device=10, launches=10)
     waits = token_seconds(PassTraffic(held={0: 100}, device_calls=20), rates)
     assert slowest(waits) == ("kernel launches", 2)
     assert expected_seconds(waits) == 2, "it computes meanwhile"
@@ -118,7 +118,7 @@ def read(
 def test_what_overlaps_on_the_host_takes_from_each_other_and_experts_wait_for_their_call(
     streamed: PassTraffic, expected: float
 ) -> None:
-    rates = Rates(storage=10, host=1000, unpacking=500, calls=1000)
+    rates = Rates(storage=10, host=1000, dequantising=500, calls=1000)
     streamed.held = {CPU: 1000}
     seconds = token_seconds(streamed, rates)
     assert expected_seconds(seconds) == pytest.approx(expected)
@@ -127,13 +127,13 @@ def test_what_overlaps_on_the_host_takes_from_each_other_and_experts_wait_for_th
 def test_what_an_accelerator_computes_has_nothing_disturbed_but_by_what_the_host_unpacks() -> None:
     streamed = PassTraffic(held={0: 100})
     streamed.add(DISK, 20, computes=0, unpacked=40)
-    seconds = token_seconds(streamed, Rates(storage=10, unpacking=40, link=100, device=1000))
+    seconds = token_seconds(streamed, Rates(storage=10, dequantising=40, host_to_device=100, device=1000))
     assert expected_seconds(seconds) == pytest.approx(2 + 0.25 * 1)
-    assert expected_seconds({**seconds, "unpacking": 0}) == slowest({**seconds, "unpacking": 0})[1] == 2
+    assert expected_seconds({**seconds, "dequantising": 0}) == slowest({**seconds, "dequantising": 0})[1] == 2
 
 
 def test_an_accelerator_waits_for_experts_that_the_host_unpacks_as_they_are_called() -> None:
-    rates = Rates(storage=10, unpacking=40, link=100, device=1000)
+    rates = Rates(storage=10, dequantising=40, host_to_device=100, device=1000)
     seconds = {}
     for ahead in (True, False):
         streamed = PassTraffic(held={0: 100})

@@ -23,7 +23,7 @@ from offstage.stages.checkpoints import quantised_copy
 from tests.e2e.quantised_twins import plain_tensors, save_plain
 from tests.stages.shard_load.test_offload_store import flipped
 
-HARDWARE = {"devices": [], "rates": {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}}
+HARDWARE = {"devices": [], "rates": {"storage": "1GB", "host": "10GB", "dequantising": "1GB"}}
 TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8]])
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from offstage.pipeline.report.differences import config_differences
 from offstage.pipeline.report.figures import EARLIER, Picture
-from offstage.pipeline.report.plots.speed import BUSY, lockstep_picture, pareto_picture, speed_picture
+from offstage.pipeline.report.plots.speed import CONTENDED, lockstep_picture, pareto_picture, speed_picture
 from offstage.pipeline.report.run_folders import find
 from offstage.pipeline.report.speed import MOST_SERIES, members, pareto, speed_series
 from tests.pipeline.report.pages import entries, traces
-from tests.pipeline.report.sample_runs import sample, write_failure, write_run
+from tests.pipeline.report.sample_runs import repeat, write_failure, write_run
 
 STORED = {"storage_bandwidth_bytes_per_second": 2e9}
 PREDICTED, BOUND = "predicted by the plan", "lower bound: bytes moved ÷ bandwidth"
@@ -34,8 +34,8 @@ def drawn_lockstep(folder: Path) -> Picture | None:
 @pytest.mark.parametrize(
     ("seconds", "bound", "named"),
     [(0.5, {}, True), (0.97, {}, False), (1.5, {}, False),
-     (0.5, {"predicted_bound": "storage", "bound_seconds_per_token": 0.7}, True),
-     (0.5, {"predicted_bound": "host memory", "bound_seconds_per_token": 0.7}, False)],
+     (0.5, {"predicted_bottleneck": "storage", "lower_bound_seconds_per_token": 0.7}, True),
+     (0.5, {"predicted_bottleneck": "host memory", "lower_bound_seconds_per_token": 0.7}, False)],
 )  # fmt: skip
 def test_a_job_that_is_faster_than_its_storage_is_named(
     seconds: float, bound: dict[str, float | str], named: bool, tmp_path: Path
@@ -48,18 +48,18 @@ def test_a_job_that_is_faster_than_its_storage_is_named(
 
 
 def test_a_mark_that_was_disturbed_is_a_cross_and_says_so(tmp_path: Path) -> None:
-    write_run(tmp_path / "0", samples=[sample(0.5), sample(0.6)])
-    assert BUSY not in drawn(tmp_path).caption
-    write_run(tmp_path / "1", budget=2 * 10**9, samples=[sample(0.5), sample(0.6, busy=True)])
+    write_run(tmp_path / "0", repeats=[repeat(0.5), repeat(0.6)])
+    assert CONTENDED not in drawn(tmp_path).caption
+    write_run(tmp_path / "1", budget=2 * 10**9, repeats=[repeat(0.5), repeat(0.6, contended=True)])
     picture = drawn(tmp_path)
     (marks,) = traces(picture, "measured")
     assert marks.marker.symbol == ("circle", "x")
-    assert [BUSY in text for text in marks.hovertext] == [False, True]
-    assert BUSY in picture.caption
+    assert [CONTENDED in text for text in marks.hovertext] == [False, True]
+    assert CONTENDED in picture.caption
 
 
 def test_bars_reach_from_the_least_to_the_largest_sample(tmp_path: Path) -> None:
-    write_run(tmp_path / "0", seconds=0.6, samples=[sample(seconds) for seconds in (0.5, 0.6, 0.9)])
+    write_run(tmp_path / "0", seconds=0.6, repeats=[repeat(seconds) for seconds in (0.5, 0.6, 0.9)])
     bars = traces(drawn(tmp_path), "measured")[0].error_y
     assert bars.visible
     assert (bars.array, bars.arrayminus) == (pytest.approx((0.3,)), pytest.approx((0.1,)))
@@ -72,7 +72,7 @@ def test_one_entry_of_the_legend_shows_or_hides_all_that_is_predicted(tmp_path: 
             write_run(tmp_path / f"{number}{budget}", budget=budget * 10**9, policy=policy, metrics=metrics)
     picture = drawn(tmp_path)
     assert entries(picture) == [PREDICTED, BOUND, "device_map=sequential", "device_map=balanced"]
-    for name, group in ((PREDICTED, "predicted"), (BOUND, "bound")):
+    for name, group in ((PREDICTED, "predicted"), (BOUND, "lower_bound")):
         assert [trace.legendgroup for trace in traces(picture, name)] == [group, group]
         assert all(trace.mode == "lines" for trace in traces(picture, name)), "what isn't measured has no marks"
 
@@ -102,7 +102,7 @@ def write_sweep(folder: Path, *asked: int | str | None) -> None:
     for number, count in enumerate(asked):
         chosen = {"lockstep": 16} if count == "auto" else {}
         shared = 16 if count == "auto" else int(count or 1)
-        metrics = {**chosen, "predicted_seconds_per_token": 1 / shared, "bound_seconds_per_token": 0.1}
+        metrics = {**chosen, "predicted_seconds_per_token": 1 / shared, "lower_bound_seconds_per_token": 0.1}
         write_run(folder / str(number), seconds=1.1 / shared, generate={"lockstep": count}, metrics=metrics)
 
 

@@ -26,20 +26,20 @@ def test_a_layer_of_experts_has_slots_where_nothing_says_how_much_there_is(main:
     assert set(plan.serving.values()) == {"experts"}
     assert of(plan, "reserve") == {}
     layers = 2 if main == CPU else 1
-    assert of(plan, "slots") == {main: layers * 6 * EXPERT}
+    assert of(plan, "expert_cache") == {main: layers * 6 * EXPERT}
     budget = plan.budgets[main]
     assert budget is not None
-    assert plan.devices[main].weights + plan.devices[main].slots <= budget
+    assert plan.devices[main].weights + plan.devices[main].expert_cache <= budget
 
 
 @pytest.mark.parametrize("main", [CPU, 0])
 def test_what_a_budget_leaves_is_slots(main: DeviceId) -> None:
     held = sum(MODEL.sizes[name] for name in MODEL.sizes if name not in MODEL.expert_tensors)
     plan = planned(MODEL.skeleton, main, DISK, budgets={main: held + 4 * EXPERT + 1})
-    assert of(plan, "slots") == {main: 4 * EXPERT}
+    assert of(plan, "expert_cache") == {main: 4 * EXPERT}
 
 
 def test_experts_in_a_module_that_is_preloaded_come_as_a_whole() -> None:
     (block,) = {module.class_name for module in MODEL.skeleton.modules if module.name == "model.layers.0"}
     plan = planned(MODEL.skeleton, CPU, DISK, preload=[block])
-    assert (set(plan.serving.values()) <= {"direct", "map"}, of(plan, "slots")) == (True, {})
+    assert (set(plan.serving.values()) <= {"direct", "map"}, of(plan, "expert_cache")) == (True, {})

@@ -70,7 +70,7 @@ def test_no_batch_takes_the_place_of_weights_that_a_budget_has() -> None:
 
 def test_where_budgets_are_worked_out_weights_give_way_only_where_that_is_sooner() -> None:
     machine = {"devices": [{"memory": "4.5GB"}], "host": {"memory": "64GiB"}}
-    slow, fast = (planned("", model(40), rates=Rates(link=rate), hardware=machine) for rate in (MB, 10**13))
+    slow, fast = (planned("", model(40), rates=Rates(host_to_device=rate), hardware=machine) for rate in (MB, 10**13))
     assert (slow.batch_size, slow.devices[0].weights) == (16, 4000 * MB), "passes over what is there cost less"
     assert (fast.batch_size or 0) >= 96
     assert fast.devices[0].weights < 4000 * MB
@@ -79,7 +79,7 @@ def test_where_budgets_are_worked_out_weights_give_way_only_where_that_is_sooner
 
 def test_a_batch_that_leaves_no_weights_on_the_accelerator_does_not_move_the_work_to_a_host_without_room() -> None:
     machine = {"devices": [{"memory": "2GB"}], "host": {"memory": "5.5GB"}}
-    plan = planned("", model(40), rates=Rates(link=MB), hardware=machine)
+    plan = planned("", model(40), rates=Rates(host_to_device=MB), hardware=machine)
     assert plan.main_device == 0
     assert plan.batch_size in batch_sizes(500)
     assert sum(plan.predicted[0].values()) <= 2000 * MB * 0.95

@@ -53,7 +53,7 @@ def test_no_more_go_together_than_there_are_batches() -> None:
 
 
 def test_what_is_streamed_is_shared_out_and_what_is_computed_with_is_not() -> None:
-    rates = Rates(storage=100 * MB, host=1000 * MB, link=1000 * MB, device=10_000 * MB, calls=10**9)
+    rates = Rates(storage=100 * MB, host=1000 * MB, host_to_device=1000 * MB, device=10_000 * MB, calls=10**9)
     budget = {"max_memory": {"cpu": "150MB"}, "device_map": "sequential"}
     alone, together = (planned(size, rates=rates, **budget) for size in (1, 4))
     streamed = alone.forecast["streamed_bytes_per_token"]
@@ -66,14 +66,14 @@ def test_what_is_streamed_is_shared_out_and_what_is_computed_with_is_not() -> No
 
 @pytest.mark.parametrize(("storage", "least", "most"), [(1000, 3, 8), (250, 8, 16), (50, 32, 64)])
 def test_auto_takes_as_many_as_pay(storage: int, least: int, most: int) -> None:
-    rates = Rates(storage=storage * MB, host=1000 * MB, link=1000 * MB, device=10_000 * MB)
+    rates = Rates(storage=storage * MB, host=1000 * MB, host_to_device=1000 * MB, device=10_000 * MB)
     found = planned("auto", rates=rates, max_memory={"cpu": "110MB"}).lockstep
     assert found is not None
     assert least <= found <= most
 
 
 def test_auto_takes_no_more_than_fit() -> None:
-    rates = Rates(storage=10 * MB, host=1000 * MB, link=1000 * MB, device=10_000 * MB)
+    rates = Rates(storage=10 * MB, host=1000 * MB, host_to_device=1000 * MB, device=10_000 * MB)
     wide, narrow = (
         planned("auto", rates=rates, memory=memory, max_memory={"cpu": "110MB"}) for memory in ("100GB", "750MB")
     )

@@ -1,6 +1,6 @@
-"""How the time of a model's work went, sample by sample, and the figures that are made of several.
+"""How the time of a model's work went, repeat by repeat, and the metrics that are made of several.
 
-A sample is one pass of a whole generation, scoring or forward over the placed model. The first is stored with what came
+A repeat is one pass of a whole generation, scoring or forward over the placed model. The first is stored with what came
 out; those that a later run asks for have artifacts of their own in the cache, so that none is taken twice.
 """
 
@@ -21,7 +21,7 @@ _BANDWIDTH = "storage_bandwidth_bytes_per_second"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedSample:
+class TimedRepeat:
     """One pass: when it was ``measured``, how many ``passes_before`` it the model had made where it is placed.
 
     ``metrics`` are the run record's, of this pass. ``first_token_seconds`` has an entry a batch, ``token_seconds`` one
@@ -47,7 +47,7 @@ class TimedSample:
         return kept | {name: _bounded(kept[name]) for name in ("first_token_seconds", "token_seconds")}
 
     def told(self, *, counts: bool) -> dict[str, Any]:
-        """Return it as the record holds it: whether it ``counts`` for the run's figures is said there too."""
+        """Return it as the record holds it: whether it ``counts`` for the run's metrics is said there too."""
         told = {**self.stored(), "earlier": self.is_earlier, "counts": counts}
         told["token_seconds_percentiles"] = percentiles(self.token_seconds)
         return {name: value for name, value in told.items() if name != "peaks"}
@@ -61,31 +61,31 @@ def _bounded(times: Sequence[float]) -> list[float]:
     return [round(ordered[place * (len(times) - 1) // last], 6) for place in range(_MOST_TIMES)]
 
 
-def read_sample(stored: Mapping[str, Any], *, is_earlier: bool) -> TimedSample:
-    """Return the sample that the cache holds as ``stored``."""
-    names = {entry.name for entry in fields(TimedSample)}
-    return TimedSample(**{name: value for name, value in stored.items() if name in names}, is_earlier=is_earlier)
+def read_repeat(stored: Mapping[str, Any], *, is_earlier: bool) -> TimedRepeat:
+    """Return the repeat that the cache holds as ``stored``."""
+    names = {entry.name for entry in fields(TimedRepeat)}
+    return TimedRepeat(**{name: value for name, value in stored.items() if name in names}, is_earlier=is_earlier)
 
 
-def figures(samples: Sequence[TimedSample], *, seconds: str) -> Metrics:
-    """Return the run record's metrics of ``samples``: of each the median, and percentiles over the tokens of all.
+def combined_metrics(repeats: Sequence[TimedRepeat], *, seconds: str) -> Metrics:
+    """Return the run record's metrics of ``repeats``: of each the median, and percentiles over the tokens of all.
 
-    What set the speed is told of the sample in the middle, by the metric ``seconds``.
+    What set the speed is told of the repeat in the middle, by the metric ``seconds``.
     """
-    names = dict.fromkeys(name for sample in samples for name in sample.metrics)
-    middle = sorted(samples, key=lambda sample: sample.metrics.get(seconds) or 0)[(len(samples) - 1) // 2]
-    found: Metrics = {name: _median(sample.metrics.get(name) for sample in samples) for name in names}
+    names = dict.fromkeys(name for repeat in repeats for name in repeat.metrics)
+    middle = sorted(repeats, key=lambda repeat: repeat.metrics.get(seconds) or 0)[(len(repeats) - 1) // 2]
+    found: Metrics = {name: _median(repeat.metrics.get(name) for repeat in repeats) for name in names}
     found |= {name: value for name, value in middle.metrics.items() if isinstance(value, str)}
-    found[_BANDWIDTH] = _median(sample.machine.get("storage_bytes_per_second") for sample in samples)
-    found |= dict(_percentile_metrics(samples))
-    found["samples"] = len(samples)
-    found["busy_samples"] = sum(bool(sample.processor.get("busy")) for sample in samples)
+    found[_BANDWIDTH] = _median(repeat.machine.get("storage_bytes_per_second") for repeat in repeats)
+    found |= dict(_percentile_metrics(repeats))
+    found["repeats"] = len(repeats)
+    found["contended_repeats"] = sum(bool(repeat.processor.get("contended")) for repeat in repeats)
     return found
 
 
-def _percentile_metrics(samples: Sequence[TimedSample]) -> Iterator[tuple[str, float]]:
-    firsts = [seconds for sample in samples for seconds in sample.first_token_seconds]
-    tokens = [seconds for sample in samples for seconds in sample.token_seconds]
+def _percentile_metrics(repeats: Sequence[TimedRepeat]) -> Iterator[tuple[str, float]]:
+    firsts = [seconds for repeat in repeats for seconds in repeat.first_token_seconds]
+    tokens = [seconds for repeat in repeats for seconds in repeat.token_seconds]
     for name, times in (("time_to_first_token_seconds", firsts), ("time_between_tokens_seconds", tokens)):
         for percent, seconds in percentiles(times).items():
             yield f"{name}_p{percent}", seconds

@@ -1,4 +1,4 @@
-"""Samples of one generation: what is made of several, and what a record holds of each."""
+"""Repeats of one generation: what is made of several, and what a record holds of each."""
 
 from typing import Any
 
@@ -6,25 +6,25 @@ import pytest
 
 from offstage.pipeline.measure import MeasureConfig
 from offstage.stages.inference.repeats import counted, lacking
-from offstage.stages.inference.timed_samples import TimedSample, figures, percentiles, read_sample
+from offstage.stages.inference.timed_repeats import TimedRepeat, combined_metrics, percentiles, read_repeat
 
 
-def sample(seconds: float = 1.0, **given: Any) -> TimedSample:
-    metrics = {"decode_seconds_per_token": seconds, "bound": f"bound of {seconds}", "stall_share": None}
+def repeat(seconds: float = 1.0, **given: Any) -> TimedRepeat:
+    metrics = {"decode_seconds_per_token": seconds, "bottleneck": f"bottleneck of {seconds}", "stall_share": None}
     known: dict[str, Any] = {
         "measured": "2026-01-01", "passes_before": 0, "is_whole": True, "metrics": metrics,
-        "first_token_seconds": [seconds], "token_seconds": [seconds, 2 * seconds], "processor": {"busy": False},
+        "first_token_seconds": [seconds], "token_seconds": [seconds, 2 * seconds], "processor": {"contended": False},
         "machine": {"storage_bytes_per_second": 10**9}, "peaks": {"cpu": 5},
     }  # fmt: skip
-    return TimedSample(**{**known, **given})
+    return TimedRepeat(**{**known, **given})
 
 
-def test_of_several_samples_the_record_has_the_median_of_each_figure_and_percentiles_over_all_tokens() -> None:
-    of_three = [sample(3.0), sample(1.0, processor={"busy": True}), sample(2.0)]
-    found = figures(of_three, seconds="decode_seconds_per_token")
-    assert (found["decode_seconds_per_token"], found["bound"]) == (2.0, "bound of 2.0")
-    assert (found["samples"], found["busy_samples"]) == (3, 1)
-    assert found["stall_share"] is None, "what no sample knows"
+def test_of_several_repeats_the_record_has_the_median_of_each_figure_and_percentiles_over_all_tokens() -> None:
+    of_three = [repeat(3.0), repeat(1.0, processor={"contended": True}), repeat(2.0)]
+    found = combined_metrics(of_three, seconds="decode_seconds_per_token")
+    assert (found["decode_seconds_per_token"], found["bottleneck"]) == (2.0, "bottleneck of 2.0")
+    assert (found["repeats"], found["contended_repeats"]) == (3, 1)
+    assert found["stall_share"] is None, "what no repeat knows"
     assert found["time_to_first_token_seconds_p50"] == 2.0
     assert found["time_between_tokens_seconds_p50"] == 2.5
     assert found["time_between_tokens_seconds_p99"] == pytest.approx(5.9)
@@ -37,7 +37,7 @@ def test_one_time_has_no_percentiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measure", "samples", "counting", "missing"),
+    ("measure", "repeats", "counting", "missing"),
     [
         ({}, [{}], [0], 0),
         ({"repeats": 3}, [{}, {"passes_before": 1}], [0, 1], 1),
@@ -51,9 +51,9 @@ def test_one_time_has_no_percentiles() -> None:
     ],
 )
 def test_samples_count_that_are_whole_warm_enough_and_fresh_where_that_is_asked_for(
-    measure: dict[str, Any], samples: list[dict[str, Any]], counting: list[int], missing: int
+    measure: dict[str, Any], repeats: list[dict[str, Any]], counting: list[int], missing: int
 ) -> None:
-    found, wanted = [sample(**given) for given in samples], MeasureConfig(**measure)
+    found, wanted = [repeat(**given) for given in repeats], MeasureConfig(**measure)
     fit = counted(found, wanted)
     assert [place for place, one in enumerate(found) if any(one is other for other in fit)] == counting
     assert lacking(found, wanted) == missing
@@ -61,9 +61,9 @@ def test_samples_count_that_are_whole_warm_enough_and_fresh_where_that_is_asked_
 
 def test_what_is_stored_comes_back_and_of_very_many_times_percentiles_stay() -> None:
     times = [1.0 + (place * 7919 % 5000) / 5000 for place in range(5000)]
-    stored = sample(token_seconds=times).stored()
-    back = read_sample(stored, is_earlier=True)
+    stored = repeat(token_seconds=times).stored()
+    back = read_repeat(stored, is_earlier=True)
     assert back.is_earlier
     assert len(back.token_seconds) == 1000
     assert percentiles(back.token_seconds)["90"] == pytest.approx(percentiles(times)["90"], rel=1e-3)
-    assert sample(1.0).told(counts=True)["token_seconds"] == [1.0, 2.0]
+    assert repeat(1.0).told(counts=True)["token_seconds"] == [1.0, 2.0]

@@ -1,4 +1,4 @@
-"""How far the samples of each job lie apart: a box a job, for the prompt and for decoding."""
+"""How far the repeats of each job lie apart: a box a job, for the prompt and for decoding."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from offstage.pipeline.report.figures import (
 from offstage.pipeline.report.noise import FIRST_TOKEN, SECONDS, Noise
 from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.report.run_folders import Job
-from offstage.pipeline.run_schema import Number, Sample
+from offstage.pipeline.run_schema import Number, Repeat
 
-_Sampled = tuple[int, Job, Sample, Number]
+_Sampled = tuple[int, Job, Repeat, Number]
 _PANELS = (("prompt: time to first token", FIRST_TOKEN), ("decoding: time a token", SECONDS))
 _KINDS = {
     (False, False): ("a repeat", "circle", SERIES[0]),
@@ -36,7 +36,7 @@ _KINDS = {
 }
 
 
-def sample_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise, *, most: int) -> Picture | None:
+def repeat_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise, *, most: int) -> Picture | None:
     """Return the boxes of the jobs that were measured several times, None where none was."""
     several = [job for job in jobs if len(job.run.counting) > 1]
     rows = several[:most]
@@ -47,26 +47,26 @@ def sample_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise
          if (time := one.metric(name)) is not None]
         for _, name in _PANELS
     ]  # fmt: skip
-    panels = [_traces(samples, first=not place, **on_panel(place)) for place, samples in enumerate(found)]
+    panels = [_traces(repeats, first=not place, **on_panel(place)) for place, repeats in enumerate(found)]
     axes = [
-        (scale(title, "seconds", [time for *_, time in samples]), named_rows(rows, labels))
-        for (title, _), samples in zip(_PANELS, found, strict=True)
+        (scale(title, "seconds", [time for *_, time in repeats]), named_rows(rows, labels))
+        for (title, _), repeats in zip(_PANELS, found, strict=True)
     ]
     caption = "The box has the middle half of a job's repeats, its line the median; the whiskers reach to the least and"
     caption += f" the largest, and every repeat has a mark. {within.told()}" + told_first(len(rows), len(several))
     drawn = figure(chain(*panels), rows=len(rows), panels=len(_PANELS), showlegend=True, **stacked(axes))
-    return Picture("samples", "Repeats of each job", caption.strip(), drawn)
+    return Picture("repeats", "Repeats of each job", caption.strip(), drawn)
 
 
-def _traces(samples: Sequence[_Sampled], *, first: bool, **panel: Any) -> Iterator[Any]:
+def _traces(repeats: Sequence[_Sampled], *, first: bool, **panel: Any) -> Iterator[Any]:
     """Yield the boxes of one panel, and its marks by their kind; the legend has those of the ``first`` alone."""
     yield go.Box(
-        x=[time for *_, time in samples], y=[row for row, *_ in samples], orientation="h", boxpoints=False,
+        x=[time for *_, time in repeats], y=[row for row, *_ in repeats], orientation="h", boxpoints=False,
         name="the middle half", fillcolor=colour("bar"), line={"color": colour("ink"), "width": 1.4},
         hoverinfo="skip", width=0.6, legendgroup="box", showlegend=first, **panel,
     )  # fmt: skip
     for kind, (name, symbol, ink) in _KINDS.items():
-        marks = [each for each in samples if (each[2].earlier, each[2].is_busy) == kind]
+        marks = [each for each in repeats if (each[2].earlier, each[2].is_contended) == kind]
         if marks:
             texts = [told(job.name, tell(time, "seconds"), name) for _, job, _, time in marks]
             yield go.Scatter(
