@@ -1,15 +1,18 @@
 """What all tests have in common: the long form, draws that are the same on each run of the short one, and garbage.
 
-What their imports make is never looked through for garbage. A run ends with what it didn't run, by the reasons.
+What their imports make is never looked through for garbage. Folders go when what asked for them does. A run ends with
+what it didn't run, by the reasons.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ LONG_FORM = "OFFSTAGE_LONG"
 settings.register_profile("offstage", derandomize=not os.environ.get(LONG_FORM), deadline=None)
 settings.load_profile("offstage")
 
+_OWNED = pytest.StashKey[set[Path]]()
+"""The folders of a run that a fixture has made, of which each has its own."""
 _LEFT = pytest.StashKey[dict[str, int]]()
 """How many tests of each folder were left to the long form."""
 
@@ -61,6 +66,30 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Remove what a module's fixture has written once it's torn down, unless something failed: pytest keeps it all."""
+    if fixturedef.scope not in ("module", "session") or fixturedef.argname == "tmp_path_factory":
+        return (yield)
+    base: Path = request.getfixturevalue("tmp_path_factory").getbasetemp()
+    owned, made = request.config.stash.setdefault(_OWNED, set()), set[Path]()
+    if fixturedef.scope == "module":
+        fixturedef.addfinalizer(partial(_remove, made, request.session))
+    before = {*base.iterdir()}
+    found = yield
+    made |= {*base.iterdir()} - before - owned
+    owned |= made
+    return found
+
+
+def _remove(folders: Iterable[Path], session: pytest.Session) -> None:
+    if not session.testsfailed:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)
