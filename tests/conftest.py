@@ -72,13 +72,13 @@ def pytest_collection_finish() -> None:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
-    """Remove what a module's fixture has written once it's torn down, unless something failed: pytest keeps it all."""
+    """Empty the folders that a module's fixture has made once it's torn down, unless a test failed."""
     if fixturedef.scope not in ("module", "session") or fixturedef.argname == "tmp_path_factory":
         return (yield)
     base: Path = request.getfixturevalue("tmp_path_factory").getbasetemp()
     owned, made = request.config.stash.setdefault(_OWNED, set()), set[Path]()
     if fixturedef.scope == "module":
-        fixturedef.addfinalizer(partial(_remove, made, request.session))
+        fixturedef.addfinalizer(partial(_empty, made, request.session))
     before = {*base.iterdir()}
     found = yield
     made |= {*base.iterdir()} - before - owned
@@ -86,10 +86,11 @@ def pytest_fixture_setup(
     return found
 
 
-def _remove(folders: Iterable[Path], session: pytest.Session) -> None:
+def _empty(folders: Iterable[Path], session: pytest.Session) -> None:
     if not session.testsfailed:
-        for folder in folders:
+        for folder in (each for each in folders if each.is_dir() and not each.is_symlink()):
             shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(exist_ok=True)  # by another module's files of that name nothing is mistaken for these
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offstage.pipeline.environment import allowed_cores
-from tests.e2e.conftest import Finished, finish, start_anew
+from tests.e2e.conftest import finish, records_in, start, start_anew
 from tests.e2e.test_sweep import SLOW, by_number, job_processes, working_job
 
 
@@ -19,11 +18,11 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(max(one["started"], other["started"]) < min(one["finished"], other["finished"]))
 
 
-@pytest.mark.usefixtures("jobs_fork")
 def test_jobs_answer_side_by_side_as_they_do_in_turn_and_their_records_say_that_seconds_are_contended(
-    fresh_folder: Path, offstage_here: Callable[..., Finished]
+    fresh_folder: Path,
 ) -> None:
-    done = offstage_here("-m", "generate.max_new_tokens=3,4,5,none_at_all", "hydra.launcher.n_jobs=3")
+    given = ("-m", "generate.max_new_tokens=3,4,5,none_at_all", "hydra.launcher.n_jobs=3")
+    done = finish(start(fresh_folder, *given), fresh_folder, {})
     assert done.code == 2, done.err
     records = by_number(fresh_folder)
     assert [records[number]["status"] for number in range(4)] == ["completed"] * 3 + ["failed"]
@@ -37,15 +36,16 @@ def test_jobs_answer_side_by_side_as_they_do_in_turn_and_their_records_say_that_
     assert "Traceback" not in done.err + done.out
 
 
-@pytest.mark.usefixtures("jobs_fork")
-def test_plans_alone_are_made_side_by_side_unless_it_is_said_otherwise(offstage_here: Callable[..., Finished]) -> None:
-    done = offstage_here("-m", "stages=plan_only", "max_memory.cpu=2MB,3MB,4MB")
+def test_plans_alone_are_made_side_by_side_unless_it_is_said_otherwise(fresh_folder: Path) -> None:
+    done = finish(start(fresh_folder, "-m", "stages=plan_only", "max_memory.cpu=2MB,3MB,4MB"), fresh_folder, {})
     assert done.code == 0, done.err
     beside = min(len(allowed_cores()), 3) - 1
-    assert [record["environment"]["jobs_beside"] for record in done.records] == [beside] * 3
-    one = offstage_here("-m", "stages=plan_only", "max_memory.cpu=5MB,6MB", "hydra.launcher.n_jobs=1")
-    assert one.code == 0, one.err
-    assert [record["environment"]["jobs_beside"] for record in one.records] == [0, 0]
+    assert {record["environment"]["jobs_beside"] for record in records_in(fresh_folder).values()} == {beside}
+    (fresh_folder / "other").mkdir()
+    one = ("-m", "stages=plan_only", "max_memory.cpu=2MB,3MB", "hydra.launcher.n_jobs=1")
+    assert finish(start(fresh_folder / "other", *one), fresh_folder / "other", {}).code == 0
+    found = records_in(fresh_folder / "other").values()
+    assert [record["environment"]["jobs_beside"] for record in found] == [0, 0]
 
 
 def test_an_interrupt_ends_all_that_are_at_work_and_their_records_say_so(fresh_folder: Path) -> None:
