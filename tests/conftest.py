@@ -1,6 +1,7 @@
 """What all tests have in common: the long form, draws that are the same on each run of the short one, and garbage.
 
-What their imports make is never looked through for garbage. A run ends with what it didn't run, by the reasons.
+What their imports make is never looked through for garbage. Folders go when what asked for them does. A run ends with
+what it didn't run, by the reasons.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ LONG_FORM = "OFFSTAGE_LONG"
 settings.register_profile("offstage", derandomize=not os.environ.get(LONG_FORM), deadline=None)
 settings.load_profile("offstage")
 
+_OWNED = pytest.StashKey[set[Path]]()
+"""The folders of a run that a fixture has made, of which each has its own."""
 _LEFT = pytest.StashKey[dict[str, int]]()
 """How many tests of each folder were left to the long form."""
 
@@ -74,6 +79,31 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Empty the folders that a module's fixture has made once it's torn down, unless a test failed."""
+    if fixturedef.scope not in ("module", "session") or fixturedef.argname == "tmp_path_factory":
+        return (yield)
+    base: Path = request.getfixturevalue("tmp_path_factory").getbasetemp()
+    owned, made = request.config.stash.setdefault(_OWNED, set()), set[Path]()
+    if fixturedef.scope == "module":
+        fixturedef.addfinalizer(partial(_empty, made, request.session))
+    before = {*base.iterdir()}
+    found = yield
+    made |= {*base.iterdir()} - before - owned
+    owned |= made
+    return found
+
+
+def _empty(folders: Iterable[Path], session: pytest.Session) -> None:
+    if not session.testsfailed:
+        for folder in (each for each in folders if each.is_dir() and not each.is_symlink()):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(exist_ok=True)  # by another module's files of that name nothing is mistaken for these
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,7 +21,7 @@ import pytest
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.run_schema import Run
-from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
+from tests.e2e.warm_server import ROOT, SET_BY_RUNS, ForkedCommand, WarmServer, of_imports, place_of
 from tests.json_schema import run_validator
 from tests.rehearsals import rehearses_once as rehearses_once
 
@@ -124,7 +124,8 @@ def another_server(variables: Mapping[str, str]) -> Iterator[None]:
 def start(folder: Path, *arguments: str, entry: str = "offstage", extra: Mapping[str, str] | None = None) -> Process:
     """Start the command in ``folder``, in a fork of the warm server where that is the same, and return its process.
 
-    ``entry`` names another command, as ``offstage.pipeline.commands`` does; ``extra`` is put into its environment.
+    ``entry`` names another command, as ``offstage.pipeline.commands`` does, or a function of these tests' own as
+    ``module:name``; ``extra`` is put into its environment.
     """
     variables = {**environment(), **(extra or {})}
     server = warm_server(variables)
@@ -137,10 +138,12 @@ def start_anew(
     folder: Path, *arguments: str, entry: str = "offstage", extra: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Start the command in a process of its own: for tests of what a fork shares with its server."""
+    module, name = place_of(entry)
+    variables = {**environment(), **(extra or {})}
     return subprocess.Popen(
-        [sys.executable, "-c", f"from offstage.pipeline.commands import {entry}; {entry}()", *arguments],
+        [sys.executable, "-c", f"from {module} import {name}; {name}()", *arguments],
         cwd=folder,
-        env={**environment(), **(extra or {})},
+        env=variables if module.startswith("offstage.") else {**variables, "PYTHONPATH": str(ROOT)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

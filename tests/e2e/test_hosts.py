@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch.distributed
+import torch
 
 from tests.deadline import deadline
-from tests.e2e.conftest import environment, finish, records_in, start as start_command
+from tests.e2e.conftest import Finished, environment, records_in
+from tests.e2e.forked_hosts import run_forks
 from tests.long_form import in_ci
 
+Here = Callable[..., Finished]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ARGUMENTS = ["generate.max_new_tokens=12", "max_memory.cpu=2MB"]
 LONG = ["generate.max_new_tokens=900", "generate.min_new_tokens=900", "generate.prompts=[Once]", "max_memory.cpu=6MB"]
@@ -35,7 +35,7 @@ def start(folder: Path, count: int, command: Sequence[str]) -> subprocess.Popen[
     """Start ``command`` (torchrun's words for it) on so many hosts, in ``folder``."""
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [*TORCHRUN, "--nproc-per-node", str(count), *command],
+        [*TORCHRUN, "--log-dir", str(folder / "torchrun"), "--nproc-per-node", str(count), *command],
         cwd=folder,
         env=environment({"OMP_NUM_THREADS": "1"}),
         stdout=subprocess.PIPE,
@@ -48,38 +48,6 @@ def run(folder: Path, count: int, *arguments: str) -> tuple[int, str, str]:
     with deadline(), start(folder, count, ["-m", "offstage", *arguments]) as process:
         out, err = process.communicate()
         return process.returncode, out, err
-
-
-def run_forks(
-    folder: Path, *arguments: Sequence[str], own: Mapping[int, Mapping[str, str]] = {}
-) -> list[tuple[int, str, str]]:
-    """Run a host with each of the ``arguments``, without torchrun; return of each its exit code, output and errors.
-
-    ``own`` are variables of one host's environment.
-    """
-    folder.mkdir(exist_ok=True)
-    distributed: Any = torch.distributed  # what it exports for type checkers lacks its stores
-    listening = socket.create_server(
-        ("127.0.0.1", 0)
-    )  # asked for a free port itself, torch misses its own now and then
-    rendezvous = distributed.TCPStore(
-        *listening.getsockname(), is_master=True, timeout=timedelta(seconds=60), master_listen_fd=listening.detach()
-    )
-    hosts = []
-    for rank, given in enumerate(arguments):
-        told = {"RANK": rank, "WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments)}
-        told |= {"TORCHELASTIC_USE_AGENT_STORE": True}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous.port}
-        extra = {name: str(value) for name, value in {**told, **place}.items()}
-        hosts.append(start_command(folder, *given, extra={**extra, **own.get(rank, {})}))
-    with deadline():
-        ended = [finish(host, folder, {}) for host in hosts]
-    return [(host.code, host.out, host.err) for host in ended]
-
-
-def alone(folder: Path, *arguments: str) -> dict[str, Any]:
-    folder.mkdir(exist_ok=True)
-    return finish(start_command(folder, *arguments), folder, {}).record
 
 
 def by_rank(folder: Path) -> list[dict[str, Any]]:
@@ -112,11 +80,11 @@ def wait_for(folder: Path, text: str) -> None:
         time.sleep(0.05)
 
 
-def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(tmp_path: Path) -> None:
-    code, out, err = run(tmp_path / "two", 2, *ARGUMENTS)
+def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(fresh_folder: Path, offstage_here: Here) -> None:
+    code, out, err = run(fresh_folder, 2, *ARGUMENTS)
     assert code == 0, err
-    first, second = by_rank(tmp_path / "two")
-    one = alone(tmp_path / "one", *ARGUMENTS)
+    first, second = by_rank(fresh_folder)
+    one = offstage_here(*ARGUMENTS).record
     tokens = [output["token_ids"] for output in one["outputs"]]
     assert [[output["token_ids"] for output in record["outputs"]] for record in (first, second)] == [tokens, tokens]
     assert out.count("time a token") == 1, "the first host alone shows what came out"
@@ -143,17 +111,17 @@ def sent_bytes(record: dict[str, Any]) -> list[int]:
     return [positions * config["hidden_size"] * wide, tokens * config["vocab_size"] * wide]
 
 
-def test_prompts_of_a_run_go_together_as_many_as_the_plan_says(tmp_path: Path) -> None:
+def test_prompts_of_a_run_go_together_as_many_as_the_plan_says(fresh_folder: Path, offstage_here: Here) -> None:
     asked = [*ARGUMENTS, "generate.prompts=[Once,The,A long time ago,And,So,He]"]
-    hosts = run_forks(tmp_path / "two", asked, asked)
+    hosts = run_forks(fresh_folder, asked, asked)
     assert [code for code, _, _ in hosts] == [0, 0], hosts
-    first, second = by_rank(tmp_path / "two")
+    first, second = by_rank(fresh_folder)
     assert first["metrics"]["lockstep"] == second["metrics"]["lockstep"] >= 4, "two for each host"
     assert "in lockstep" in hosts[0][1]
     assert [host["metrics"]["sent_bytes"] for host in first["hosts"]] == sent_bytes(first), (
         "each prompt what it has alone"
     )
-    one = alone(tmp_path / "one", *asked)
+    one = offstage_here(*asked).record
     assert first["outputs"] == second["outputs"] == one["outputs"]
 
 
@@ -174,13 +142,13 @@ ASKED = {
 
 
 @pytest.mark.parametrize("asked", in_ci("score", of=ASKED))
-def test_scores_and_forwards_are_those_of_one_host(tmp_path: Path, asked: str) -> None:
+def test_scores_and_forwards_are_those_of_one_host(fresh_folder: Path, offstage_here: Here, asked: str) -> None:
     stage = ASKED[asked][0].removeprefix("stages=")
     given = [*ASKED[asked], f"{stage}.texts=[Once upon a time, The end]"]
-    hosts = run_forks(tmp_path / "two", *[[*given, "max_memory.cpu=2MB"]] * 2)
+    hosts = run_forks(fresh_folder, *[[*given, "max_memory.cpu=2MB"]] * 2)
     assert [code for code, _, _ in hosts] == [0, 0], hosts
-    first, second = by_rank(tmp_path / "two")
-    assert first["outputs"] == second["outputs"] == alone(tmp_path / "one", *given)["outputs"]
+    first, second = by_rank(fresh_folder)
+    assert first["outputs"] == second["outputs"] == offstage_here(*given).record["outputs"]
 
 
 @pytest.mark.long_form
@@ -215,29 +183,29 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("argument", in_ci("hardware.hosts=3", of=REFUSED))
-def test_what_hosts_dont_serve_is_refused_by_name(tmp_path: Path, argument: str) -> None:
-    hosts = run_forks(tmp_path, [argument], [argument])
+def test_what_hosts_dont_serve_is_refused_by_name(fresh_folder: Path, argument: str) -> None:
+    hosts = run_forks(fresh_folder, [argument], [argument])
     assert all(code and not out for code, out, _ in hosts), hosts
     told = [line for _, _, err in hosts for line in own_lines(err)]
     assert any(line.startswith(f"offstage: {REFUSED[argument]}") for line in told), told
 
 
-def test_hosts_with_different_configs_end_and_say_which_key_differs(tmp_path: Path) -> None:
-    hosts = run_forks(tmp_path, ["seed=0"], ["seed=1"])
+def test_hosts_with_different_configs_end_and_say_which_key_differs(fresh_folder: Path) -> None:
+    hosts = run_forks(fresh_folder, ["seed=0"], ["seed=1"])
     assert all(code for code, _, _ in hosts), hosts
     told = [line for _, _, err in hosts for line in own_lines(err)]
     assert any("seed is " in line and "have the same on both" in line for line in told), told
-    assert {record["status"] for record in records_in(tmp_path).values()} == {"failed"}
+    assert {record["status"] for record in records_in(fresh_folder).values()} == {"failed"}
 
 
 @pytest.mark.parametrize("is_exact", in_ci(True, False, of=[True, False]))
 def test_hosts_with_unlike_kernels_are_told_or_refused_where_exact_ones_are_asked_for(
-    tmp_path: Path, *, is_exact: bool
+    fresh_folder: Path, *, is_exact: bool
 ) -> None:
     asked = [*ARGUMENTS, f"+hardware.exact_hosts={is_exact}"]
-    hosts = run_forks(tmp_path, asked, asked, own={1: {"MKL_CBWR": "AVX2"}})
+    hosts = run_forks(fresh_folder, asked, asked, own={1: {"MKL_CBWR": "AVX2"}})
     said = "host 1 computes with MKL_CBWR AVX2, host 0 with MKL_CBWR unset"
-    records = records_in(tmp_path).values()
+    records = records_in(fresh_folder).values()
     if is_exact:
         assert [code for code, _, _ in hosts] == [5, 5], hosts
         assert any(f"hardware.exact_hosts: {said}" in line for line in own_lines(hosts[0][2])), hosts
@@ -248,7 +216,8 @@ def test_hosts_with_unlike_kernels_are_told_or_refused_where_exact_ones_are_aske
     assert [record["hosts"][1]["kernels"]["MKL_CBWR"] for record in records] == ["AVX2", "AVX2"]
 
 
-@pytest.mark.parametrize("rank", in_ci(1, of=[0, 1]))
+@pytest.mark.long_form
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_host_that_is_killed_ends_all_and_the_next_run_is_right(tmp_path: Path, rank: int) -> None:
     with deadline(), start(tmp_path, 2, ["-m", "offstage", *LONG]) as process:
         wait_for(tmp_path, "generate: begins")
@@ -285,6 +254,7 @@ def own_lines_of(folder: Path) -> list[str]:
     return [record["error"]["message"] for record in records_in(folder).values() if record["status"] == "failed"]
 
 
+@pytest.mark.long_form
 def test_an_interrupt_ends_every_host(tmp_path: Path) -> None:
     with deadline(), start(tmp_path, 2, ["-m", "offstage", *LONG]) as process:
         wait_for(tmp_path, "generate: begins")
@@ -295,10 +265,11 @@ def test_an_interrupt_ends_every_host(tmp_path: Path) -> None:
     assert "interrupted" in statuses
 
 
-def test_hosts_that_arent_there_are_planned_for(tmp_path: Path) -> None:
+def test_hosts_that_arent_there_are_planned_for(fresh_folder: Path, offstage_here: Here) -> None:
     hosts = "hardware.hosts=[{host: {memory: 1GB}}, {host: {memory: 2GB}, max_memory: {cpu: 5MB}}, {}]"
-    record = alone(tmp_path, "stages=plan_only", hosts, "max_memory.cpu=1MB", "hardware=2x24gb", "max_memory.0=2MB")
-    (plan,) = tmp_path.glob("outputs/cache/plan/*/plan.json")
+    asked = ("stages=plan_only", hosts, "max_memory.cpu=1MB", "hardware=2x24gb", "max_memory.0=2MB")
+    record = offstage_here(*asked).record
+    (plan,) = fresh_folder.glob("outputs/cache/plan/*/plan.json")
     hosts_planned = json.loads(plan.read_text())["hosts"]
     assert len(hosts_planned) == len(record["hosts"]) == 3
     assert [{*map(str, host["device_map"].values())} for host in hosts_planned] == [

@@ -53,7 +53,7 @@ def commands_in(readme: Path) -> list[list[str]]:
 
 
 def test_each_command_that_the_readme_lists_runs_in_the_folder_as_it_was_written(
-    init: Init, fresh_folder: Path
+    init: Init, fresh_folder: Path, offstage_here: Callable[..., Finished], jobs_fork: None
 ) -> None:
     code, out, err = init(".")
     assert (code, err) == (0, "")
@@ -65,6 +65,9 @@ def test_each_command_that_the_readme_lists_runs_in_the_folder_as_it_was_written
     for name, *arguments in commands:
         before = records_in(fresh_folder)
         words = [each for word in arguments for each in globbed(fresh_folder, word)]
+        if name == "offstage" and "job" not in words:  # Hydra shows a job's config to a process that then ends
+            done[shlex.join(arguments)] = offstage_here(*words)
+            continue
         process = start(fresh_folder, *words, entry=name.removeprefix("offstage-"))
         done[shlex.join(arguments)] = finish(process, fresh_folder, before)
     assert [(asked, each.err) for asked, each in done.items() if each.code] == []

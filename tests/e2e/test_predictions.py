@@ -29,6 +29,7 @@ from tests.benchmarks.checkpoints import make_mixture_like
 from tests.benchmarks.predictions import figures
 from tests.e2e.conftest import Finished
 from tests.e2e.media_checkpoints import llava, picture, recording, save, whisper
+from tests.long_form import in_ci
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=8,
@@ -50,16 +51,21 @@ OF_THE_PROCESS = pytest.mark.of_the_process("what it holds is measured, and a fo
 
 def bytes_as_predicted(done: Finished) -> tuple[int, int]:
     """Return what the plan predicted beside weights for the request, and in all, once the host's peak proved it."""
+    request, predicted = planned(done)
+    assert predicted == pytest.approx(done.record["memory"]["measured"]["cpu"], rel=0.1)
+    return request, predicted
+
+
+def planned(done: Finished) -> tuple[int, int]:
+    """Return what the plan predicted beside weights for the request, and in all."""
     assert done.code == 0, done.err
-    predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
-    assert predicted == pytest.approx(measured, rel=0.1)
     plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
     parts = plan["devices"]["cpu"]["ledger"]
-    return sum(parts[name] for name in ("cache", "activations", "scratch")), predicted
+    return sum(parts[name] for name in ("cache", "activations", "scratch")), done.record["memory"]["predicted"]["cpu"]
 
 
 @OF_THE_PROCESS
-@pytest.mark.parametrize("name", ["llama", "mistral", pytest.param("opt", marks=pytest.mark.long_form)])
+@pytest.mark.parametrize("name", in_ci("llama", "mistral", of=["llama", "mistral", "opt"]))
 def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     name: str, tmp_path: Path, offstage: Callable[..., Finished]
 ) -> None:
@@ -83,7 +89,7 @@ SEVERAL: dict[str, type[PretrainedConfig]] = {"bart": BartConfig, "pegasus": Peg
     "name", ["bart", *(pytest.param(name, marks=pytest.mark.long_form) for name in ("pegasus", "marian"))]
 )
 def test_the_beams_that_a_checkpoint_asks_for_are_planned_for(
-    name: str, tmp_path: Path, offstage: Callable[..., Finished]
+    name: str, tmp_path: Path, offstage: Callable[..., Finished], offstage_here: Callable[..., Finished]
 ) -> None:
     sizes = {"d_model": 256, "vocab_size": 2000, "max_position_embeddings": 1024}
     halves = {"layers": 3, "attention_heads": 4, "ffn_dim": 512}
@@ -96,10 +102,10 @@ def test_the_beams_that_a_checkpoint_asks_for_are_planned_for(
         f"model.path={folder}", "max_memory.cpu=8MB", "storage.io=direct", f"generate.prompts=[{[7] * 900}]",
         "generate.max_new_tokens=16", "generate.min_new_tokens=16",
     )  # fmt: skip
-    one = offstage(*given)
+    one = offstage_here(*given, "stop_after=plan")
     folder.joinpath("generation_config.json").write_text(json.dumps({**said, "num_beams": BEAMS}))
-    several, asked = offstage(*given), offstage(*given, f"generate.num_beams={BEAMS}", "stop_after=plan")
-    (alone, _), (request, predicted) = map(bytes_as_predicted, (one, several))
+    several, asked = offstage(*given), offstage_here(*given, f"generate.num_beams={BEAMS}", "stop_after=plan")
+    (alone, _), (request, predicted) = planned(one), bytes_as_predicted(several)
     assert request > 4 * alone, "each beam is a sequence"
     assert request > 0.07 * predicted, "the beams take too little for the test to prove anything"
     plan = several.record["stages"][1]["key"]

@@ -46,6 +46,7 @@ def test_a_signal_while_prompts_are_decoded_in_lockstep_ends_the_run_as_interrup
     assert err.count("\n") == 1
 
 
+@pytest.mark.long_form
 def test_a_sweep_that_is_ended_as_a_job_decodes_in_lockstep_is_finished_with_the_right_answers(
     fresh_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

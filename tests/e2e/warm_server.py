@@ -181,12 +181,19 @@ class WarmServer:
 def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what of an environment an import could read: not what pytest writes there, or what is read later.
 
-    That is what Hydra reads, where the user's key lies, and which host of several a process is.
+    That is what Hydra reads, where the user's key lies, which host of several a process is, and which kernels its first
+    product chooses.
     """
-    read_later = ("TERM", "HYDRA_FULL_ERROR", "XDG_DATA_HOME", *SET_BY_RUNS, *OF_A_HOST)
+    read_later = ("TERM", "HYDRA_FULL_ERROR", "XDG_DATA_HOME", "MKL_CBWR", *SET_BY_RUNS, *OF_A_HOST)
     return {
         name: value for name, value in environment.items() if name not in read_later and not name.startswith("PYTEST_")
     }
+
+
+def place_of(entry: str) -> tuple[str, str]:
+    """Return the module and the name in it of an ``entry``: ``module:name``, or a name in the commands'."""
+    module, _, name = entry.rpartition(":")
+    return module or "offstage.pipeline.commands", name
 
 
 def serve(control: int) -> None:
@@ -255,9 +262,8 @@ def _run(request: dict[str, Any], streams: Sequence[int], answers: int, made: Ma
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.write(answers, f"{_BEGUN} {os.getpid()}\n".encode())
     os.close(answers)
-    from offstage.pipeline import commands
-
-    getattr(commands, request["entry"])()
+    module, name = place_of(request["entry"])
+    getattr(importlib.import_module(module), name)()
 
 
 def _open_streams() -> None:

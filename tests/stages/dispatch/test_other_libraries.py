@@ -17,6 +17,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 import offstage
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 from tests.clients.doors import losses_of, make_llama, plain
+from tests.long_form import in_ci
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 ON_DISK = {"": "cpu", "model.layers": "disk", "lm_head": "disk"}
@@ -109,7 +110,7 @@ def test_parameters_without_data_that_are_added_later_are_refused_at_the_first_c
     assert torch.equal(model(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", in_ci(loaded, of=WAYS))
 def test_a_compiled_model_is_cut_at_its_hooks_and_answers(way: Way, checkpoint: Path, tmp_path: Path) -> None:
     model = way(checkpoint, tmp_path)
     compiled = torch.compile(model, backend="aot_eager")

@@ -1,8 +1,8 @@
-"""Run by torchrun: small models of many architectures, each divided among all ranks, asked what one process is asked.
+"""Run as each of several hosts: small models of many kinds, divided among all, asked what one process is asked.
 
-``python divided_models.py FOLDER NAME…`` leaves ``NAME-RANK.json`` in the folder: for each way to generate whether the
-tokens and the logits are those of the whole model, to the bit; whether the rank's tensors are those of its share of the
-skeleton; and the bytes of tensors that it sent.
+``main`` with the arguments ``FOLDER NAME…`` leaves ``NAME-RANK.json`` in the folder: for each way to generate whether
+the tokens and the logits are those of the whole model, to the bit; whether the rank's tensors are those of its share of
+the skeleton; and the bytes of tensors that it sent.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def of_the_first(path: Path, make: Callable[[], Any]) -> Any:
     return torch.load(path, weights_only=False)
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")  # as a script may have done
     here = peers()
@@ -154,7 +155,3 @@ def main(folder: Path, names: list[str]) -> None:
         }
         (folder / f"{name}-{here.rank}.json").write_text(json.dumps(found))
     here.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

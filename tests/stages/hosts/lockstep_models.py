@@ -1,6 +1,6 @@
-"""Run by torchrun: small checkpoints divided among all ranks answer many prompts in lockstep.
+"""Run as each of several hosts: small checkpoints divided among all answer many prompts in lockstep.
 
-``python lockstep_models.py FOLDER SEED NAME:memory NAME:disk…`` leaves ``NAME-disk-RANK.json`` in the folder, and so
+``main`` with the arguments ``FOLDER SEED NAME:memory NAME:disk…`` leaves ``NAME-disk-RANK.json`` in the folder, and so
 on: which calls didn't give what they give one after another in one process, by where the weights lie (``compared``).
 The calls are drawn by the seed: how many, how long their prompts and
 answers are, whether they sample, search by beams, or end early.
@@ -129,7 +129,8 @@ def paced(folder: Path) -> float:
     return seconds[0] / seconds[1]
 
 
-def main(folder: Path, seed: int, cases: list[str]) -> None:
+def main() -> None:
+    folder, seed, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
     names = dict.fromkeys(case.partition(":")[0] for case in cases)
@@ -142,7 +143,3 @@ def main(folder: Path, seed: int, cases: list[str]) -> None:
     (folder / f"failing-{rank}.json").write_text(json.dumps(outcomes(saved["llama"])))
     (folder / f"pace-{rank}.json").write_text(json.dumps(paced(saved["llama"])))
     peers().close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

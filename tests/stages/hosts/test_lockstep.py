@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offstage.stages.dispatch.streaming.lanes import Grouping, Lanes
 from tests.conftest import LONG_FORM
+from tests.e2e.forked_hosts import run_alike
 from tests.long_form import in_ci
 from tests.stages.hosts.divided_models import CONFIGS
+from tests.stages.hosts.lockstep_models import main
 
-ROOT = Path(__file__).parents[3]
-IN_CI = [("llama", "disk"), ("t5", "disk"), ("mixtral", "disk"), ("mamba", "memory"), ("gemma2", "memory")]
-IN_CI += [("llama", "simulated"), ("llama", "fp8"), ("gemma2", "simulated float32")]
+IN_CI = [("llama", "memory"), ("t5", "disk"), ("mixtral", "disk"), ("mamba", "memory"), ("llama", "simulated")]
+IN_CI += [("llama", "fp8"), ("gemma2", "simulated float32")]
 CASES = [(name, lies) for name in CONFIGS for lies in ("memory", "disk", "simulated", "simulated float32")]
 CASES += [(name, "fp8") for name in ("llama", "tied", "mixtral", "qwen3_moe")]
 
@@ -28,17 +26,10 @@ CASES += [(name, "fp8") for name in ("llama", "tied", "mixtral", "qwen3_moe")]
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Return what each host found, by model and where its weights lie: one start of so many hosts for all."""
     folder, hosts = tmp_path_factory.mktemp("hosts"), request.param
-    script = Path(__file__).with_name("lockstep_models.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     is_long = bool(os.environ.get(LONG_FORM))
     cases, seed = (CASES, int(time.time())) if is_long else (IN_CI, 0)
     asked = [f"{name}:{lies}" for name, lies in cases]
-    done = subprocess.run(
-        [*launcher, str(script), str(folder), str(seed), *asked],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, (seed, done.stderr[-3000:])
+    run_alike(hosts, main, folder, str(seed), *asked)
     return {
         case: [json.loads((folder / f"{case.replace(':', '-')}-{host}.json").read_text()) for host in range(hosts)]
         for case in [*asked, "failing", "pace"]

@@ -2,18 +2,15 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import LONG_FORM
+from tests.e2e.forked_hosts import run_alike
 from tests.long_form import in_ci
-from tests.stages.hosts.divided_models import CONFIGS, WAYS
+from tests.stages.hosts.divided_models import CONFIGS, WAYS, main
 
-ROOT = Path(__file__).parents[3]
 SHORT = ("llama", "tied", "gemma2", "mixtral", "t5", "mamba")
 NAMES = in_ci(*SHORT, of=CONFIGS)
 
@@ -24,14 +21,8 @@ def answers(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return what each host found, by model: one start of so many hosts for all."""
     folder, hosts = tmp_path_factory.mktemp("hosts"), request.param
-    script = Path(__file__).with_name("divided_models.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     asked = list(CONFIGS) if os.environ.get(LONG_FORM) else list(SHORT)
-    done = subprocess.run(
-        [*launcher, str(script), str(folder), *asked], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_alike(hosts, main, folder, *asked)
     return {name: [json.loads((folder / f"{name}-{host}.json").read_text()) for host in range(hosts)] for name in asked}
 
 
