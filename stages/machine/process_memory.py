@@ -44,7 +44,7 @@ _CONFIG = (
 _WITH_ACCELERATOR = (
     "+hardware.host.memory=8GB", "max_memory={0: 4MB, cpu: 16MB}", "stages=generate", "generate=sample",
     "generate.max_new_tokens=4", "+generate.top_k=50",
-    "hardware.rates={storage: 1GB, host: 10GB, link: 12GB, device: 800GB, unpacking: 4GB, calls: 15000}",
+    "hardware.rates={storage: 1GB, host: 10GB, host_to_device: 12GB, device: 800GB, dequantising: 4GB, calls: 15000}",
 )  # fmt: skip
 """The same with accelerator 0, which is really there. Half of the weights come over its link."""
 

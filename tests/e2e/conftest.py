@@ -249,8 +249,11 @@ def offstage(fresh_folder: Path, request: pytest.FixtureRequest) -> Callable[...
 
 
 @pytest.fixture
-def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Callable[..., Finished]:
-    """Return a function that runs the command inside this process: the same code, without the imports' seconds."""
+def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Iterator[Callable[..., Finished]]:
+    """Yield a function that runs the command inside this process: the same code, without the imports' seconds.
+
+    Modules of the test's own folder go with it: another test has others by these names.
+    """
     monkeypatch.chdir(fresh_folder)
 
     def run(*arguments: str) -> Finished:
@@ -261,7 +264,10 @@ def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: An
         new = [record for path, record in records_in(fresh_folder).items() if path not in before]
         return Finished(code, captured.out, captured.err, new)
 
-    return run
+    yield run
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{fresh_folder}{os.sep}"):
+            del sys.modules[name]
 
 
 def start_job(

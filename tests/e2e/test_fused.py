@@ -15,7 +15,7 @@ from tests.stages.checkpoints.test_gguf_entries import made
 
 Run = Callable[..., Finished]
 ASKED = ("model=pretrained", "generate.prompts=[[5, 66, 100, 33]]", "generate.max_new_tokens=8")
-RATES = "hardware.rates={storage: 1GB, host: 10GB, unpacking: 1GB}"
+RATES = "hardware.rates={storage: 1GB, host: 10GB, dequantising: 1GB}"
 FUSED = "quantized.products=fused"
 
 

@@ -23,6 +23,7 @@ import torch
 from tests.deadline import deadline
 from tests.e2e.conftest import Finished, environment, records_in
 from tests.e2e.forked_hosts import run_forks
+from tests.e2e.warm_server import ROOT
 from tests.long_form import in_ci
 
 Here = Callable[..., Finished]
@@ -106,7 +107,7 @@ def sent_bytes(record: dict[str, Any]) -> list[int]:
     """Return what each of two hosts is to send for the outputs of ``record``: a hidden state a position, the logits."""
     positions = sum(output["prompt_tokens"] + len(output["token_ids"]) - 1 for output in record["outputs"])
     tokens = sum(len(output["token_ids"]) for output in record["outputs"])
-    config = json.loads(Path("conf/checkpoints/tiny/config.json").read_text())
+    config = json.loads((ROOT / "conf/checkpoints/tiny/config.json").read_text())
     wide = torch.finfo(getattr(torch, config["dtype"])).bits // 8
     return [positions * config["hidden_size"] * wide, tokens * config["vocab_size"] * wide]
 

@@ -16,7 +16,7 @@ from tests.e2e.quantised_twins import save_plain
 
 Run = Callable[..., Finished]
 TEXTS = "score.texts=['If the memory is not enough, the weights wait on disk.','A plan says what lies where.']"
-RATES = ("hardware.rates={storage: 1GB, host: 10GB, unpacking: 1GB}",)
+RATES = ("hardware.rates={storage: 1GB, host: 10GB, dequantising: 1GB}",)
 KINDS = (None, "q8_0", "fp8")
 
 

@@ -40,7 +40,7 @@ IMPORTED = (
 """What the slowest of a run's imports belong to; a fork imports the others as a process does."""
 SET_BY_RUNS = (
     "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR",
-    "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED", "_MLFLOW_TELEMETRY_SESSION_ID",
 )  # fmt: skip
 """Environment variables that a run, or a compiled generate, sets in its process, which may be that of the tests."""
 OF_A_HOST = (

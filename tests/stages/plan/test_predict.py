@@ -259,7 +259,7 @@ def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None
 
 def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
     keep_decoding(tmp_path)
-    write_sealed(tmp_path / "rates.json", {"link GPU": 20_000_000_000})
+    write_sealed(tmp_path / "rates.json", {"host_to_device GPU": 20_000_000_000})
     found = local_rates(tmp_path, None, ["GPU"])
     assert found.host == coarse_rate(9_900_000_000) == coarse_rate(10_100_000_000)
     assert found.host_to_device == pytest.approx(20 * 10**9, rel=0.05)
