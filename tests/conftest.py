@@ -46,12 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _ends_logs() -> Iterator[None]:
-    """Close the logs of runs in this process: those after it would log into a test's folder, which is removed."""
-    root = logging.getLogger()
-    before = root.handlers[:]
+    """Close the logs of runs in this process: those after it would log into a folder that is removed.
+
+    So is that of a run which a module's fixture has made, before any test.
+    """
     yield
+    root = logging.getLogger()
     for handler in root.handlers[:]:
-        if isinstance(handler, logging.FileHandler) and handler not in before:
+        if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).name == "run.log":
             root.removeHandler(handler)
             handler.close()
 
