@@ -27,9 +27,8 @@ def run_forks(
     """
     folder.mkdir(exist_ok=True)
     distributed: Any = torch.distributed  # what it exports for type checkers lacks its stores
-    listening = socket.create_server(
-        ("127.0.0.1", 0)
-    )  # asked for a free port itself, torch misses its own now and then
+    # Asked for a free port itself, torch misses its own now and then.
+    listening = socket.create_server(("127.0.0.1", 0))
     rendezvous = distributed.TCPStore(
         *listening.getsockname(), is_master=True, timeout=timedelta(seconds=60), master_listen_fd=listening.detach()
     )

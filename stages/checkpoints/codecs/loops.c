@@ -368,24 +368,17 @@ INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
 #endif
 }
 
-/* Eight scales of runs of 32, a byte each, and eight minima: six bits, of the first four runs together, of the last two
-   above the first ones' and four beside. */
-INLINE void run_codes(const uint8_t *block, uint64_t *scales, uint64_t *minima) {
+/* What eight runs of 32 are scaled by, and what is added to them: minus their minima. Both are six bits, under a
+   float16 each: of the first four runs together, of the last two above the first ones' and four beside. */
+INLINE void run_scales(const uint8_t *block, float *restrict scales, float *restrict mores) {
     uint32_t first, second, mixed;
     memcpy(&first, block + 4, sizeof first);
     memcpy(&second, block + 8, sizeof second);
     memcpy(&mixed, block + 12, sizeof mixed);
     uint64_t last = (mixed & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
     uint64_t least = (mixed >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
-    *scales = (first & 0x3f3f3f3f) | last << 32, *minima = (second & 0x3f3f3f3f) | least << 32;
-}
-
-/* What the runs are scaled by, and what is added to them: minus their minima. Both are under a float16 each. */
-INLINE void run_scales(const uint8_t *block, float *restrict scales, float *restrict mores) {
-    uint64_t codes, minima;
-    run_codes(block, &codes, &minima);
-    times_bytes(codes, half_at(block), scales);
-    times_bytes(minima, -half_at(block + 2), mores);
+    times_bytes((first & 0x3f3f3f3f) | last << 32, half_at(block), scales);
+    times_bytes((second & 0x3f3f3f3f) | least << 32, -half_at(block + 2), mores);
 }
 
 INLINE void scale_runs(const uint8_t *block, float *values) {
@@ -477,9 +470,9 @@ typedef struct {
     __m512 low, high;
 } Lanes;
 
-INLINE __m512 sixteen(const int8_t *codes) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
-}
+INLINE __m512 as_numbers(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)); }
+
+INLINE __m512 sixteen(const int8_t *codes) { return as_numbers(_mm_loadu_si128((const __m128i *)codes)); }
 
 INLINE __m512 shifted(__m512 values, const float *more) {
     return more ? _mm512_add_ps(values, _mm512_set1_ps(*more)) : values;
@@ -526,15 +519,14 @@ INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, 
     add_values(lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, given + 32);
 }
 
-/* One of sixteen numbers. From a register: what was just written to memory as one can't be read from there in pieces
-   without waiting. */
+/* One of sixteen numbers, in all places. */
 INLINE __m512 one_of(__m512 numbers, int at) { return _mm512_permutexvar_ps(_mm512_set1_epi32(at), numbers); }
 
 /* Sixteen codes, one of four pieces of a register of bytes, as numbers. */
 INLINE __m512 sixteen_of(__m512i codes, int piece) {
     __m128i pieces[] = {_mm512_castsi512_si128(codes), _mm512_extracti32x4_epi32(codes, 1),
                         _mm512_extracti32x4_epi32(codes, 2), _mm512_extracti32x4_epi32(codes, 3)};
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(pieces[piece]));
+    return as_numbers(pieces[piece]);
 }
 
 INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
