@@ -791,19 +791,22 @@ INLINE void fetch(const uint8_t *packed, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(packed + at);
 }
 
+/* Rows that are read side by side are fetched one after the other, as they lie, while those before them are read. */
+INLINE int64_t ahead_of(int64_t bytes) { return ((AHEAD - 1) / bytes + 1) * bytes; }
+
 /* Rows of blocks that lie so many bytes apart, one or SIDE of them, times one row given. */
 
 typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks, const float *given, float *made);
 
-#define ROW_PRODUCT(name, some, size, add)                                                                                 \
-    static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const float *given, float *made) {              \
-        Lanes lanes[some] = {0};                                                                                           \
-        int64_t ahead = some == 1 ? AHEAD : some * apart * ((AHEAD - 1) / (some * apart) + 1); /* whole rows, side by side */ \
-        for (int64_t at = 0; at < blocks; at++, packed += size) {                                                          \
-            for (int row = 0; row < some; row++) fetch(packed + row * apart + ahead, size);                                \
-            add;                                                                                                           \
-        }                                                                                                                  \
-        for (int row = 0; row < some; row++) made[row] = sum_of(lanes + row);                                              \
+#define ROW_PRODUCT(name, some, size, add)                                                                       \
+    static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const float *given, float *made) {    \
+        Lanes lanes[some] = {0};                                                                                 \
+        const uint8_t *later = packed + (some == 1 ? AHEAD : ahead_of(some * apart));                            \
+        for (int64_t at = 0; at < blocks; at++, packed += size, later += some * size) {                          \
+            fetch(later, some * size);                                                                           \
+            add;                                                                                                 \
+        }                                                                                                        \
+        for (int row = 0; row < some; row++) made[row] = sum_of(lanes + row);                                    \
     }
 
 #define ALONE(format, count, size) \

@@ -104,7 +104,7 @@ class Product:
         tables: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
     ) -> None:
         self._function, self._kept = known.library.multiply_packed, (work, tables)
-        self._in_columns, self._rows, self._columns, self._room = family == _GROUPED, rows, columns, room
+        self._in_columns, self.rows, self.columns, self._room = family == _GROUPED, rows, columns, room
         self._arguments = _ProductArguments(work=addressof(work), family=family, rows=rows, columns=columns)
         self._arguments.places, self._arguments.values = pointers(tables.get("places"), tables.get("values"))
 
@@ -117,14 +117,14 @@ class Product:
         product, room = _ProductArguments.from_buffer_copy(self._arguments), self._room
         together, unpacks = (_WIDE, count >= _MANY) if self._in_columns else (_TOGETHER, count >= _AT_ONCE)
         if unpacks and not self._in_columns:
-            together *= max(1, min(_PANEL_VALUES // self._columns, self._rows // (4 * threads)) // together)
+            together *= max(1, min(_PANEL_VALUES // self.columns, self.rows // (4 * threads)) // together)
         if unpacks:
-            room += together * (self._columns + _PADDING + _SHARING * LANES)
+            room += together * (self.columns + _PADDING + _SHARING * LANES)
         if room:
             rooms = np.empty(threads * room + _LINE // 4, np.float32)  # whole lines of a cache are read at once
             product.rooms = -(-rooms.ctypes.data // _LINE) * _LINE
         product.given, product.made, product.count, product.room = given, made, count, room
-        product.step = max(1, self._rows // (threads * _SHARES * together)) * together
+        product.step = max(1, self.rows // (threads * _SHARES * together)) * together
         self._function(byref(product), threads, _team())
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offstage.stages.checkpoints.codecs.loops import LANES, Loops, loops
-from offstage.stages.checkpoints.codecs.packed_matrices import PackedMatrix, of_text
+from offstage.stages.checkpoints.codecs.loops import LANES, loops
+from offstage.stages.checkpoints.codecs.packed_matrices import of_text
 from offstage.stages.checkpoints.codecs.product_loops import Product
 
 _SCRATCH = 2**20
@@ -74,27 +74,34 @@ def fused(left: Tensor, right: Tensor, more: Tensor) -> Tensor:
 
 
 def _on_host(given: Tensor, parts: list[Tensor], told: str) -> Tensor:
-    known, matrix = loops(), of_text(told)
-    if known is None:
+    parts = [part.contiguous() for part in parts]
+    product = _product(told, parts)
+    if product is None:
         return by_operators(given, parts, told)
-    made, parts = given.new_empty((len(given), matrix.rows)), [part.contiguous() for part in parts]
-    assert given.shape[1] == matrix.columns
-    product = _product(known, matrix, told, parts)
+    made = given.new_empty((len(given), product.rows))
+    assert given.shape[1] == product.columns
     product.run(given.data_ptr(), made.data_ptr(), len(given), threads=torch.get_num_threads())
     return made
 
 
-def _product(known: Loops, matrix: PackedMatrix, told: str, parts: list[Tensor]) -> Product:
-    """Return the product with ``parts``, made once for where they lie: places among them are looked at each time."""
-    if matrix.reordered:
-        return matrix.product(known, parts)
+def _product(told: str, parts: list[Tensor]) -> Product | None:
+    """Return the product with ``parts``, made once for where they lie: places among them are looked at each time.
+
+    Null where there are no loops.
+    """
     place = (told, *((part.data_ptr(), part.nbytes) for part in parts))
     found = _products.get(place)
-    if found is None:
+    if found is not None:
+        return found
+    known, matrix = loops(), of_text(told)
+    if known is None:
+        return None
+    made = matrix.product(known, parts)
+    if not matrix.reordered:
         if len(_products) >= _KEPT:
             _products.clear()
-        found = _products[place] = matrix.product(known, parts)
-    return found
+        _products[place] = made
+    return made
 
 
 def _on_meta(given: Tensor, parts: list[Tensor], told: str) -> Tensor:
