@@ -56,8 +56,6 @@ def test_it_is_called_the_same_way(name: str) -> None:
         ("calculate_maximum_sizes", ()),
         ("compute_module_total_buffer_size", ()),
         ("find_tied_parameters", ()),
-        ("check_tied_parameters_in_config", ()),
-        ("get_non_persistent_buffers", (True,)),
         ("has_offloaded_params", ()),
     ],
 )
@@ -69,7 +67,7 @@ def test_it_says_the_same_of_a_model(make: Callable[[], nn.Module], name: str, a
 
 def test_it_says_the_same_of_a_model_that_is_not_tied() -> None:
     model = gpt2(tie_word_embeddings=False)
-    for name in ("calculate_maximum_sizes", "find_tied_parameters", "check_tied_parameters_in_config"):
+    for name in ("calculate_maximum_sizes", "find_tied_parameters"):
         assert getattr(offstage, name)(model) == THEIRS[name](model)
     for dtype in (None, torch.float16):  # where tied, ours tells the size of each name in full
         assert offstage.compute_module_sizes(model, dtype) == THEIRS["compute_module_sizes"](model, dtype)
@@ -85,11 +83,6 @@ def test_it_reads_the_same_size(size: int | str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 def test_it_says_the_same_of_a_dtype(dtype: torch.dtype) -> None:
     assert offstage.dtype_byte_size(dtype) == THEIRS["dtype_byte_size"](dtype)
-
-
-def test_it_says_the_same_of_a_storage() -> None:
-    for tensor in (torch.ones(3, 2), torch.ones(3, 2)[1:], torch.ones(4, device="meta")):
-        assert offstage.id_tensor_storage(tensor) == THEIRS["id_tensor_storage"](tensor)
 
 
 def test_it_takes_the_same_out_of_a_state_dict() -> None:
@@ -126,15 +119,3 @@ def test_it_takes_back_the_same_weights(tmp_path: Path) -> None:
         load(model, index, str(tmp_path))
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in source.state_dict())
-
-
-def test_it_casts_the_same_layers_and_computes_the_same() -> None:
-    outputs = []
-    for attach in (offstage.attach_layerwise_casting_hooks, THEIRS["attach_layerwise_casting_hooks"]):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-        attach(model, torch.float8_e4m3fn, torch.float32, skip_modules_pattern=["^2"])
-        with torch.no_grad():
-            outputs.append((model(torch.ones(1, 4)), [str(parameter.dtype) for parameter in model.parameters()]))
-    assert torch.equal(outputs[0][0], outputs[1][0])
-    assert outputs[0][1] == outputs[1][1]

@@ -4,7 +4,6 @@ import torch
 from accelerate import init_empty_weights, init_on_device
 from accelerate.utils import (
     calculate_maximum_sizes,
-    check_tied_parameters_in_config,
     compute_module_sizes,
     convert_file_size_to_int,
     dtype_byte_size,
@@ -28,7 +27,7 @@ sizes = compute_module_sizes(model, dtype=torch.float16)
 print(sizes[""], sizes["transformer.h.0"], sizes["transformer.wte"])
 blocks = list(model.transformer.h.named_children())
 print(get_max_layer_size(blocks, compute_module_sizes(model.transformer.h), ["GPT2Block"]))
-print(compute_module_total_buffer_size(model), check_tied_parameters_in_config(model), find_tied_parameters(model))
+print(compute_module_total_buffer_size(model), find_tied_parameters(model))
 print([convert_file_size_to_int(size) for size in ("100kB", "1.5GB", "200KiB", "30GIB", 7)])
 
 with init_empty_weights(include_buffers=True):
