@@ -18,7 +18,7 @@ from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.calls.options import KEY, ForwardOptions, Text, check_unchanged, files_of, pins, read_texts
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inputs.audio import read_audio
 from offstage.stages.inputs.batches import by_length
 from offstage.stages.inputs.images import read_image
@@ -137,7 +137,7 @@ def _text_encoder(
         pairs = [(text, None) if isinstance(text, str) else text for text in listed]
         seconds = None if isinstance(listed[0], str) else [second for _, second in pairs]
         cut = {"truncation": True, "max_length": most} if given.truncation and most else {}
-        with tokenizing(ConfigError, f"{first.partition('[')[0]}: they can't be made tokens by the tokenizer"):
+        with foreign(ConfigError, f"{first.partition('[')[0]}: they can't be made tokens by the tokenizer"):
             found = tokenizer([one for one, _ in pairs], seconds, padding=padding and not alone, **cut)
         if not padding:
             _check_lengths(texts, found["input_ids"], most)

@@ -17,7 +17,6 @@ from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.peers import peers
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizers import tokenizing
 from offstage.stages.dispatch.stage import Dispatched
 from offstage.stages.dispatch.streaming.module_state import LockstepError
 from offstage.stages.dispatch.transfer.traffic import Traffic
@@ -193,7 +192,7 @@ class Decoding:
         def decode_ids(ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-        with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
+        with foreign(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
             return decode_after(decode_ids, before, row)
 
     def _run_batch(
