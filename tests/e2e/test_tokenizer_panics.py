@@ -24,9 +24,7 @@ PANICS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("prompt", ["waits", LONG], ids=["a short prompt", "one that the plan counts"])
 @pytest.mark.parametrize("kind", PANICS)
-def test_a_panic_ends_in_a_line(
-    kind: str, prompt: str, tmp_path: Path, offstage_here: Callable[..., Finished]
-) -> None:
+def test_a_panic_ends_in_a_line(kind: str, prompt: str, tmp_path: Path, offstage_here: Callable[..., Finished]) -> None:
     changes, words = PANICS[kind]
     folder = Path(
         shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint")

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from offstage.pipeline.cache.store import Store
-from offstage.pipeline.errors import ConfigError, raise_faults
+from offstage.pipeline.errors import ConfigError, foreign, raise_faults
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG
 from offstage.stages.checkpoints.model_source import ModelSource
