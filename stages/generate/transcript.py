@@ -61,7 +61,7 @@ class LiveTranscript:
         from tokenizers.decoders import DecodeStream
 
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        self._tokenizer = None if cleans else getattr(tokenizer, "backend_tokenizer", None)
+        self._tokenizer: Any = None if cleans else getattr(tokenizer, "backend_tokenizer", None)
         self._stream = DecodeStream(list(before[-_CONTEXT:]), skip_special_tokens=True)
         self._show, self._waiting, self._given, self._seen = show, prompt, "", 0
 
