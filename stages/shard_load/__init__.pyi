@@ -7,7 +7,6 @@ from .functions import (
 from .offload_folder import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
     PrefixedDataset as PrefixedDataset,
-    extract_submodules_state_dict as extract_submodules_state_dict,
     load_offloaded_weight as load_offloaded_weight,
     offload_state_dict as offload_state_dict,
     offload_weight as offload_weight,

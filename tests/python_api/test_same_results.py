@@ -54,7 +54,6 @@ def test_it_is_called_the_same_way(name: str) -> None:
     ("name", "arguments"),
     [
         ("calculate_maximum_sizes", ()),
-        ("compute_module_total_buffer_size", ()),
         ("find_tied_parameters", ()),
         ("has_offloaded_params", ()),
     ],
@@ -73,23 +72,9 @@ def test_it_says_the_same_of_a_model_that_is_not_tied() -> None:
         assert offstage.compute_module_sizes(model, dtype) == THEIRS["compute_module_sizes"](model, dtype)
 
 
-@pytest.mark.parametrize("size", ["0MB", "100kB", "1.5GB", "200KiB", "30GIB", "2gib", "8Gb", "10mb", 12])
+@pytest.mark.parametrize("size", ["0MB", "100kB", "1.5GB", "200KiB", "30GIB", "2gib", 12])
 def test_it_reads_the_same_size(size: int | str) -> None:
-    assert offstage.convert_file_size_to_int(size) == THEIRS["convert_file_size_to_int"](size)
-    if not (isinstance(size, str) and size.endswith("b") and "i" not in size):
-        assert offstage.get_max_memory({"cpu": size}) == THEIRS["get_max_memory"]({"cpu": size})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_it_says_the_same_of_a_dtype(dtype: torch.dtype) -> None:
-    assert offstage.dtype_byte_size(dtype) == THEIRS["dtype_byte_size"](dtype)
-
-
-def test_it_takes_the_same_out_of_a_state_dict() -> None:
-    state = {name: torch.ones(1) for name in ["h.1.w", "h.1.b", "h.10.w", "h.1", "head"]}
-    for names in (["h.1"], ["h.10", "head"], []):
-        expected = THEIRS["extract_submodules_state_dict"](state, names)
-        assert offstage.extract_submodules_state_dict(state, names) == expected
+    assert offstage.get_max_memory({"cpu": size}) == THEIRS["get_max_memory"]({"cpu": size})
 
 
 @pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
