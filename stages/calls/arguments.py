@@ -206,7 +206,8 @@ def _of_audio(given: ForwardOptions, source: ModelSource, pinned: Pins) -> Itera
 
 def _together(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:
     """Return the one call of things of several kinds: through the checkpoint's processor, beside named tensors."""
-    key = KEY if sum(map(bool, (texts, given.images, given.audio))) > 1 else _kind_key(given, texts)
+    kinds = [kind for kind, one in (("texts", texts), ("images", given.images), ("audio", given.audio)) if one]
+    key = KEY if len(kinds) > 1 else f"{KEY}.{kinds[0]}"
     beside = _tensors_of(given, pinned) if given.inputs else {}
     if key != KEY:
         (call,) = _of_one_kind(given, source, texts, pinned)
@@ -216,10 +217,6 @@ def _together(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Te
     if twice:
         raise ConfigError(f"{KEY}.inputs: {twice[0]!r} is made of {key} too; give it once")
     return ForwardCall(call.key, call.rows, {**call.arguments, **beside}, call.made)
-
-
-def _kind_key(given: ForwardOptions, texts: Mapping[str, Text]) -> str:
-    return f"{KEY}.{'texts' if texts else 'images' if given.images else 'audio'}"
 
 
 def _by_processor(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:

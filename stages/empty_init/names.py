@@ -174,7 +174,8 @@ def _step(
     rehearsed = deepcopy(converter)
     for pattern, name in sources:
         entry = entries[name]
-        rehearsed.add_tensor(target, name, pattern, _without_data(entry))
+        empty = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+        rehearsed.add_tensor(target, name, pattern, empty)
     try:
         shapes = {name: tuple(tensor.shape) for name, tensor in convert(rehearsed, target, rename.model).items()}
     except CheckpointError as error:
@@ -190,10 +191,6 @@ def _only_moves(converter: Any) -> bool:
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     return all(type(operation) in (Concatenate, MergeModulelist, Transpose) for operation in converter.operations)
-
-
-def _without_data(entry: AtRest) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
 
 
 def convert(converter: Converter, target: str, model: Any) -> dict[str, torch.Tensor]:
