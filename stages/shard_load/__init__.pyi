@@ -1,6 +1,5 @@
 from .functions import (
     load_checkpoint_in_model as load_checkpoint_in_model,
-    load_offloaded_weights as load_offloaded_weights,
     load_state_dict as load_state_dict,
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
