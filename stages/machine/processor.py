@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offstage.pipeline.cgroup_files import read_lines, throttled_seconds
+from offstage.pipeline.cgroup_files import read_lines
 from offstage.pipeline.environment import allowed_cores
 
 CONTENDED_SHARE = 0.1
@@ -31,7 +31,7 @@ class ProcessorUse:
 
     ``cpu_seconds`` are those of all threads of this process together, and so are ``waited_seconds``, in which they were
     ready to run and didn't. ``others_seconds`` is what all other processes computed on the cores that this one may run
-    on, ``stolen_seconds`` what a hypervisor took of these, ``throttled_seconds`` how long quotas kept this process.
+    on, ``stolen_seconds`` what a hypervisor took of these.
     """
 
     wall_seconds: float
@@ -39,7 +39,6 @@ class ProcessorUse:
     waited_seconds: float | None = None
     others_seconds: float | None = None
     stolen_seconds: float | None = None
-    throttled_seconds: float = 0.0
 
     @property
     def taken_share(self) -> float | None:
@@ -68,7 +67,6 @@ class _Account:
     cpu: float
     waits: Mapping[str, tuple[int, int]]
     cores: tuple[float, float] | None
-    throttled: float
 
 
 @dataclass(slots=True)
@@ -97,7 +95,6 @@ class ProcessorMeter:
             waited_seconds=waited,
             others_seconds=others,
             stolen_seconds=stolen,
-            throttled_seconds=now.throttled - then.throttled,
         )
 
 
@@ -107,7 +104,6 @@ def _now(root: Path) -> _Account:
         time.process_time(),
         _waits(root / "proc/self/task"),
         _cores(root / "proc/stat"),
-        throttled_seconds(root),
     )
 
 
