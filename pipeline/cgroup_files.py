@@ -115,16 +115,6 @@ def _quota(folder: Path, version: Version) -> float | None:
     return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() else None
 
 
-def throttled_seconds(root: Path = Path("/")) -> float:
-    """Return how long this process's groups were kept from running so far, since they had used up their quotas."""
-    return sum(_throttled(folder) for group in mounted_groups("cpu", root) for folder in group.folders)
-
-
-def _throttled(folder: Path) -> float:
-    counts = dict(line.split(maxsplit=1) for line in read_lines(folder / "cpu.stat") if " " in line)
-    return int(counts.get("throttled_usec", 0)) / 1e6 + int(counts.get("throttled_time", 0)) / 1e9
-
-
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a file of the kernel; none where it isn't there."""
     return path.read_text().splitlines() if path.is_file() else []

@@ -18,7 +18,7 @@ from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.calls.options import KEY, ForwardOptions, Text, check_unchanged, files_of, pins, read_texts
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inputs.audio import read_audio
 from offstage.stages.inputs.batches import by_length
 from offstage.stages.inputs.images import read_image
@@ -137,7 +137,7 @@ def _text_encoder(
         pairs = [(text, None) if isinstance(text, str) else text for text in listed]
         seconds = None if isinstance(listed[0], str) else [second for _, second in pairs]
         cut = {"truncation": True, "max_length": most} if given.truncation and most else {}
-        with tokenizing(ConfigError, f"{first.partition('[')[0]}: they can't be made tokens by the tokenizer"):
+        with foreign(ConfigError, f"{first.partition('[')[0]}: they can't be made tokens by the tokenizer"):
             found = tokenizer([one for one, _ in pairs], seconds, padding=padding and not alone, **cut)
         if not padding:
             _check_lengths(texts, found["input_ids"], most)
@@ -206,7 +206,8 @@ def _of_audio(given: ForwardOptions, source: ModelSource, pinned: Pins) -> Itera
 
 def _together(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:
     """Return the one call of things of several kinds: through the checkpoint's processor, beside named tensors."""
-    key = KEY if sum(map(bool, (texts, given.images, given.audio))) > 1 else _kind_key(given, texts)
+    kinds = [kind for kind, one in (("texts", texts), ("images", given.images), ("audio", given.audio)) if one]
+    key = KEY if len(kinds) > 1 else f"{KEY}.{kinds[0]}"
     beside = _tensors_of(given, pinned) if given.inputs else {}
     if key != KEY:
         (call,) = _of_one_kind(given, source, texts, pinned)
@@ -216,10 +217,6 @@ def _together(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Te
     if twice:
         raise ConfigError(f"{KEY}.inputs: {twice[0]!r} is made of {key} too; give it once")
     return ForwardCall(call.key, call.rows, {**call.arguments, **beside}, call.made)
-
-
-def _kind_key(given: ForwardOptions, texts: Mapping[str, Text]) -> str:
-    return f"{KEY}.{'texts' if texts else 'images' if given.images else 'audio'}"
 
 
 def _by_processor(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:

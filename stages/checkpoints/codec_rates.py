@@ -54,13 +54,9 @@ def mean_rate(rates: Mapping[str, int], used_bytes: Mapping[str, int]) -> int | 
 
 
 def _measured(name: str) -> int | None:
-    sample = _sample(name)
-    return None if sample is None else measure(*sample)
-
-
-def _sample(name: str) -> tuple[PackedTensor, PackedBlock, list[Bytes]] | None:
     families = (import_module(f"offstage.stages.checkpoints.codecs.{module}") for module in _FAMILIES)
-    return next((family.sample(name) for family in families if name in family.NAMES), None)
+    sample = next((family.sample(name) for family in families if name in family.NAMES), None)
+    return None if sample is None else measure(*sample)
 
 
 def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> int:

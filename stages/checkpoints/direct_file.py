@@ -66,13 +66,10 @@ class DirectFile:
     def __init__(self, file: ShardFile) -> None:
         self._file = file
         self._cached = open_file(file.path)
-        self._direct = self._open_direct()
+        self._direct = open_direct(file.path, self._cached, os.O_RDONLY | os.O_NONBLOCK)
         opened = [descriptor for descriptor in (self._cached, self._direct) if descriptor is not None]
         self._closing = weakref.finalize(self, _close, opened)  # a model that is let go leaves no file open
         self.check()
-
-    def _open_direct(self) -> int | None:
-        return open_direct(self._file.path, self._cached, os.O_RDONLY | os.O_NONBLOCK)
 
     @property
     def descriptor(self) -> int:

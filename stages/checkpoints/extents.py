@@ -61,6 +61,11 @@ class Extent:
         return self.begin + self.bytes
 
     @property
+    def header(self) -> TensorHeader:
+        """What a file's header tells of it."""
+        return TensorHeader(self.dtype, self.shape)
+
+    @property
     def flat(self) -> Extent:
         """The same elements in one dimension."""
         return Extent(self.file, self.begin, self.dtype, (math.prod(self.shape),))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -60,21 +60,16 @@ def gguf_folder(path: Path) -> Path:
     folder = root / FOLDER / key
     if folder not in _verified or not (folder / NAMES).is_file():
         store = Store(root, model=str(path))
-        store.obtain(FOLDER, key, partial(_describe_all, header, beside))
+        store.obtain(FOLDER, key, partial(_describe, header, beside))
         store.sweep()
         _verified.add(folder)
     return folder
 
 
-def _describe_all(header: GgufHeader, options: bytes, folder: Path) -> None:
-    """Write to ``folder`` what is said of the file, and the ``options`` that lie beside it."""
-    _describe(header, folder)
-    if options:
-        (folder / _OPTIONS).write_bytes(options)
-
-
-def _describe(header: GgufHeader, folder: Path) -> None:
-    """Write to ``folder`` what transformers reads of the file: the config, the tokenizer, the names of tensors."""
+def _describe(header: GgufHeader, options: bytes, folder: Path) -> None:
+    """Write to ``folder`` what transformers reads of the file (the config, the tokenizer, the names of tensors), and
+    the ``options`` that lie beside it.
+    """
     import transformers
 
     from offstage.stages.checkpoints.gguf_names import name_gguf_tensors
@@ -91,27 +86,24 @@ def _describe(header: GgufHeader, folder: Path) -> None:
     if header.has_tokenizer:
         _save_tokenizer(path, folder)
     write_text(folder / NAMES, json.dumps({name: asdict(tensor) for name, tensor in named.items()}))
+    if options:
+        (folder / _OPTIONS).write_bytes(options)
 
 
 def _read_keys(header: GgufHeader) -> dict[str, Any]:
-    """Return what transformers makes of the file's keys: the fields of a config."""
+    """Return what transformers makes of the file's keys: the fields of a config.
+
+    A ``CheckpointError`` for architectures that it loads by another way, in which it unpacks to the dtype in use.
+    """
+    from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path = header.file.path
-    if header.architecture in _read_otherwise():
+    if header.architecture in GGUF_ARCHS:
         raise CheckpointError(
             f"{path}: files of the architecture {header.architecture!r} aren't served; give the model as safetensors"
         )
     return dict(load_gguf_checkpoint(str(path))["config"])
-
-
-def _read_otherwise() -> Collection[str]:
-    """Return the architectures that transformers loads by another way, in which it unpacks to the dtype in use."""
-    try:
-        from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
-    except ImportError:  # a transformers before it had that way
-        return ()
-    return tuple(GGUF_ARCHS)
 
 
 def _empty_model(path: Path, keys: Mapping[str, Any]) -> tuple[Any, Any]:

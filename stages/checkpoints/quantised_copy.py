@@ -13,7 +13,7 @@ from pathlib import Path
 
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.codecs.quantisers import QUANTISERS
-from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, align_up
@@ -73,10 +73,9 @@ def _copy(
         if name not in quantised:
             entries[name] = stored[name] = copied[name][0] if name in copied else source
             continue
-        header = _header(source)
-        parts = dict(zip(QUANTISERS[kind].parts(name, header), copied[name], strict=True))
+        parts = dict(zip(QUANTISERS[kind].parts(name, source.header), copied[name], strict=True))
         stored |= parts
-        entries[name] = QUANTISERS[kind].packed(name, header, parts)
+        entries[name] = QUANTISERS[kind].packed(name, source.header, parts)
     return QuantisedCopy(kind, sources, quantised, files, entries, stored)
 
 
@@ -84,7 +83,7 @@ def _laid_out(folder: Path, copied: Mapping[str, Extent], quantised: Collection[
     """Yield the files of the tensors ``copied``, in the order in which these lie: none has those of two shards."""
     shard, number, tensors, end = "", 0, dict[str, tuple[Extent, ...]](), 0
     for name, source in sorted(copied.items(), key=lambda item: (item[1].file.name, item[1].begin)):
-        headers = QUANTISERS[kind].parts(name, _header(source)) if name in quantised else {name: _header(source)}
+        headers = QUANTISERS[kind].parts(name, source.header) if name in quantised else {name: source.header}
         if tensors and (source.file.name != shard or end >= PIECE_BYTES):
             yield _file(folder, f"{shard}.{kind}-{number}", tensors, end)
             number, tensors, end = (number + 1 if source.file.name == shard else 0), {}, 0
@@ -105,7 +104,3 @@ def _file(folder: Path, name: str, tensors: Mapping[str, tuple[Extent, ...]], si
 def _moved(one: CopyFile, file: ShardFile) -> CopyFile:
     placed = {name: tuple(replace(part, file=file) for part in parts) for name, parts in one.tensors.items()}
     return CopyFile(file, placed)
-
-
-def _header(source: Extent) -> TensorHeader:
-    return TensorHeader(source.dtype, source.shape)

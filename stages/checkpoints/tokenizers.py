@@ -2,63 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from offstage.pipeline.errors import PANIC, CheckpointError, ConfigError, OffstageError, errors_alone, foreign
+from offstage.pipeline.errors import CheckpointError, ConfigError, errors_alone, foreign
 from offstage.pipeline.plain_data import walk
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import TOKENIZER_FILES
-
-_STANDARD_ERROR = 2
-_one_at_a_time = threading.Lock()
-"""Held while standard error is set aside: whoever set it aside meanwhile would bring back the wrong one."""
 
 FILE_NAME = "tokenizer.json"
 MOST = 10**5
 """Bytes out for each byte in, each step at its worst: real tokenizers come to some hundreds."""
 _STEPS: Mapping[str, int] = {"ByteLevel": 2, "Metaspace": 4, "Precompiled": 32}
 _DATA = ("model", "added_tokens")
-
-
-@contextmanager
-def tokenizing(kind: type[OffstageError], about: str, *, advice: str = "") -> Iterator[None]:
-    """Do as ``foreign`` around work of a tokenizer; what Rust writes to standard error about a panic is dropped."""
-    with _without_words_of_panics(), foreign(kind, about, advice=advice):
-        yield
-
-
-@contextmanager
-def _without_words_of_panics() -> Iterator[None]:
-    """Keep what is written to standard error until it is known that nothing panicked, then write it."""
-    with _one_at_a_time, ExitStack() as stack:
-        with suppress(OSError):  # no standard error, or no room for what is said: then it is as it is
-            said = stack.enter_context(tempfile.TemporaryFile())
-            stack.enter_context(_set_aside(said))
-        yield
-
-
-@contextmanager
-def _set_aside(said: IO[bytes]) -> Iterator[None]:
-    screen = os.dup(_STANDARD_ERROR)
-    os.dup2(said.fileno(), _STANDARD_ERROR)
-    panicked = False
-    try:
-        yield
-    except OffstageError as error:
-        panicked = type(error.__cause__).__name__ == PANIC
-        raise
-    finally:
-        os.dup2(screen, _STANDARD_ERROR)
-        os.close(screen)
-        said.seek(0)
-        os.write(_STANDARD_ERROR, b"" if panicked else said.read())
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -107,5 +65,5 @@ def load_tokenizer(source: ModelSource) -> Any:
     check_tokenizer(folder)
     advice = "; set model.tokenizer to a folder that has one that loads, or give token ids: generate.prompts=[[5,6,7]]"
     about = f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads"
-    with errors_alone(logging), tokenizing(ConfigError, about, advice=advice):
+    with errors_alone(logging), foreign(ConfigError, about, advice=advice):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code, local_files_only=True)

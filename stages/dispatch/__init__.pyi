@@ -22,10 +22,6 @@ from .accelerate_api.hooks import (
     remove_hook_from_module as remove_hook_from_module,
     remove_hook_from_submodules as remove_hook_from_submodules,
 )
-from .accelerate_api.layerwise_casting import (
-    LayerwiseCastingHook as LayerwiseCastingHook,
-    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
-)
 from .accelerate_api.offload_budget import OffloadBudget as OffloadBudget, maybe_offload_to_cpu as maybe_offload_to_cpu
 from .accelerate_api.offloaded_params import (
     align_module_device as align_module_device,

@@ -3,11 +3,8 @@ from .init import init_empty_weights as init_empty_weights, init_on_device as in
 from .rehearsal import rehearse as rehearse
 from .skeleton import Skeleton as Skeleton
 from .tied import (
-    check_tied_parameters_in_config as check_tied_parameters_in_config,
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
     find_tied_parameters as find_tied_parameters,
-    get_non_persistent_buffers as get_non_persistent_buffers,
-    id_tensor_storage as id_tensor_storage,
     named_module_tensors as named_module_tensors,
     retie_parameters as retie_parameters,
 )

@@ -21,7 +21,6 @@ from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.packed_matrices import BESIDE
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.packed import AtRest
-from offstage.stages.empty_init.siblings import missing_sibling, unlike_sibling
 
 
 class Converter(Protocol):
@@ -175,11 +174,13 @@ def _step(
     rehearsed = deepcopy(converter)
     for pattern, name in sources:
         entry = entries[name]
-        rehearsed.add_tensor(target, name, pattern, _without_data(entry))
+        empty = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+        rehearsed.add_tensor(target, name, pattern, empty)
     try:
         shapes = {name: tuple(tensor.shape) for name, tensor in convert(rehearsed, target, rename.model).items()}
     except CheckpointError as error:
-        raise _unmade(target, sources, entries) or error from error
+        folder = entries[sources[0][1]].file.path.parent
+        raise CheckpointError(f"{folder}: {error}; get the checkpoint again") from error
     if list(shapes) == [target] and _only_moves(converter):
         rename.shapes[look] = shapes[target]
     return NamingStep(shapes, tuple(sources), converter)
@@ -190,19 +191,6 @@ def _only_moves(converter: Any) -> bool:
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     return all(type(operation) in (Concatenate, MergeModulelist, Transpose) for operation in converter.operations)
-
-
-def _unmade(target: str, sources: list[tuple[str, str]], entries: Mapping[str, AtRest]) -> CheckpointError | None:
-    """Return an error that names the one of ``sources`` by which ``target`` can't be made, if it can be told."""
-    missing, unlike, path = missing_sibling(sources), unlike_sibling(sources, entries), entries[sources[0][1]].file.path
-    wrong = unlike or (f"{missing!r} is missing" if missing else None)
-    if wrong is None:
-        return None
-    return CheckpointError(f"{path.parent}: {wrong}, so {target!r} can't be made; get the checkpoint again")
-
-
-def _without_data(entry: AtRest) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
 
 
 def convert(converter: Converter, target: str, model: Any) -> dict[str, torch.Tensor]:

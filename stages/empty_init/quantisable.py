@@ -15,8 +15,7 @@ from torch import nn
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.codecs.quantisers import FLOATS, QUANTISERS
-from offstage.stages.checkpoints.extents import Extent, TensorHeader
-from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.quantised_copy import with_copy
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.adapted_model import without_adapter
@@ -59,7 +58,7 @@ def quantisable(model: nn.Module, naming: Naming, entries: Mapping[str, Extent],
     for step, owner in multiplied(naming, modules):
         stays = owner not in repeated or owner in routers or any(kept and kept.search(name) for name in step.targets)
         if not stays and sources_in_order(step, entries):  # what is made anew of several would rest unpacked
-            found |= {name for name in step.source_names if fits(_header(entries[name]))}
+            found |= {name for name in step.source_names if fits(entries[name].header)}
     if not found:
         raise ConfigError(
             f"{KEY}: {kind!r} is of no use, no linear layer that repeats in {type(model).__name__} has rows of "
@@ -101,7 +100,3 @@ def _experts_in(module: nn.Module) -> int:
     if isinstance(module, nn.ModuleList):
         return len(module)
     return int(getattr(module, "num_experts", 0)) if is_experts(module) else 0
-
-
-def _header(entry: AtRest) -> TensorHeader:
-    return TensorHeader(entry.dtype, entry.shape)

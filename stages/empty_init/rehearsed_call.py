@@ -6,15 +6,13 @@ What the rehearsal shows to be wrong with the inputs is said here, before a weig
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.calls.call import RehearsedCall
-from offstage.stages.calls.options import ForwardOptions
 from offstage.stages.empty_init.activation_peaks import weigh_call
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Moment, Skeleton
@@ -24,11 +22,6 @@ _REFUSALS = re.compile(
 )
 """How an error reads that the inputs are to blame for; what else a rehearsal meets may be about fake tensors alone."""
 _FAKE = re.compile(r"fake|meta |data.dependent|dynamic.*shape", re.IGNORECASE)
-
-
-def rehearsed_call(given: ForwardOptions | None, node: Mapping[str, Any]) -> RehearsedCall | None:
-    """Return the call that is asked for of the model of the config node ``node``; null where none is."""
-    return None if given is None else RehearsedCall(given, node)
 
 
 def describe_call(model: nn.Module, call: RehearsedCall, no_split: Iterable[str] | None) -> Skeleton:

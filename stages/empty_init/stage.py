@@ -176,10 +176,12 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             return self._build(inputs, folder)
 
     def _build(self, inputs: EmptyInitInputs, folder: Path) -> Any:
+        from offstage.stages.calls.call import RehearsedCall
         from offstage.stages.empty_init.describe import describe
-        from offstage.stages.empty_init.rehearsed_call import describe_call, rehearsed_call
+        from offstage.stages.empty_init.rehearsed_call import describe_call
 
-        no_split, call = inputs.node.get("no_split"), rehearsed_call(inputs.given, inputs.node)
+        no_split = inputs.node.get("no_split")
+        call = None if inputs.given is None else RehearsedCall(inputs.given, inputs.node)
         with _bounds(inputs.node):
             model, opened = _model(inputs)
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)

@@ -80,51 +80,6 @@ def non_persistent_buffers(module: nn.Module, *, recurse: bool = True) -> set[st
     }
 
 
-def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that a state dict of ``module`` leaves out, those of submodules with ``recurse``.
-
-    They are the names in the modules that own them, or with ``fqns`` dotted names from ``module`` on.
-
-    >>> module = nn.Module()
-    >>> module.register_buffer("mask", torch.ones(2), persistent=False)
-    >>> get_non_persistent_buffers(module)
-    {'mask'}
-    """
-    names = non_persistent_buffers(module, recurse=recurse)
-    return names if fqns else {name.rpartition(".")[2] for name in names}
-
-
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return what tells the storage of ``tensor`` from every other that is alive: its device, address and bytes.
-
-    Tensors that share memory have one; on the meta device there is no memory, and the address is 0.
-
-    >>> rows = torch.zeros(4, 2)
-    >>> id_tensor_storage(rows) == id_tensor_storage(rows.view(8))
-    True
-    """
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
-
-
-def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether the config of a transformers ``model``, or one of its modules, says that parameters are tied.
-
-    It says nothing of whether they are: that is ``find_tied_parameters``. For any other module it is False.
-
-    >>> check_tied_parameters_in_config(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint)))
-    True
-    """
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        return False
-    words = bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
-    halves = model.config.is_encoder_decoder and bool(getattr(model.config, "tie_encoder_decoder", False))
-    by_hand = any(hasattr(module, "_tie_weights") for module in model.modules())
-    return (words and model.get_output_embeddings() is not None) or halves or by_hand
-
-
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
 ) -> None:

@@ -7,6 +7,7 @@ It is the twin of what streaming does for weights, on torch's own hooks for save
 from __future__ import annotations
 
 import weakref
+from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 
@@ -72,7 +73,7 @@ class CPUOffload:
     def __enter__(self) -> CPUOffload:
         if not self._hooks:
             self._begin_pass()
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks = saved_tensors_hooks(self._pack, methodcaller("unpack"))
         hooks.__enter__()
         self._hooks.append(hooks)
         return self
@@ -124,10 +125,6 @@ class CPUOffload:
             )  # a buffer, for all we know
             remember_span(key, span)
         return SavedTensor(tensor, span)
-
-
-def _unpack(packed: SavedTensor | ReferencedTensor) -> torch.Tensor:
-    return packed.unpack()
 
 
 def _check_ratio(ratio: object) -> float:

@@ -48,10 +48,12 @@ def perform(inputs: FinetuneInputs, context: Context, file: Path) -> None:
     dispatched: Dispatched = context.live("dispatch")
     check_words(dispatched.model, [[int(sequences.max())]], key=TEXT)
     plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
-    parameters = _choose(inputs, plan, dispatched)
+    devices = {name: dispatched.devices.torch_device(device) for name, device in plan.execution.items()}
+    has_adapter = adapter_folder(inputs.model) is not None
+    parameters = prepare(dispatched.model, inputs.options, adapted=has_adapter, devices=devices)
     offload = _offload(inputs, plan.main_device, dispatched, folder)
     cost = _run(inputs, dispatched, parameters, sequences=sequences, offload=offload, folder=folder)
-    adapted = inputs.options.lora is not None or adapter_folder(inputs.model) is not None
+    adapted = has_adapter or inputs.options.lora is not None
     (save_adapter if adapted else save_model)(dispatched.model, inputs.model, folder / CHECKPOINT)
     own: Metrics = {
         "trained_parameters": sum(parameter.numel() for parameter in parameters.values()),
@@ -65,13 +67,6 @@ def perform(inputs: FinetuneInputs, context: Context, file: Path) -> None:
     }
     peaks = measured_peaks(context, dispatched)
     save_result(file, dispatched, metrics=run_metrics(dispatched, own), measured=peaks)
-
-
-def _choose(inputs: FinetuneInputs, plan: plans.Plan, dispatched: Dispatched) -> Parameters:
-    """Return what of the model learns, a new adapter made where one is asked for."""
-    devices = {name: dispatched.devices.torch_device(device) for name, device in plan.execution.items()}
-    adapted = adapter_folder(inputs.model) is not None
-    return prepare(dispatched.model, inputs.options, adapted=adapted, devices=devices)
 
 
 def _offload(inputs: FinetuneInputs, main: DeviceId, dispatched: Dispatched, folder: Path) -> Offload:

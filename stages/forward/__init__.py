@@ -1,5 +1,1 @@
 """In generate's place: one forward of any model over given inputs, its outputs by name."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.regular_files import read_object
-from offstage.stages.calls.arguments import Tensors, calls
+from offstage.stages.calls.arguments import calls
 from offstage.stages.calls.call import answer
 from offstage.stages.calls.options import ForwardOptions, count_rows, read_texts
 from offstage.stages.checkpoints.dtypes import dtype_name
@@ -43,14 +42,15 @@ class ForwardSession(ModelSession[ForwardInputs]):
         """Call the model with all that is given."""
         cost, joined, together = self._call(title)
         tensors = joined.tensors()
-        told = _told_all(tensors)
+        told = [_told(name, tensor) for name, tensor in tensors.items()]
+        config = read_object(ModelSource.of(self.inputs.model).folder / "config.json")
         rows: Metrics = {"rows": sum(map(len, together)), "rows_per_second": cost.results_per_second}
         return PassResult(
             outputs=told,
             metrics={"forward_seconds": cost.seconds, "forwards": cost.forwards, **rows, **cost.metrics()},
             found={
                 "outputs": told,
-                "labels": say(tensors, _config(self.inputs.model), _texts(self.inputs.given)),
+                "labels": say(tensors, config, _texts(self.inputs.given)),
                 "together": together,
             },
             files={OUTPUTS: tensors},
@@ -70,17 +70,9 @@ class ForwardSession(ModelSession[ForwardInputs]):
         return cost, joined, together
 
 
-def _config(model: Mapping[str, Any]) -> dict[str, Any]:
-    return read_object(ModelSource.of(model).folder / "config.json")
-
-
 def _texts(given: ForwardOptions) -> list[str]:
     texts = read_texts(given) if given.texts or given.texts_file else {}
     return [text if isinstance(text, str) else " | ".join(text) for text in texts.values()]
-
-
-def _told_all(tensors: Tensors) -> list[dict[str, Any]]:
-    return [_told(name, tensor) for name, tensor in tensors.items()]
 
 
 def _told(name: str, tensor: torch.Tensor) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import ConfigError, Fault
 from offstage.pipeline.metrics import Metric
-from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
+from offstage.pipeline.stage import Artifact, Config, Context
 from offstage.pipeline.typed_config import read
 from offstage.stages.calls.options import ForwardConfig, check_options, identity, is_given
 from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
 from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, REPEATS, WHOLE_RUN
-from offstage.stages.inference.inputs import gather_model, inference_sources
+from offstage.stages.inference.inputs import gather_model
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inputs.media_files import media_libraries
 
@@ -72,10 +72,6 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
         return ForwardInputs(
             asked=identity(given, values=True), media=media_libraries(), given=given, **gather_model(context)
         )
-
-    def sources(self, inputs: ForwardInputs, context: Context) -> SourceFiles:
-        """Return the files of inputs and of the tokenizer."""
-        return inference_sources(inputs, context)
 
     def session(self, inputs: ForwardInputs, context: Context) -> ForwardSession:
         """Return the model and what it is given, ready to be called."""

@@ -17,14 +17,12 @@ from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.peers import peers
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizers import tokenizing
 from offstage.stages.dispatch.stage import Dispatched
 from offstage.stages.dispatch.streaming.module_state import LockstepError
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.generate import decode, options, prompts
 from offstage.stages.generate.assistant import Assistant
 from offstage.stages.generate.batches import Asked, make_batches
-from offstage.stages.generate.detokenizer import Detokenizer, decode_after
 from offstage.stages.generate.host_cache import HostRoom, host_cache
 from offstage.stages.generate.inputs import GenerateInputs
 from offstage.stages.generate.judged import Judged
@@ -32,7 +30,7 @@ from offstage.stages.generate.logprobs import ChosenLogprobs
 from offstage.stages.generate.metrics import Cost, TimedBatch
 from offstage.stages.generate.sampling import SeededRows, seeded_rows
 from offstage.stages.generate.speculation import ExactSpeculation
-from offstage.stages.generate.transcript import LiveTranscript, before_answer
+from offstage.stages.generate.transcript import LiveTranscript, before_answer, decode_after
 from offstage.stages.inference.padding import make_batch
 from offstage.stages.inference.progress import Progress, Row
 from offstage.stages.inference.tokens import check_words
@@ -155,7 +153,7 @@ class Decoding:
         if self._tokenizer is None or max(several) > 1:
             return None
         prompt = before_answer(self._inputs.prompts[asked.index].told, is_chat=is_chat)
-        return LiveTranscript(show, prompt, Detokenizer(self._tokenizer, lambda ids: self._text(asked, ids) or ""))
+        return LiveTranscript(show, prompt, self._tokenizer, before=self._before(asked))
 
     def _asked(self, index: int, ids: Sequence[int]) -> Asked:
         """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
@@ -188,13 +186,16 @@ class Decoding:
         """
         if self._tokenizer is None:
             return None
-        before = () if self._side == "right" else asked.ids
 
         def decode_ids(ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-        with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
-            return decode_after(decode_ids, before, row)
+        with foreign(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
+            return decode_after(decode_ids, self._before(asked), row)
+
+    def _before(self, asked: Asked) -> Sequence[int]:
+        """Return the token ids that the answer goes on after: none where an encoder has read them."""
+        return () if self._side == "right" else asked.ids
 
     def _run_batch(
         self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None

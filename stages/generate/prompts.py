@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from offstage.pipeline.errors import ConfigError, Fault, OffstageError
+from offstage.pipeline.errors import ConfigError, Fault, OffstageError, foreign
 from offstage.stages.checkpoints.generation_defaults import named_tokens
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.empty_init.model import read_class
 from offstage.stages.inference.tokens import encode_text
 from offstage.stages.inputs.generate_options import GenerateOptions
@@ -56,7 +56,7 @@ class Encoder:
             messages = prompt.conversation(chat=self.chat, system=self.system, has_template=self._has_template)
         if messages is None:
             return encode_text(name, prompt.text, self.tokenizer, instead=_INSTEAD)
-        with tokenizing(ConfigError, f"{name}: {prompt.text!r} can't be put in the tokenizer's template for chats"):
+        with foreign(ConfigError, f"{name}: {prompt.text!r} can't be put in the tokenizer's template for chats"):
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return encode_text(name, text, self.tokenizer, instead=_INSTEAD, special=False)
 

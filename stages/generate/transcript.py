@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from offstage.stages.inputs.prompts import MEDIA, Content, Told, text_of
 if TYPE_CHECKING:
     import torch
 
-    from offstage.stages.generate.detokenizer import Detokenizer
+_CONTEXT = 8
+"""So many tokens of a prompt show how the text after them begins."""
 
 
 def before_answer(prompt: Told, *, is_chat: bool) -> str:
@@ -37,22 +39,45 @@ def transcript(output: Mapping[str, Any], *, is_chat: bool) -> str:
     return f"{before_answer(output['prompt'], is_chat=is_chat)}{answer}"
 
 
-class LiveTranscript:
-    """The transcript of the one sequence that is being decoded, given to ``show`` piece by piece."""
+def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text of ``ids`` as it goes on after that of the ids ``before``.
 
-    def __init__(self, show: Callable[[str], object], prompt: str, detokenizer: Detokenizer) -> None:
-        self._show, self._waiting, self._detokenizer = show, prompt, detokenizer
+    At the beginning of a text some tokenizers leave out a space that belongs between two words.
+    """
+    context = before[-_CONTEXT:]
+    head = decode(context)
+    whole = decode([*context, *ids]) if head else ""
+    return whole[len(head) :] if head and whole.startswith(head) else decode(ids)
+
+
+class LiveTranscript:
+    """The transcript of the one sequence that is being decoded, given to ``show`` piece by piece, after the ``prompt``.
+
+    The text goes on after that of the ids ``before``. By a ``tokenizer`` that isn't made of the library tokenizers, or
+    cleans up spaces afterwards, there is nothing to show before the answer is whole.
+    """
+
+    def __init__(self, show: Callable[[str], object], prompt: str, tokenizer: Any, *, before: Sequence[int]) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._tokenizer: Any = None if cleans else getattr(tokenizer, "backend_tokenizer", None)
+        self._stream = DecodeStream(list(before[-_CONTEXT:]), skip_special_tokens=True)
+        self._show, self._waiting, self._given, self._seen = show, prompt, "", 0
 
     def more(self, tokens: torch.Tensor) -> None:
         """Show what is new in the text of ``tokens``, all new ones so far, of shape (1, tokens)."""
-        self._add(self._detokenizer.more(tokens[0].tolist()))
+        new, self._seen = tokens[0, self._seen :].tolist(), tokens.shape[1]
+        for token in new if self._tokenizer is not None else ():
+            with suppress(Exception):  # bytes that were no character after all: the whole text comes in the end
+                self._add(self._stream.step(self._tokenizer, token) or "")
 
     def finish(self, text: str) -> None:
-        """Show what isn't there yet of the whole ``text`` of the answer."""
-        self._add(self._detokenizer.rest(text))
+        """Show what isn't there yet of the answer's whole ``text``; all of it, on a new line, where it is another."""
+        self._add(text[len(self._given) :] if text.startswith(self._given) else f"\n{text}")
         self._show(self._waiting)
 
     def _add(self, text: str) -> None:
         if text:
             self._show(f"{self._waiting}{text}")
-            self._waiting = ""
+            self._waiting, self._given = "", self._given + text

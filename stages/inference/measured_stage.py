@@ -7,15 +7,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from offstage.pipeline.measure import read_measure
-from offstage.pipeline.stage import Artifact, Context, Inputs, Report, Stage
+from offstage.pipeline.stage import Artifact, Context, Report, SourceFiles, Stage
+from offstage.stages.inference.inputs import InferenceInputs, inference_sources
 from offstage.stages.inference.repeats import kept_repeats, lacking, measured_memory, take_repeats, with_metrics
 from offstage.stages.inference.timed_repeats import TimedRepeat
 
 if TYPE_CHECKING:  # sessions come with torch, which a run that is served from the cache does without
     from offstage.stages.inference.session import ModelSession
+
+Inputs = TypeVar("Inputs", bound=InferenceInputs)
 
 
 class MeasuredStage(Stage[Inputs]):
@@ -49,6 +52,10 @@ class MeasuredStage(Stage[Inputs]):
         """Return what the record has of what came out."""
         found: Sequence[Mapping[str, Any]] = data["outputs"]
         return found
+
+    def sources(self, inputs: Inputs, context: Context) -> SourceFiles:
+        """Return the files of data and of the tokenizer."""
+        return inference_sources(inputs, context)
 
     def build(self, inputs: Inputs, context: Context, folder: Path) -> Any:
         """Ask it, and write what came of it; what finishes is kept as it does."""

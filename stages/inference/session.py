@@ -37,7 +37,7 @@ from offstage.stages.inference.timed_repeats import TimedRepeat
 from offstage.stages.machine.probes import read_speed
 from offstage.stages.machine.processor import ProcessorMeter
 from offstage.stages.plan import plan as plans
-from offstage.stages.units import DISK
+from offstage.stages.units import DISK, DeviceId
 
 Given = TypeVar("Given", bound=InferenceInputs)
 
@@ -206,7 +206,11 @@ def save_result(
     If there is a trace, ``trace.json`` is written beside it.
     """
     ends = {"metrics": metrics, "measured": dict(measured), "experts": expert_uses(dispatched)}
-    ends |= {RESERVED: reserved} if (reserved := _reserved_peaks(dispatched)) else {}
+    ends |= (
+        {RESERVED: reserved}
+        if (reserved := _of_accelerators(torch.cuda.max_memory_reserved, dispatched.devices.reserved))
+        else {}
+    )
     write_text(file, json.dumps({**(found or {}), **ends}, allow_nan=False) + "\n")
     if dispatched.streamer.trace is not None:
         dispatched.streamer.trace.save(file.with_name(TRACE_NAME))
@@ -214,24 +218,19 @@ def save_result(
 
 def measured_peaks(context: Context, dispatched: Dispatched) -> dict[str, int]:
     """Return the peaks so far in bytes: of the host's anonymous memory, and of every accelerator in use, by device."""
-    peaks = {"cpu": context.host_peak()}
-    if torch.cuda.is_available():
-        peaks |= {str(i): torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())}
-    return peaks | {str(device): peak for device, peak in dispatched.devices.peaks.items()}
-
-
-def _reserved_peaks(dispatched: Dispatched) -> dict[str, int]:
-    """Return what torch's allocator had of every accelerator at most, in bytes: of a simulated one by its rules."""
-    reserved = {}
-    if torch.cuda.is_available():
-        reserved = {str(i): torch.cuda.max_memory_reserved(i) for i in range(torch.cuda.device_count())}
-    return reserved | {str(device): peak for device, peak in dispatched.devices.reserved.items()}
+    return {"cpu": context.host_peak()} | _of_accelerators(torch.cuda.max_memory_allocated, dispatched.devices.peaks)
 
 
 def held_now(dispatched: Dispatched) -> dict[str, int]:
     """Return what is held at this moment in bytes, by device: as ``measured_peaks``, of a system that tells."""
     host = held_bytes()
     held = {} if host is None else {"cpu": host}
-    if torch.cuda.is_available():
-        held |= {str(i): torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count())}
-    return held | {str(device): count for device, count in dispatched.devices.held.items()}
+    return held | _of_accelerators(torch.cuda.memory_allocated, dispatched.devices.held)
+
+
+def _of_accelerators(ask: Callable[[int], int], simulated: Mapping[DeviceId, int]) -> dict[str, int]:
+    """Return the bytes of each accelerator that is here, of which torch's allocator is to be asked, and of each that is
+    ``simulated``.
+    """
+    here = {str(index): ask(index) for index in range(torch.cuda.device_count())}
+    return here | {str(device): count for device, count in simulated.items()}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from offstage.pipeline.errors import ConfigError
-from offstage.stages.checkpoints.tokenizers import tokenizing
+from offstage.pipeline.errors import ConfigError, foreign
 from offstage.stages.inputs.prompts import MOST
 
 
@@ -21,7 +20,7 @@ def encode_text(name: str, text: str, tokenizer: Any, *, instead: str, special: 
             f"{name}: {text!r} is text and the checkpoint has no tokenizer; "
             f"set model.tokenizer to a folder that has one, or give token ids: {instead}"
         )
-    with tokenizing(ConfigError, f"{name}: {text!r} can't be made tokens by the tokenizer"):
+    with foreign(ConfigError, f"{name}: {text!r} can't be made tokens by the tokenizer"):
         ids = [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
     if not ids:
         raise ConfigError(f"{name}: {text!r} has no tokens; give a longer text")

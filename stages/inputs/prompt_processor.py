@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.errors import ConfigError, foreign
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizers import check_tokenizer, tokenizing
+from offstage.stages.checkpoints.tokenizers import check_tokenizer
 from offstage.stages.inputs.audio import read_audio
 from offstage.stages.inputs.images import read_image
 from offstage.stages.inputs.media_files import MediaFile, MediaKind
@@ -90,14 +90,14 @@ class PromptProcessor:
         begin = getattr(getattr(self._given, "tokenizer", None), "bos_token", None)
         if templated and begin and text.startswith(begin):
             call["add_special_tokens"] = False
-        with tokenizing(ConfigError, f"{name}: the checkpoint's processor can't take it"):
+        with foreign(ConfigError, f"{name}: the checkpoint's processor can't take it"):
             found = self._given(**call, return_tensors="pt")
         size = sum(3 * one.width * one.height for one in images) + sum(one.nbytes for one in sounds)
         return ModelInputs(*self._checked(name, text, dict(found)), size)
 
     def templated(self, name: str, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a chat up to where the model's answer begins, with a place for each image and sound."""
-        with tokenizing(ConfigError, f"{name}: it can't be put in the processor's template for chats"):
+        with foreign(ConfigError, f"{name}: it can't be put in the processor's template for chats"):
             return str(self._given.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
 
     def _checked(self, name: str, text: str, found: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:

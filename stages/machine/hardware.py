@@ -130,12 +130,9 @@ def driver_free_bytes(index: int) -> int | None:
 
     NVML counts all devices of a machine, torch those that a process may see, so the device is found by its UUID.
     """
+    import pynvml
     import torch
 
-    try:
-        import pynvml
-    except ImportError:
-        return None
     try:
         pynvml.nvmlInit()
         try:

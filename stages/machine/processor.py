@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offstage.pipeline.cgroup_files import read_lines, throttled_seconds
+from offstage.pipeline.cgroup_files import read_lines
 from offstage.pipeline.environment import allowed_cores
 
 CONTENDED_SHARE = 0.1
@@ -31,7 +31,7 @@ class ProcessorUse:
 
     ``cpu_seconds`` are those of all threads of this process together, and so are ``waited_seconds``, in which they were
     ready to run and didn't. ``others_seconds`` is what all other processes computed on the cores that this one may run
-    on, ``stolen_seconds`` what a hypervisor took of these, ``throttled_seconds`` how long quotas kept this process.
+    on, ``stolen_seconds`` what a hypervisor took of these.
     """
 
     wall_seconds: float
@@ -39,7 +39,6 @@ class ProcessorUse:
     waited_seconds: float | None = None
     others_seconds: float | None = None
     stolen_seconds: float | None = None
-    throttled_seconds: float = 0.0
 
     @property
     def taken_share(self) -> float | None:
@@ -67,9 +66,7 @@ class _Account:
     wall: float
     cpu: float
     waits: Mapping[str, tuple[int, int]]
-    pressure: float | None
     cores: tuple[float, float] | None
-    throttled: float
 
 
 @dataclass(slots=True)
@@ -86,26 +83,19 @@ class ProcessorMeter:
         """Return what there was since."""
         then, now = self._began, _now(self.root)
         cpu = now.cpu - then.cpu
-        others = stolen = None
+        others = stolen = waited = None
+        if any(ran for ran, _ in now.waits.values()):  # else the kernel keeps no account
+            before = {thread: count for thread, (_, count) in then.waits.items()}
+            waited = sum(count - before.get(thread, 0) for thread, (_, count) in now.waits.items()) / 1e9
         if then.cores is not None and now.cores is not None:
             others, stolen = max(0.0, now.cores[0] - then.cores[0] - cpu), now.cores[1] - then.cores[1]
         return ProcessorUse(
             wall_seconds=now.wall - then.wall,
             cpu_seconds=cpu,
-            waited_seconds=_waited(then, now),
+            waited_seconds=waited,
             others_seconds=others,
             stolen_seconds=stolen,
-            throttled_seconds=now.throttled - then.throttled,
         )
-
-
-def _waited(then: _Account, now: _Account) -> float | None:
-    """Return how long threads were ready and didn't run: by their own account, or how long any of the machine was."""
-    if any(ran for ran, _ in now.waits.values()):
-        return sum(waited - then.waits.get(thread, (0, 0))[1] for thread, (_, waited) in now.waits.items()) / 1e9
-    if then.pressure is None or now.pressure is None:
-        return None
-    return now.pressure - then.pressure
 
 
 def _now(root: Path) -> _Account:
@@ -113,9 +103,7 @@ def _now(root: Path) -> _Account:
         time.perf_counter(),
         time.process_time(),
         _waits(root / "proc/self/task"),
-        _pressure(root / "proc/pressure/cpu"),
         _cores(root / "proc/stat"),
-        throttled_seconds(root),
     )
 
 
@@ -127,14 +115,6 @@ def _waits(tasks: Path) -> dict[str, tuple[int, int]]:
             ran, waited, _ = map(int, thread.joinpath("schedstat").read_text().split())
             found[thread.name] = ran, waited
     return found
-
-
-def _pressure(path: Path) -> float | None:
-    """Return for how many seconds any thread of the machine was ready and didn't run."""
-    with suppress(OSError):  # it is there and can't be read where the kernel was told not to count
-        some = next((line.split() for line in read_lines(path) if line.startswith("some")), [])
-        return next((int(word.removeprefix("total=")) / 1e6 for word in some if word.startswith("total=")), None)
-    return None
 
 
 def _cores(path: Path) -> tuple[float, float] | None:

@@ -281,17 +281,6 @@ def get_max_layer_size(
     return largest, [name for name in layers if module_sizes[name] == largest]
 
 
-def compute_module_total_buffer_size(
-    model: nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None
-) -> int:
-    """Return the bytes of all buffers of ``model``; the dtypes are taken as ``compute_module_sizes`` takes them.
-
-    >>> compute_module_total_buffer_size(nn.BatchNorm1d(100))
-    808
-    """
-    return compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True).get("", 0)
-
-
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the bytes of ``model``, and those of its largest layer with the names of the layers that have them.
 
@@ -303,29 +292,6 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     sizes = compute_module_sizes(model)
     pieces = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
     return sizes[""], get_max_layer_size(pieces, sizes, list(getattr(model, "_no_split_modules", None) or ()))
-
-
-def convert_file_size_to_int(size: int | str) -> int:
-    """Return ``size`` in bytes: what ``parse_size`` accepts, and a small b after a power of ten for bits.
-
-    >>> convert_file_size_to_int("1MiB"), convert_file_size_to_int("8Mb")
-    (1048576, 1000000)
-    """
-    in_bits = isinstance(size, str) and size.endswith("b") and not size.upper().endswith("IB")
-    return parse_size(f"{str(size)[:-1]}B") // 8 if in_bits else parse_size(size)
-
-
-def dtype_byte_size(dtype: object) -> float:
-    """Return the bytes of one element of ``dtype``: torch's, its name, or an enum of names (``int4`` takes a half).
-
-    A bool counts an eighth, as the field's function has it, though torch keeps each in a byte of its own. What is no
-    dtype is a ``ValueError``.
-
-    >>> dtype_byte_size(torch.bfloat16), dtype_byte_size("int4")
-    (2, 0.5)
-    """
-    name = _dtype(dtype)
-    return 1 / 8 if name == "bool" else DTYPE_BYTES[name]
 
 
 def _layers(modules: Iterable[tuple[str, Any]], no_split: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 
 from offstage.pipeline.stage import Context
@@ -45,7 +44,8 @@ class ScoringSession(ModelSession[ScoreInputs]):
         check_words(model, [[*text.ids, *text.source] for text in encoded], key="score")
         self._windows = list(cut(encoded, window=inputs.window, stride=inputs.stride))
         lengths = [max(len(window.ids), len(window.source)) for window in self._windows]
-        self._batches = by_length(lengths, size=inputs.batch_size, padded=_pads(model))
+        has_mask = getattr(model, "config", None) is not None  # of a model that isn't transformers' none is known
+        self._batches = by_length(lengths, size=inputs.batch_size, padded=has_mask)
 
     @property
     def count(self) -> int:
@@ -79,11 +79,6 @@ class ScoringSession(ModelSession[ScoreInputs]):
                 progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])
                 bar.update(len(batch))
         return cost
-
-
-def _pads(model: nn.Module) -> bool:
-    """Return whether rows of unequal length can be padded: of a model that isn't transformers' no mask is known."""
-    return getattr(model, "config", None) is not None
 
 
 def _row(batch: int, rows: int, window: Window, scores: TokenScores) -> Row:

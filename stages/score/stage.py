@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import Fault
 from offstage.pipeline.metrics import Metric
-from offstage.pipeline.stage import Artifact, Config, Context, SourceFiles
+from offstage.pipeline.stage import Artifact, Config, Context
 from offstage.pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from offstage.stages.inference.declared_metrics import FORWARDS, LOADING, REPEATS, WHOLE_RUN, earlier
-from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
+from offstage.stages.inference.inputs import chosen_number, gather_model
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
 from offstage.stages.inputs.texts import ScoreOptions, check_texts, read_scored_texts
@@ -98,10 +98,6 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
             batch_size=1 if options.exact else chosen_number("batch_size", options.batch_size, context) or 1,
             **gather_model(context),
         )
-
-    def sources(self, inputs: ScoreInputs, context: Context) -> SourceFiles:
-        """Return the files of texts and of the tokenizer."""
-        return inference_sources(inputs, context)
 
     def session(self, inputs: ScoreInputs, context: Context) -> ScoringSession:
         """Return the model and the windows, ready to be scored."""

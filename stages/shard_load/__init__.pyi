@@ -1,13 +1,11 @@
 from .functions import (
     load_checkpoint_in_model as load_checkpoint_in_model,
-    load_offloaded_weights as load_offloaded_weights,
     load_state_dict as load_state_dict,
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
 from .offload_folder import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
     PrefixedDataset as PrefixedDataset,
-    extract_submodules_state_dict as extract_submodules_state_dict,
     load_offloaded_weight as load_offloaded_weight,
     offload_state_dict as offload_state_dict,
     offload_weight as offload_weight,

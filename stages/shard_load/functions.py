@@ -23,13 +23,10 @@ from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton, longest_prefix, parent
 from offstage.stages.empty_init.tied import (
     check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    retie_parameters,
 )
 from offstage.stages.machine.devices import AnyDevice, device_id, torch_device
 from offstage.stages.plan.plan import LoadPlan
 from offstage.stages.shard_load.checkpoint_match import Load, prepare
-from offstage.stages.shard_load.offload_folder import OffloadedWeightsLoader
 from offstage.stages.shard_load.offload_store import claim
 from offstage.stages.shard_load.place import PlacedWeights, bind, place
 from offstage.stages.shard_load.sources import Sources, find_sources
@@ -243,33 +240,6 @@ def set_module_tensor_to_device(  # the field's signature
     bind(module, (tensor_name,), shared[device] if is_parameter else shared[device].detach())
     if clear_cache and target.type not in ("cpu", "meta"):
         torch.accelerator.empty_cache()
-
-
-def load_offloaded_weights(
-    model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
-) -> None:
-    """Put the tensors that ``index`` names, and that lie in ``offload_folder``, into ``model``, on the cpu.
-
-    They take the dtypes that the model has, and tied ones stay tied. Statistics of weights of 8 bits (``SCB``) are a
-    ``ConfigError``.
-
-    >>> model, saved = nn.Linear(2, 1), {"weight": torch.ones(1, 2)}
-    >>> offload_state_dict(folder, saved)
-    >>> load_offloaded_weights(model, {"weight": {"dtype": "float32", "shape": [1, 2]}}, folder)
-    >>> model.weight.tolist()
-    [[1.0, 1.0]]
-    """
-    entries = index or {}
-    statistics = [name for name in entries if name.rpartition(".")[2] == "SCB"]
-    if statistics:
-        raise ConfigError(
-            f"index: {statistics[0]!r} belongs to weights of 8 bits, which are not supported; load others"
-        )
-    tied = find_tied_parameters(model)
-    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=entries)
-    for name in entries:
-        set_module_tensor_to_device(model, name, "cpu", value=weights[name])
-    retie_parameters(model, [sorted(group, key=lambda name: name not in entries) for group in tied])
 
 
 def torch_type(dtype: torch.dtype | str) -> torch.dtype:

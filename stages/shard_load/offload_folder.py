@@ -7,7 +7,7 @@ read by the other. Writing is whole or not at all, and an index may refer to ten
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,15 +207,3 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def extract_submodules_state_dict(
-    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
-) -> dict[str, torch.Tensor]:
-    """Return those entries of ``state_dict`` that lie in one of the modules ``submodule_names``, or are one of them.
-
-    >>> extract_submodules_state_dict({"a.weight": 1, "b.weight": 2}, ["a"])
-    {'a.weight': 1}
-    """
-    wanted = dict.fromkeys(submodule_names)
-    return {key: value for name in wanted for key, value in state_dict.items() if f"{key}.".startswith(f"{name}.")}

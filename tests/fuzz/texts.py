@@ -14,11 +14,11 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from offstage.pipeline.cache.store import Store
-from offstage.pipeline.errors import ConfigError, raise_faults
+from offstage.pipeline.errors import ConfigError, foreign, raise_faults
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG
 from offstage.stages.checkpoints.model_source import ModelSource
-from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.generate import options
 from offstage.stages.generate.prompts import Encoder
@@ -112,7 +112,7 @@ def _attempt_tokenizer(folder: Path, pristine: Path) -> str:
     tokenizer = load_tokenizer(ModelSource.of(_node(place)))
     ids = Encoder(tokenizer, chat=False).encode("text", Prompt(TEXT))
     require(all(isinstance(token, int) for token in ids), f"tokens {ids!r}")
-    with tokenizing(ConfigError, "the tokenizer can't make text"):
+    with foreign(ConfigError, "the tokenizer can't make text"):
         tokenizer.decode([token for token in ids if 0 <= token < 1024], skip_special_tokens=True)
     require(bool(ids), "no tokens")
     return RIGHT

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.cgroup_files import core_quota, memory_groups, memory_limits, throttled_seconds
+from offstage.pipeline.cgroup_files import core_quota, memory_groups, memory_limits
 
 V1 = "32 31 0:29 {group} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "33 31 0:30 {group} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -73,7 +73,6 @@ def write(root: Path, files: dict[str, str]) -> Path:
             "proc/self/cgroup": "0::/job/step\n",
             "proc/self/mountinfo": V2.format(group="/"),
             "sys/fs/cgroup/job/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/job/cpu.stat": "usage_usec 5\nnr_throttled 2\nthrottled_usec 2000000\n",
             "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
         },
         {
@@ -81,20 +80,17 @@ def write(root: Path, files: dict[str, str]) -> Path:
             "proc/self/mountinfo": CPU,
             "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "150000\n",
             "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/cpu/job/cpu.stat": "nr_periods 5\nthrottled_time 2000000000\n",
             "sys/fs/cgroup/cpu/job/step/cpu.cfs_quota_us": "-1\n",
             "sys/fs/cgroup/cpu/job/step/cpu.cfs_period_us": "100000\n",
         },
     ],
     ids=["version 2", "version 1"],
 )
-def test_a_quota_of_cores_and_how_long_it_kept_processes_are_those_of_all_groups_around(
-    files: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_quota_of_cores_is_that_of_all_groups_around(files: dict[str, str], tmp_path: Path) -> None:
     root = write(tmp_path, files)
-    assert (core_quota(root), throttled_seconds(root)) == (1.5, 2.0)
+    assert core_quota(root) == 1.5
 
 
 def test_without_limits_there_is_neither_a_quota_nor_a_limit(tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2.format(group="/")})
-    assert (core_quota(root), throttled_seconds(root), list(memory_limits(root))) == (None, 0, [])
+    assert (core_quota(root), list(memory_limits(root))) == (None, [])

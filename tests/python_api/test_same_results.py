@@ -54,10 +54,7 @@ def test_it_is_called_the_same_way(name: str) -> None:
     ("name", "arguments"),
     [
         ("calculate_maximum_sizes", ()),
-        ("compute_module_total_buffer_size", ()),
         ("find_tied_parameters", ()),
-        ("check_tied_parameters_in_config", ()),
-        ("get_non_persistent_buffers", (True,)),
         ("has_offloaded_params", ()),
     ],
 )
@@ -69,34 +66,15 @@ def test_it_says_the_same_of_a_model(make: Callable[[], nn.Module], name: str, a
 
 def test_it_says_the_same_of_a_model_that_is_not_tied() -> None:
     model = gpt2(tie_word_embeddings=False)
-    for name in ("calculate_maximum_sizes", "find_tied_parameters", "check_tied_parameters_in_config"):
+    for name in ("calculate_maximum_sizes", "find_tied_parameters"):
         assert getattr(offstage, name)(model) == THEIRS[name](model)
     for dtype in (None, torch.float16):  # where tied, ours tells the size of each name in full
         assert offstage.compute_module_sizes(model, dtype) == THEIRS["compute_module_sizes"](model, dtype)
 
 
-@pytest.mark.parametrize("size", ["0MB", "100kB", "1.5GB", "200KiB", "30GIB", "2gib", "8Gb", "10mb", 12])
+@pytest.mark.parametrize("size", ["0MB", "100kB", "1.5GB", "200KiB", "30GIB", "2gib", 12])
 def test_it_reads_the_same_size(size: int | str) -> None:
-    assert offstage.convert_file_size_to_int(size) == THEIRS["convert_file_size_to_int"](size)
-    if not (isinstance(size, str) and size.endswith("b") and "i" not in size):
-        assert offstage.get_max_memory({"cpu": size}) == THEIRS["get_max_memory"]({"cpu": size})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_it_says_the_same_of_a_dtype(dtype: torch.dtype) -> None:
-    assert offstage.dtype_byte_size(dtype) == THEIRS["dtype_byte_size"](dtype)
-
-
-def test_it_says_the_same_of_a_storage() -> None:
-    for tensor in (torch.ones(3, 2), torch.ones(3, 2)[1:], torch.ones(4, device="meta")):
-        assert offstage.id_tensor_storage(tensor) == THEIRS["id_tensor_storage"](tensor)
-
-
-def test_it_takes_the_same_out_of_a_state_dict() -> None:
-    state = {name: torch.ones(1) for name in ["h.1.w", "h.1.b", "h.10.w", "h.1", "head"]}
-    for names in (["h.1"], ["h.10", "head"], []):
-        expected = THEIRS["extract_submodules_state_dict"](state, names)
-        assert offstage.extract_submodules_state_dict(state, names) == expected
+    assert offstage.get_max_memory({"cpu": size}) == THEIRS["get_max_memory"]({"cpu": size})
 
 
 @pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
@@ -117,24 +95,8 @@ def test_it_saves_the_same_of_an_offloaded_model(tmp_path: Path, offload: str) -
     assert torch.equal(*seen)
 
 
-def test_it_takes_back_the_same_weights(tmp_path: Path) -> None:
-    source, states = custom(), []
+def test_accelerate_takes_back_the_weights_that_were_offloaded(tmp_path: Path) -> None:
+    source, model = custom(), custom()
     offstage.offload_state_dict(tmp_path, source.state_dict())
-    index = offstage.OffloadedWeightsLoader(save_folder=tmp_path).index
-    for load in (offstage.load_offloaded_weights, THEIRS["load_offloaded_weights"]):
-        model = custom()
-        load(model, index, str(tmp_path))
-        states.append(model.state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in source.state_dict())
-
-
-def test_it_casts_the_same_layers_and_computes_the_same() -> None:
-    outputs = []
-    for attach in (offstage.attach_layerwise_casting_hooks, THEIRS["attach_layerwise_casting_hooks"]):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-        attach(model, torch.float8_e4m3fn, torch.float32, skip_modules_pattern=["^2"])
-        with torch.no_grad():
-            outputs.append((model(torch.ones(1, 4)), [str(parameter.dtype) for parameter in model.parameters()]))
-    assert torch.equal(outputs[0][0], outputs[1][0])
-    assert outputs[0][1] == outputs[1][1]
+    MODELING.load_offloaded_weights(model, offstage.OffloadedWeightsLoader(save_folder=tmp_path).index, str(tmp_path))
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in source.state_dict().items())

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offstage.stages.dispatch.streaming.guard import unguard
-from offstage.stages.dispatch.streaming.places import TensorPlace
 
 _GUARDED_BY_ACCELERATE = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
@@ -96,24 +95,6 @@ class SequentialHook(ModelHook):
         for hook in reversed(self.hooks):
             module = hook.detach_hook(module)
         return module
-
-
-class StandInHook(ModelHook):
-    """Binds other tensors in ``places``, which its ``pre_forward`` finds, for each call alone."""
-
-    def __init__(self) -> None:
-        self.places: list[TensorPlace] = []
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Bind the module's own tensors again."""
-        self.forward_failed(module)
-        return output
-
-    def forward_failed(self, module: nn.Module) -> None:
-        """Bind the module's own tensors again."""
-        for place in self.places:
-            place.leave()
-        self.places.clear()
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.accelerate_api.hooks import StandInHook, add_hook_to_module
-from offstage.stages.dispatch.streaming.places import places_in
+from offstage.stages.dispatch.accelerate_api.hooks import ModelHook, add_hook_to_module
+from offstage.stages.dispatch.streaming.places import TensorPlace, places_in
 from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
 from offstage.stages.dispatch.transfer.link import pin
 from offstage.stages.dispatch.transfer.links import open_link
@@ -57,12 +57,12 @@ def maybe_offload_to_cpu(
     return module
 
 
-class _HostParameters(StandInHook):
+class _HostParameters(ModelHook):
     """Keeps the parameters ``chosen`` on the host, and binds copies of them on ``device`` for each call."""
 
     def __init__(self, chosen: list[nn.Parameter], device: torch.device) -> None:
-        super().__init__()
         self.device = device
+        self._places: list[TensorPlace] = []
         self._chosen = chosen
         self._homes = [parameter.device for parameter in chosen]
 
@@ -88,8 +88,19 @@ class _HostParameters(StandInHook):
                 if id(own) not in copies:
                     copies[id(own)] = rebuild(own, own.detach().to(self.device, non_blocking=True))
                 place.bind(copies[id(own)])
-                self.places.append(place)
+                self._places.append(place)
         return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Bind the module's own tensors again."""
+        self.forward_failed(module)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Bind the module's own tensors again."""
+        for place in self._places:
+            place.leave()
+        self._places.clear()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Put the parameters back where they were."""

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.regular_files import read_object
 from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
@@ -25,7 +25,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.generation_defaults import generation_defaults
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
-from offstage.stages.checkpoints.tokenizers import check_tokenizer, tokenizing
+from offstage.stages.checkpoints.tokenizers import check_tokenizer
 from offstage.stages.checkpoints.weight_files import weight_files
 from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.inputs.finetune_options import FinetuneOptions, Learns
@@ -281,7 +281,7 @@ def count_tokens(text: str, model: Mapping[str, Any]) -> int:
     """Return how many tokens ``text`` has for ``model``, estimated where it is short or there is no tokenizer."""
     size = len(text.encode(errors="replace"))
     tokenizer = _tokenizer(ModelSource.of(model).text_folder) if size > LEAST_LENGTH else None
-    with suppress(ConfigError), tokenizing(ConfigError, "model.tokenizer"):  # which the stage itself reports
+    with suppress(ConfigError), foreign(ConfigError, "model.tokenizer"):  # which the stage itself reports
         if tokenizer is not None:
             return len(tokenizer.encode(text).ids)
     return size // _BYTES_A_TOKEN + 1
@@ -297,7 +297,7 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
     check_tokenizer(folder)
     try:
-        with tokenizing(ConfigError, "model.tokenizer"):
+        with foreign(ConfigError, "model.tokenizer"):
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except ConfigError:
         return None

@@ -4,15 +4,11 @@ import torch
 from accelerate import init_empty_weights, init_on_device
 from accelerate.utils import (
     calculate_maximum_sizes,
-    check_tied_parameters_in_config,
     compute_module_sizes,
-    convert_file_size_to_int,
-    dtype_byte_size,
     find_tied_parameters,
     get_max_layer_size,
     named_module_tensors,
 )
-from accelerate.utils.modeling import compute_module_total_buffer_size
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -23,13 +19,12 @@ print({parameter.device.type for parameter in model.parameters()})
 total, (largest, names) = calculate_maximum_sizes(model)
 print(total, largest, names[0])
 for dtype in (torch.float32, torch.float16, torch.int8):
-    print(dtype, int(total * dtype_byte_size(dtype) / dtype_byte_size(torch.float32)))
+    print(dtype, total * dtype.itemsize // torch.float32.itemsize)
 sizes = compute_module_sizes(model, dtype=torch.float16)
 print(sizes[""], sizes["transformer.h.0"], sizes["transformer.wte"])
 blocks = list(model.transformer.h.named_children())
 print(get_max_layer_size(blocks, compute_module_sizes(model.transformer.h), ["GPT2Block"]))
-print(compute_module_total_buffer_size(model), check_tied_parameters_in_config(model), find_tied_parameters(model))
-print([convert_file_size_to_int(size) for size in ("100kB", "1.5GB", "200KiB", "30GIB", 7)])
+print(find_tied_parameters(model))
 
 with init_empty_weights(include_buffers=True):
     norm = nn.BatchNorm1d(4)

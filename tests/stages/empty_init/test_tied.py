@@ -1,14 +1,10 @@
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from offstage.stages.empty_init import (
-    check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,
-    get_non_persistent_buffers,
-    id_tensor_storage,
     init_empty_weights,
     named_module_tensors,
     retie_parameters,
@@ -84,33 +80,6 @@ def test_named_module_tensors_lists_parameters_then_buffers() -> None:
     assert dict(named_module_tensors(nested)) == {}
     assert "0.hidden" in dict(named_module_tensors(nested, recurse=True))
     assert "0.hidden" not in dict(named_module_tensors(nested, recurse=True, remove_non_persistent=True))
-
-
-def test_buffers_outside_the_state_dict_are_named() -> None:
-    model = nn.Sequential(Block(), nn.BatchNorm1d(2))
-    model[0].first.register_buffer("mask", torch.ones(2), persistent=False)
-    model.register_buffer("scale", torch.ones(1), persistent=False)
-    assert get_non_persistent_buffers(model) == {"scale"}
-    assert get_non_persistent_buffers(model, recurse=True) == {"scale", "mask"}
-    assert get_non_persistent_buffers(model, recurse=True, fqns=True) == {"scale", "0.first.mask"}
-
-
-def test_tensors_of_one_storage_have_one_id() -> None:
-    tensor = torch.ones(4, 2)
-    assert id_tensor_storage(tensor) == id_tensor_storage(tensor[1:]) == (torch.device("cpu"), tensor.data_ptr(), 32)
-    assert id_tensor_storage(tensor) != id_tensor_storage(tensor.clone())
-    assert id_tensor_storage(torch.ones(3, device="meta"))[:2] == (torch.device("meta"), 0)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_config_says_whether_the_head_is_tied(tied: bool) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with init_empty_weights():
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=16, tie_word_embeddings=tied, **sizes))
-        headless = BertModel(BertConfig(vocab_size=16, **sizes))
-    assert check_tied_parameters_in_config(model) is tied
-    assert not check_tied_parameters_in_config(headless)
-    assert not check_tied_parameters_in_config(nn.Linear(2, 2))
 
 
 def test_twins_on_two_devices_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,9 +16,9 @@ from offstage.stages.machine.processor import CONTENDED_SHARE, ProcessorMeter, P
 CORE = min(allowed_cores())
 
 
-def write(root: Path, *, waits: dict[int, tuple[int, int]] | None, worked: int, stolen: int = 0, psi: int = 0) -> Path:
-    """Write how long threads ran and waited (nanoseconds), how long a core worked (ticks), and the pressure (µs)."""
-    root.joinpath("proc/pressure").mkdir(parents=True, exist_ok=True)
+def write(root: Path, *, waits: dict[int, tuple[int, int]] | None, worked: int, stolen: int = 0) -> Path:
+    """Write how long threads ran and waited (nanoseconds), and how long a core worked (ticks)."""
+    root.joinpath("proc").mkdir(parents=True, exist_ok=True)
     for thread, (ran, waited) in (waits or {}).items():
         folder = root / f"proc/self/task/{thread}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,6 @@ def write(root: Path, *, waits: dict[int, tuple[int, int]] | None, worked: int, 
     root.joinpath("proc/stat").write_text(
         f"cpu  9 9 9 9\ncpu{CORE} {worked} 0 0 50 0 0 0 {stolen} 0 0\ncpu999 5 5 5 5\n"
     )
-    root.joinpath("proc/pressure/cpu").write_text(f"some avg10=0.00 total={psi}\nfull avg10=0.00 total=0\n")
     return root
 
 
@@ -57,12 +56,6 @@ def test_threads_are_summed_and_those_that_began_meanwhile_count_from_their_begi
     assert use.waited_seconds == pytest.approx(3.0)
     assert use.others_seconds == pytest.approx(8.0, abs=0.2)
     assert use.stolen_seconds == pytest.approx(0.1)
-
-
-def test_without_the_scheduler_s_account_the_pressure_of_the_machine_counts(tmp_path: Path) -> None:
-    meter = ProcessorMeter(write(tmp_path, waits=None, worked=0))
-    write(tmp_path, waits=None, worked=0, psi=2_500_000)
-    assert meter.use().waited_seconds == pytest.approx(2.5)
 
 
 def test_a_system_that_tells_nothing_leaves_it_open(tmp_path: Path) -> None:

@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-from enum import Enum
-
-import pytest
 import torch
 from torch import nn
 
 from offstage.stages.plan import (
     calculate_maximum_sizes,
     compute_module_sizes,
-    compute_module_total_buffer_size,
-    convert_file_size_to_int,
-    dtype_byte_size,
     get_max_layer_size,
 )
 from tests.stages.plan.test_functions import Tied
@@ -65,32 +59,3 @@ def test_the_whole_and_its_largest_layer_are_told() -> None:
     model = Classifier()
     model._no_split_modules = ["ModuleList"]
     assert calculate_maximum_sizes(model)[1] == (41792, ["feed_forward.layers"])
-
-
-def test_the_bytes_of_all_buffers_are_told() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3))
-    assert compute_module_total_buffer_size(model) == 2 * 3 * 4 + 8
-    assert compute_module_total_buffer_size(model, dtype=torch.float16) == 2 * 3 * 2 + 8
-    assert compute_module_total_buffer_size(nn.Linear(2, 2)) == 0
-
-
-@pytest.mark.parametrize(
-    ("size", "count"),
-    [("0MB", 0), ("100kB", 10**5), ("1.5GB", 1_500_000_000), ("2gib", 2**31), (7, 7), ("8Gb", 10**9), ("8kb", 1000)],
-)
-def test_a_files_size_is_read_bits_by_a_small_b(size: int | str, count: int) -> None:
-    assert convert_file_size_to_int(size) == count
-
-
-@pytest.mark.parametrize("size", ["5MBB", "5k0MB", "-1GB", -1])
-def test_what_is_no_files_size_is_refused(size: int | str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        convert_file_size_to_int(size)
-
-
-def test_a_dtype_has_its_bytes() -> None:
-    packed = Enum("packed", {"INT4": "int4"})
-    dtypes = [torch.bfloat16, "float64", "torch.int8", torch.float8_e8m0fnu, torch.complex64, packed.INT4, torch.bool]
-    assert [dtype_byte_size(dtype) for dtype in dtypes] == [2, 8, 1, 1, 8, 0.5, 0.125]
-    with pytest.raises(ValueError, match="'float31' is not a dtype"):
-        dtype_byte_size("float31")

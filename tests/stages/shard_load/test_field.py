@@ -14,7 +14,6 @@ from offstage.stages.checkpoints.safetensors_header import read_header
 from offstage.stages.shard_load import (
     OffloadedWeightsLoader,
     PrefixedDataset,
-    extract_submodules_state_dict,
     load_checkpoint_in_model,
     load_offloaded_weight,
     load_state_dict,
@@ -235,11 +234,6 @@ def test_a_file_is_loaded_as_a_state_dict(tmp_path: Path, suffix: str) -> None:
     assert_same(load_state_dict(path), state)
     assert_same(load_state_dict(str(path), device_map={"a": "cpu", "": "disk"}), state)
     assert_same(load_state_dict(str(path), device_map={"a": "cpu"}), state)
-
-
-def test_entries_of_submodules_are_taken_out_of_a_state_dict() -> None:
-    state = {name: torch.ones(1) for name in ["h.1.w", "h.1.b", "h.10.w", "h.1", "head"]}
-    assert list(extract_submodules_state_dict(state, ["h.1", "none"])) == ["h.1.w", "h.1.b", "h.1"]
 
 
 def test_a_shards_header_is_read_once_and_again_where_the_file_changed(

@@ -1,1 +1,0 @@
-from .forwarding import ForwardSession as ForwardSession
