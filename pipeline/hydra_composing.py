@@ -28,12 +28,11 @@ _IS_RUN = f"hydra.mode={RunMode.RUN.name}"
 
 
 @contextmanager
-def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | None = None) -> Iterator[None]:
+def composed_once(refuse: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Have Hydra compose the config of a single run once while this is entered.
 
-    ``refuse`` raises what it has against a command, of which it gets Hydra's loader, the config's name and the
-    overrides: before Hydra carries out any of it. Raises a ``ConfigError`` where the user's own files are why nothing
-    can be composed, or not what they mean.
+    ``refuse`` raises what it has against the files that were read for it, before Hydra carries out what they say.
+    Raises a ``ConfigError`` where the user's own files are why nothing can be composed, or not what they mean.
     """
     ask: Callable[..., Any] = Hydra.get_mode
     asked: list[tuple[Any, str | None, Sequence[str]]] = []
@@ -41,8 +40,6 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
     def get_mode(hydra: Any, config_name: str | None, overrides: list[str]) -> Any:
         loader, given = hydra.config_loader, tuple(overrides)
         asked.append((loader, config_name, given))
-        if refuse is not None:
-            refuse(loader, config_name, given)
         composed: Any
         try:
             composed = loader.load_configuration(config_name, list(given), RunMode.RUN)
@@ -51,6 +48,7 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
                 _refuse_files(asked)
         except COMPOSING_ERRORS as error:  # a sweep's overrides are none of a run's; or the run will say it
             composed, mode = error, ask(hydra, config_name=config_name, overrides=overrides)
+        refuse()
         if mode in (None, RunMode.RUN):
             _serve_once(loader, given, composed)
         return mode

@@ -140,7 +140,7 @@ class _Watch(Observer):
         """Say that the stage is looked at; refuse a checkpoint, or an adapter, that isn't the recorded one."""
         announce(work_of(stage))
         if self._expected is not None:
-            self._record.note_compared(hold(stage, sources, self._expected, self._record.config))
+            self._record.note_compared(hold(sources, self._expected, self._record.config))
 
     def begins(self, stage: str) -> None:
         """Show the stage on a terminal; set the cap before the first stage that comes after the plan."""

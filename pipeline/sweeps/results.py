@@ -19,8 +19,7 @@ from offstage.pipeline.metrics import Metric
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.run_schema import Run
-from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
-from offstage.pipeline.sweeps.trust import resume_command
+from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides, resume_command
 from offstage.pipeline.terminal import COLOURS, plain_table, shorten
 
 LOST = "its process was lost before it could say why; see screen.log there, or .submitit in the sweep's folder"
@@ -83,14 +82,13 @@ def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collec
     own = own_overrides(sweep.jobs)
     for job in sorted(sweep.jobs, key=lambda job: job.number):
         cells = _cells(states[job.number], leading)
-        lies = escape(job.folder) if job.folder is not None else ""  # in the sweep's, which the line below names
-        table.add_row(str(job.number), escape(own[job.number]), *cells, lies)
+        table.add_row(str(job.number), escape(own[job.number]), *cells, escape(job.folder))  # in that of the line below
     console.print(table)
     count = Counter(state.status for state in states.values())
     console.print(f"\n{told(count)}, {escape(shorten(folder))}")
     goes_on = sweep.foreseen or count["interrupted"]  # a search takes failures as told
     if goes_on and count["completed"] < len(states):
-        console.print(escape(f"to run what isn't completed: {resume_command(Path(shorten(folder)), sweep)}"))
+        console.print(escape(f"to run what isn't completed: {resume_command(Path(shorten(folder)))}"))
 
 
 def told(count: Mapping[str, int]) -> str:

@@ -82,7 +82,7 @@ class Sweep:
         if self.folder.joinpath(SWEEP).exists():
             return
         for job in record.jobs:
-            if job.folder is not None and self.folder.joinpath(job.folder, RECORD).exists():
+            if self.folder.joinpath(job.folder, RECORD).exists():
                 raise StorageError(
                     f"{self.folder / job.folder}: a run lies here, and no {SWEEP} in {self.folder} says of which "
                     "sweep; choose another folder with hydra.sweep.dir"

@@ -28,11 +28,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="a run that has ended here, to be logged; or a sweep")
     parser.add_argument("sweep", type=Path, nargs="?", help="the one that the run belongs to")
     parser.add_argument(
-        "--check", metavar="TRACKER", help="these keys: whether it takes runs; has that of the sweep there"
+        "--tracker", metavar="KEYS", help="ask this one whether it takes runs; has that of the sweep there"
     )
-    parser.add_argument("--end", type=int, metavar="JOBS", help="of the sweep: log what isn't, and end its run")
+    parser.add_argument("--end", type=int, metavar="JOBS", help="of the sweep there: log what isn't, and end its run")
     given = parser.parse_args()
-    os.environ.update(HURRY if given.check else {**PATIENCE, **os.environ})
+    is_asked = given.tracker is not None and given.end is None
+    os.environ.update(HURRY if is_asked else {**PATIENCE, **os.environ})
     try:
         with foreign(StorageError, ""):
             _act(given)
@@ -42,12 +43,14 @@ def main() -> None:
 
 
 def _act(given: Namespace) -> None:
-    if given.check is not None:
-        _check(TrackerConfig(**json.loads(given.check)), given.folder)
-    elif given.end is not None:
-        end_sweep(given.folder, jobs=given.end)
-    else:
+    if given.tracker is None:
         _log(given.folder, given.sweep)
+        return
+    tracker = TrackerConfig(**json.loads(given.tracker))
+    if given.end is None:
+        _check(tracker, given.folder)
+    else:
+        end_sweep(given.folder, tracker, jobs=given.end)
 
 
 def _check(tracker: TrackerConfig, sweep: Path | None) -> None:

@@ -10,14 +10,13 @@ import json
 import logging
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.stage import Config
-from offstage.pipeline.tracking.options import TrackerConfig, read_tracker, usable_tracker
-from offstage.pipeline.tracking.tracked_run import tracked_records
+from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
 
 PATIENCE_SECONDS = 120.0
 """How long a store is given for all that one process does."""
@@ -53,39 +52,50 @@ def track(config: Config, folder: Path, *, sweep: Path | None = None) -> None:
         )  # fmt: skip
 
 
-def end_sweep(sweep: Path, *, jobs: int) -> None:
-    """End the run of ``sweep``, if it has one, whatever ended its ``jobs``; those that aren't logged yet are now."""
-    if not stores_of(sweep):
-        return
-    _, error = _in_process(str(sweep), f"--end={jobs}")
-    if error is not None:
-        _log.warning("tracker: the run of the sweep isn't ended (%s); the sweep itself is in %s", error, sweep)
-
-
-def stores_of(sweep: Path) -> list[str]:
-    """Return where the jobs of ``sweep`` are logged, by their records, which nobody signed: the end asks there."""
-    return list(dict.fromkeys(read_tracker(record.config).store for record in tracked_records(sweep)))
-
-
 class SweepTracking:
-    """Has a run there that stands above those of a sweep's jobs, before the first of them begins."""
+    """Has a run in each store that stands above those of a sweep's jobs, before the first of them begins.
+
+    The stores are those of the jobs' configs: what a record in the sweep's folder says isn't asked.
+    """
 
     def __init__(self, sweep: Path) -> None:
         self._sweep = sweep
         self._begun: set[TrackerConfig] = set()
+        self._stores: set[TrackerConfig] = set()
 
-    def begin(self, configs: Iterable[Config]) -> None:
-        """Begin with the jobs that have these ``configs``. Raises ``StorageError`` where a store can't take it."""
-        given = {usable_tracker(config) for config in configs}
-        for tracker in sorted(given - self._begun - {None}, key=repr):
-            if tracker is not None and tracker.kind == "mlflow":
-                _require(tracker, self._sweep)
-                self._begun.add(tracker)
+    def begin(self, configs: Iterable[Config], *, done: Iterable[Config] = ()) -> None:
+        """Begin with the jobs that have these ``configs``; others were ``done`` before.
+
+        Raises ``StorageError`` where a store can't take it.
+        """
+        given = _mlflow_trackers(configs)
+        for tracker in sorted(given - self._begun, key=repr):
+            _require(tracker, self._sweep)
+            self._begun.add(tracker)
+        self._stores |= {replace(tracker, notes=None) for tracker in given | _mlflow_trackers(done)}
+
+    def end(self, *, jobs: int) -> None:
+        """End the sweep's runs, whatever ended its ``jobs``; those that aren't logged yet are now."""
+        for tracker in sorted(self._stores, key=repr):
+            _, error = _in_process(_told(tracker), f"--end={jobs}", str(self._sweep))
+            if error is not None:
+                _log.warning(
+                    "tracker: the run of the sweep isn't ended (%s); the sweep itself is in %s", error, self._sweep
+                )
+
+
+def _mlflow_trackers(configs: Iterable[Config]) -> set[TrackerConfig]:
+    given = (usable_tracker(config) for config in configs)
+    return {tracker for tracker in given if tracker is not None and tracker.kind == "mlflow"}
+
+
+def _told(tracker: TrackerConfig) -> str:
+    return f"--tracker={json.dumps(asdict(tracker))}"
 
 
 def _require(tracker: TrackerConfig, sweep: Path | None = None) -> None:
     """Raise ``StorageError`` where the store of ``tracker`` takes no run; have one there for the ``sweep``."""
-    _, error = _in_process(f"--check={json.dumps(asdict(tracker))}", *([str(sweep)] if sweep else []))
+    _, error = _in_process(_told(tracker), *([str(sweep)] if sweep else []))
     if error is not None:
         key = "uri" if tracker.uri else "folder"
         raise StorageError(f"tracker.{key}: {tracker.store!r} takes no run: {error}; mend it, or give tracker=none")

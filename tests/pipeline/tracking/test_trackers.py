@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from offstage.pipeline.record import RunRecord
 from offstage.pipeline.run_schema import StageRun, Status
 from offstage.pipeline.stage import Report
 from offstage.pipeline.tracking.options import usable_tracker
-from offstage.pipeline.tracking.trackers import end_sweep, stores_of, track
+from offstage.pipeline.tracking.trackers import SweepTracking, track
 
 
 def finished(
@@ -85,9 +84,12 @@ def test_a_sweep_s_end_logs_what_its_jobs_could_not_and_nothing_twice(tmp_path: 
     track(early.config, early.path.parent, sweep=sweep)
     finished(tmp_path, "mlflow", name="2", status="failed")
     finished(tmp_path, None, name="3")
-    assert stores_of(sweep) == [str(tmp_path / "store")]
+    finished(tmp_path, "mlflow", name="4", folder=str(tmp_path / "elsewhere"))  # as nobody asked for
     for _ in range(2):
-        end_sweep(sweep, jobs=2)
+        tracking = SweepTracking(sweep)
+        tracking.begin([], done=[early.config, {}])
+        tracking.end(jobs=2)
+    assert not tmp_path.joinpath("elsewhere").exists()
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
     found = client.search_runs([client.get_experiment_by_name("offstage").experiment_id])
     runs = {run.info.run_name.rpartition("/")[2]: run for run in found}
@@ -107,13 +109,6 @@ def test_a_store_without_an_end_costs_its_patience_and_no_more(
     monkeypatch.setattr("offstage.pipeline.tracking.trackers.PATIENCE_SECONDS", 0.1)
     tracked(finished(tmp_path, "mlflow"))
     assert "not tracked: the run (no end within 0 s)" in caplog.messages[0]
-
-
-@pytest.mark.parametrize("config", [None, [], {"tracker": 5}, {"tracker": {"kind": "mlflow", "uri": 5}}])
-def test_a_stranger_s_record_of_any_shape_names_no_store(config: Any, tmp_path: Path) -> None:
-    record = finished(tmp_path, "mlflow")
-    record.path.write_text(json.dumps({**record.data, "config": config}))
-    assert stores_of(tmp_path) == []
 
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="the extra trackio isn't installed")
