@@ -20,7 +20,7 @@ from rich.table import Table
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache import housekeeping, user_cache
 from offstage.pipeline.cache.block_sums import MARKER_NAME, find_store_damage
-from offstage.pipeline.cache.housekeeping import CacheEntry, remove_damage
+from offstage.pipeline.cache.housekeeping import CacheEntry
 from offstage.pipeline.cache.sealed_files import move_aside
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.errors import ConfigError, StorageError
@@ -170,13 +170,10 @@ def _verify(root: Path, given: argparse.Namespace) -> int:
     for path, damage in figures.items():
         move_aside(path, damage)
         _say(f"{path}: {damage}; set aside, to be measured again")
-    left = remove_damage(root)
-    for path, damage in left.items():
-        _say(f"{path}: {damage}; the run that goes on with it does that again")
     stores = {folder: find_store_damage(_store(folder)) for folder in given.offload_folder}
     for folder in filter(stores.get, stores):
         _say(f"{folder}: {stores[folder]}; the next run that uses it with verify=full makes that again")
-    count = len(damaged) + len(figures) + len(left) + sum(damage is not None for damage in stores.values())
+    count = len(damaged) + len(figures) + sum(damage is not None for damage in stores.values())
     own = f", {_amount(users)} of the user's own cache" if users else ""
     own += f" and {len(stores)} offload folder{'s' * (len(stores) != 1)}" if stores else ""
     _say(f"{_amount(found)}{own} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")

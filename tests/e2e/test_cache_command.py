@@ -1,6 +1,5 @@
 """offstage-cache: what lies in the cache, what goes, what is damaged; and pruning while jobs run."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from offstage.pipeline.cache.locks import locked
-from offstage.pipeline.cache.sealed_files import sealed_line, write_sealed
 from offstage.pipeline.cache.store import Store
 from tests.e2e.conftest import Finished, finish, start, wait_for
 
@@ -140,40 +137,6 @@ def test_damaged_figures_of_the_machine_are_found(offstage_here: Run, cache: Com
     assert code == 1
     assert "decoding.json: isn't JSON; set aside" in out
     assert cache("verify")[0] == 0
-
-
-def left_build(folder: Path) -> Path:
-    """Return what a training that was killed has left: three lines, and a state with its weights."""
-    left = folder / "outputs" / "cache" / "finetune" / ".tmp-0123"
-    left.joinpath(".state").mkdir(parents=True)
-    left.joinpath("steps.jsonl").write_bytes(b"".join(sealed_line({"index": index}) for index in range(3)))
-    left.joinpath(".state", "state-3.safetensors").write_bytes(b"weights")
-    entry = {"size": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
-    write_sealed(left / ".state" / "state.json", {"step": 3, "files": {"state-3.safetensors": entry}})
-    return left
-
-
-DAMAGES = {
-    "steps.jsonl": ("2", "1 of 3 lines don't match their checksums"),
-    ".state/state.json": ("3", "doesn't match its hash"),
-    ".state/state-3.safetensors": ("w", "state-3.safetensors doesn't match its hash"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_of_what_a_killed_build_left_is_found(name: str, cache: Command, tmp_path: Path) -> None:
-    left = left_build(tmp_path)
-    assert cache("verify")[0] == 0
-    changed, words = DAMAGES[name]
-    path = left / name
-    path.write_text(path.read_text().replace(changed, "4", 1))
-    code, out, _ = cache("verify")
-    assert code == 1
-    assert words in out
-    assert cache("verify")[0] == 0
-    with locked(left.with_name("0123"), work="builds finetune"):
-        path.write_text("cut")
-        assert cache("verify")[0] == 0, "a build that is at work is left alone"
 
 
 def test_the_users_own_cache_is_verified_too(cache: Command, tmp_path: Path) -> None:

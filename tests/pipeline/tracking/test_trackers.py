@@ -84,13 +84,13 @@ def test_a_sweep_s_end_logs_what_its_jobs_could_not_and_nothing_twice(tmp_path: 
     track(early.config, early.path.parent, sweep=sweep)
     finished(tmp_path, "mlflow", name="2", status="failed")
     finished(tmp_path, None, name="3")
-    finished(tmp_path, "mlflow", name="4", folder=str(tmp_path / "elsewhere"))  # as nobody asked for
+    finished(tmp_path, "mlflow", name="4", experiment="elsewhere")  # which no job of the sweep names
     for _ in range(2):
         tracking = SweepTracking(sweep)
         tracking.begin([], done=[early.config, {}])
         tracking.end(jobs=2)
-    assert not tmp_path.joinpath("elsewhere").exists()
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
+    assert client.get_experiment_by_name("elsewhere") is None
     found = client.search_runs([client.get_experiment_by_name("offstage").experiment_id])
     runs = {run.info.run_name.rpartition("/")[2]: run for run in found}
     assert len(found) == 3
