@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,8 @@ class MlflowStore:
                     raise
         return str(found.experiment_id)
 
-    def log(self, told: TrackedRun, *, parent: str | None, done: Callable[[str], object]) -> None:
-        """Log all that is ``told`` of a run, below ``parent`` if there is one, say what is ``done``, and end it.
+    def log(self, told: TrackedRun, *, parent: str | None) -> None:
+        """Log all that is ``told`` of a run, below ``parent`` if there is one, and end it.
 
         Of one that is logged nothing is done; what was begun is gone on with, and logging it twice changes nothing.
         """
@@ -121,17 +121,12 @@ class MlflowStore:
         )
         params = [Param(_name(name), value[:_LONGEST_PARAM]) for name, value in told.params.items()]
         self._client.log_batch(run, params=params)
-        done("parameters")
         points = [Metric(_name(point.name), point.value, point.when, point.step) for point in told.points]
         self._client.log_batch(run, metrics=points)
-        done("metrics")
         self._tag(run, told.tags, notes=told.notes)
-        done("tags")
         self._client.set_terminated(run, status=STATUSES[told.status], end_time=told.ended)
-        done("status")
         for file in told.files:
             self._client.log_artifact(run, str(file))
-        done("files")
         self._client.set_tag(run, _WHOLE, "whole")
 
     def begin_sweep(self, sweep: Path) -> None:
@@ -157,7 +152,7 @@ class MlflowStore:
         for record in records:
             if record.run.status != "running":
                 statuses[record.run.status] += 1
-                self.log(TrackedRun.of(record), parent=parent, done=lambda part: None)
+                self.log(TrackedRun.of(record), parent=parent)
         statuses["not begun"] = max(0, jobs - statuses.total())
         tags = {"overrides": _overrides(sweep), "jobs": str(statuses.total()), "host": platform.node()}
         tags |= {f"jobs/{status}": str(count) for status, count in statuses.items()}

@@ -1,7 +1,7 @@
 """The process in which MLflow or Trackio works: it logs a run by its record, or asks whether a store takes one.
 
-A library of 170 MB is no part of what waits for a sweep's jobs then, nor of what is measured. It says on its standard
-output which parts of a run are logged, a line each; it exits with 1 where it failed, and its last words say why.
+A library of 170 MB is no part of what waits for a sweep's jobs then, nor of what is measured. It exits with 1 where it
+failed, and its last words say why.
 """
 
 from __future__ import annotations
@@ -69,12 +69,7 @@ def _log(folder: Path, sweep: Path | None) -> None:
         _log_to_trackio(told, tracker, group=run_name(sweep) if sweep else None)
         return
     store = MlflowStore(tracker)
-    store.log(told, parent=store.sweep_run(sweep) if sweep else None, done=_say_done)
-
-
-def _say_done(part: str) -> None:
-    sys.stdout.write(f"{part}\n")
-    sys.stdout.flush()
+    store.log(told, parent=store.sweep_run(sweep) if sweep else None)
 
 
 def _log_to_trackio(told: TrackedRun, tracker: TrackerConfig, *, group: str | None) -> None:

@@ -20,7 +20,6 @@ from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
 
 PATIENCE_SECONDS = 120.0
 """How long a store is given for all that one process does."""
-_PARTS = ("parameters", "metrics", "tags", "status", "files")
 
 _log = logging.getLogger("offstage")
 
@@ -43,12 +42,11 @@ def track(config: Config, folder: Path, *, sweep: Path | None = None) -> None:
     given = usable_tracker(config)
     if given is None:
         return
-    done, error = _in_process(str(folder), *([str(sweep)] if sweep else []))
+    error = _in_process(str(folder), *([str(sweep)] if sweep else []))
     if error is not None:
-        left = [part for part in _PARTS if part not in done] if done else ["the run"]
         _log.warning(
-            "tracker=%s: %s: not tracked: %s (%s); the run itself is in %s",
-            given.kind, given.store, ", ".join(left), error, folder,
+            "tracker=%s: %s: not tracked, or not all of it (%s); the run itself is in %s",
+            given.kind, given.store, error, folder,
         )  # fmt: skip
 
 
@@ -77,7 +75,7 @@ class SweepTracking:
     def end(self, *, jobs: int) -> None:
         """End the sweep's runs, whatever ended its ``jobs``; those that aren't logged yet are now."""
         for tracker in sorted(self._stores, key=repr):
-            _, error = _in_process(_told(tracker), f"--end={jobs}", str(self._sweep))
+            error = _in_process(_told(tracker), f"--end={jobs}", str(self._sweep))
             if error is not None:
                 _log.warning(
                     "tracker: the run of the sweep isn't ended (%s); the sweep itself is in %s", error, self._sweep
@@ -95,14 +93,14 @@ def _told(tracker: TrackerConfig) -> str:
 
 def _require(tracker: TrackerConfig, sweep: Path | None = None) -> None:
     """Raise ``StorageError`` where the store of ``tracker`` takes no run; have one there for the ``sweep``."""
-    _, error = _in_process(_told(tracker), *([str(sweep)] if sweep else []))
+    error = _in_process(_told(tracker), *([str(sweep)] if sweep else []))
     if error is not None:
         key = "uri" if tracker.uri else "folder"
         raise StorageError(f"tracker.{key}: {tracker.store!r} takes no run: {error}; mend it, or give tracker=none")
 
 
-def _in_process(*arguments: str) -> tuple[list[str], str | None]:
-    """Have a process of its own do what ``arguments`` say, and return the parts that it did, and why not all, if so.
+def _in_process(*arguments: str) -> str | None:
+    """Have a process of its own do what ``arguments`` say, and return why it couldn't, null where it could.
 
     Whatever a server or a library does, it takes no longer than there is patience, and it raises nothing.
     """
@@ -111,14 +109,11 @@ def _in_process(*arguments: str) -> tuple[list[str], str | None]:
         process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS, check=False
         )
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        why: str | None = f"no end within {PATIENCE_SECONDS:.0f} s"
+    except subprocess.TimeoutExpired:
+        return f"no end within {PATIENCE_SECONDS:.0f} s"
     except OSError as error:
-        said, why = "", str(error)
-    else:
-        _log.debug("tracker: %s", process.stderr)
-        said, words = process.stdout, process.stderr.strip() if process.returncode == 1 else ""
-        ended = f"its process ended with code {process.returncode}"
-        why = (words.splitlines() or [ended])[-1] if process.returncode else None
-    return [line for line in said.splitlines() if line in _PARTS], why
+        return str(error)
+    _log.debug("tracker: %s", process.stderr)
+    words = process.stderr.strip() if process.returncode == 1 else ""
+    ended = f"its process ended with code {process.returncode}"
+    return (words.splitlines() or [ended])[-1] if process.returncode else None

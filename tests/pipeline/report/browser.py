@@ -99,11 +99,6 @@ class Browser:
         """Return the page as it comes onto paper: a PDF."""
         return base64.b64decode(self._ask("Page.printToPDF", printBackground=True)["data"])
 
-    def screenshot(self, path: Path) -> None:
-        """Write the whole page, as long as it is, to ``path``."""
-        answer = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
-
     def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._sent += 1
         session = {"sessionId": self._session} if self._session else {}
