@@ -18,7 +18,6 @@ from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.fingerprint import changes
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import ConfigError, StorageError
-from offstage.pipeline.record import RECORD, RunRecord
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.signatures import is_signed, sign
 
@@ -180,15 +179,6 @@ def own_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:
     """Return, by the job's number, those of its overrides that not all jobs have; of a single job all."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     return {job.number: " ".join(each for each in job.overrides if each not in common) for job in jobs}
-
-
-def find_record(folder: Path, job: SweepJob) -> RunRecord | None:
-    """Return the run record of ``job`` in the sweep's ``folder``, null where there is none that can be read."""
-    try:
-        record = RunRecord.load(folder / job.folder / RECORD)
-        return record if record.run.overrides == job.overrides else None
-    except StorageError:
-        return None
 
 
 def resume_command(folder: Path) -> str:

@@ -14,12 +14,12 @@ from rich.markup import escape
 
 from offstage.pipeline.errors import KilledError, StorageError
 from offstage.pipeline.installed_stages import metric_table
-from offstage.pipeline.job_folder import may_be_at_work
+from offstage.pipeline.job_folder import find_record, may_be_at_work
 from offstage.pipeline.metrics import Metric
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.run_schema import Run
-from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides, resume_command
+from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, own_overrides, resume_command
 from offstage.pipeline.terminal import COLOURS, plain_table, shorten
 
 LOST = "its process was lost before it could say why; see screen.log there, or .submitit in the sweep's folder"
@@ -54,7 +54,7 @@ def settled(folder: Path, job: SweepJob) -> JobState:
     way is marked so, and one that somebody may still be at is left alone.
     """
     until = time.monotonic() + _PATIENCE
-    while (record := find_record(folder, job)) is not None and record.run.status == "running":
+    while (record := find_record(folder / job.folder, job.overrides)) is not None and record.run.status == "running":
         if time.monotonic() > until:
             _give_up(record)
             break
@@ -99,7 +99,7 @@ def told(count: Mapping[str, int]) -> str:
 
 def begun(folder: Path, job: SweepJob) -> JobState:
     """Return how far a job of the sweep in ``folder`` is that hasn't ended, as far as is known here."""
-    record = find_record(folder, job)
+    record = find_record(folder / job.folder, job.overrides)
     return JobState(record.run if record is not None else None, has_ended=False)
 
 
