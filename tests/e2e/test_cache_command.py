@@ -150,35 +150,6 @@ def test_the_users_own_cache_is_verified_too(cache: Command, tmp_path: Path) -> 
     assert "config.json doesn't match its hash; " in out
 
 
-@pytest.mark.from_nothing
-def test_an_offload_folder_of_the_users_own_is_checked_where_it_is_named(
-    offstage_here: Run, cache: Command, tmp_path: Path
-) -> None:
-    given = ("dtype=float32", "device_map=disk", "generate.max_new_tokens=2", "offload_folder=mine")
-    first = offstage_here(*given)
-    assert first.code == 0, first.err
-    assert "5 artifacts" in cache("verify")[1]
-    assert "and 1 offload folder hashed" in cache("verify", "--offload-folder", "mine")[1]
-    (path,) = tmp_path.glob("mine/**/lm_head.weight.dat")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 4
-    path.write_bytes(data)
-    code, out, _ = cache("verify", "--offload-folder", "mine")
-    assert code == 1
-    assert "mine: tensor 'lm_head.weight' doesn't match its checksum (block 0)" in out
-    shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
-    again = offstage_here(*given, "verify=full")
-    assert (again.code, again.tokens) == (0, first.tokens)
-    assert cache("verify", "--offload-folder", "mine")[0] == 0
-
-
-def test_a_folder_that_is_no_offload_folder_is_named(cache: Command, tmp_path: Path) -> None:
-    tmp_path.joinpath("outputs", "cache").mkdir(parents=True)
-    code, _, err = cache("verify", "--offload-folder", "outputs")
-    assert code == 2
-    assert "no offload store lies in outputs" in err
-
-
 READ_ONLY = """
 mount --bind outputs/cache outputs/cache && mount -o remount,bind,ro outputs/cache && exec "$@"
 """
