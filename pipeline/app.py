@@ -80,7 +80,7 @@ def _compose_and_run(started: float, *, show_all: bool, resumed: SweepRecord | N
     from offstage.pipeline.config import choose_stages, register
     from offstage.pipeline.errors import ConfigError, named
     from offstage.pipeline.hydra_arguments import gather_overrides, refuse_arguments
-    from offstage.pipeline.hydra_composing import composed_once, installed_read_once, noted_files
+    from offstage.pipeline.hydra_composing import composed_once, noted_files
     from offstage.pipeline.hydra_errors import composing
     from offstage.pipeline.hydra_task import Task
     from offstage.pipeline.sweeps.sweep_keys import register_sweeps
@@ -98,7 +98,6 @@ def _compose_and_run(started: float, *, show_all: bool, resumed: SweepRecord | N
         sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
         with (
             noted_files(task.files),
-            installed_read_once(),
             composed_once(task.refuse_changed),
             named(Path("the run's folder")),
         ):  # what Hydra keeps there it writes without naming it in an error
