@@ -67,7 +67,7 @@ def perform(
         reports = runner.run()
         watch.ended()
         if hosts is not None:
-            record.note_hosts(hosts.exchange(host_summary(record)))
+            record.note(hosts=hosts.exchange(host_summary(record)))
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
     closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
     screen.finish(reports, "\n".join(filter(None, [record.run.untested, closing])))
