@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from offstage.pipeline.command_exit import (
     FULL_ERROR,
@@ -26,13 +26,13 @@ from offstage.pipeline.command_exit import (
 from offstage.pipeline.peers import excuse_this, own_rank, started_together
 
 if TYPE_CHECKING:
-    from offstage.pipeline.trust import Trust
+    from offstage.pipeline.sweeps.record import SweepRecord
 
 
-def main(arguments: Sequence[str] | None = None, *, trust: Trust | None = None) -> NoReturn:
+def main(arguments: Sequence[str] | None = None, *, resumed: SweepRecord | None = None) -> NoReturn:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code.
 
-    Where they are from a sweep's record, ``trust`` is what the user lets that do.
+    Where they are those of a sweep that is ``resumed``, its config files must be as they were when it began.
     """
     started = time.perf_counter()
     if own_rank():
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust | None = None) 
     show_all = shows_all()
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
-        composed = partial(_compose_and_run, started, show_all=show_all, trust=trust)
+        composed = partial(_compose_and_run, started, show_all=show_all, resumed=resumed)
         exit_with("offstage", lambda: _excused(lambda: last_resort(composed, show_all=show_all)))
     finally:
         if not show_all:
@@ -73,21 +73,21 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     return [*given, "hardware.hosts=auto"] if started_together() > 1 and not says_hosts else given
 
 
-def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> int:
+def _compose_and_run(started: float, *, show_all: bool, resumed: SweepRecord | None) -> int:
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
     from offstage.pipeline.config import choose_stages, register
     from offstage.pipeline.errors import ConfigError, named
     from offstage.pipeline.hydra_arguments import gather_overrides, refuse_arguments
-    from offstage.pipeline.hydra_composing import composed_once, installed_read_once, noted_files
+    from offstage.pipeline.hydra_composing import composed_once, noted_files
     from offstage.pipeline.hydra_errors import composing
     from offstage.pipeline.hydra_task import Task
     from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
     heed_signals()
     sys.argv[1:] = gather_overrides(sys.argv[1:])
-    task = Task(started, show_all, tuple(sys.argv[1:]), trust)
+    task = Task(started, show_all, tuple(sys.argv[1:]), resumed)
     register_sweeps()
 
     with composing():
@@ -98,17 +98,8 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
         sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
         with (
             noted_files(task.files),
-            installed_read_once(),
-            composed_once(partial(_refuse_untrusted, trust, task.files) if trust is not None else None),
+            composed_once(task.refuse_changed),
             named(Path("the run's folder")),
         ):  # what Hydra keeps there it writes without naming it in an error
             hydra.main(config_path="pkg://offstage.conf", config_name="config", version_base="1.3")(task)()
     return task.code
-
-
-def _refuse_untrusted(
-    trust: Trust, files: Mapping[str, str], loader: Any, config_name: str | None, overrides: Sequence[str]
-) -> None:
-    from offstage.pipeline.sweeps.trust import refuse_command
-
-    refuse_command(trust, files, loader, config_name, overrides)

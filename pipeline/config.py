@@ -42,7 +42,6 @@ from offstage.pipeline.typed_config import (
 )
 
 _log = logging.getLogger("offstage")
-_RELATIVE = "relative"
 _STAGE_LIST = re.compile(r"stages=\[([\w\s,-]*)\]")
 
 
@@ -149,10 +148,11 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(f"{place}: {why}")
     plain = _with_names_of_today(plain)
     plain["max_memory"] = {key.name: str(value) for key, value in (plain["max_memory"] or {}).items()}
-    for name, key, holds, locate in _paths():
-        node, last = (plain.get(name), key) if key else (plain, name)
-        if isinstance(node, dict) and isinstance(node.get(last), holds) and node[last]:
-            node[last] = _located(f"{name}.{key}" if key else name, locate, node[last])
+    for path_key in _paths():
+        try:
+            path_key.change(plain, path_key.locate)
+        except ConfigError as error:
+            raise ConfigError(f"{path_key.dotted}: {error}") from error
     for name, key, lines in _read_from_standard_input(plain):
         plain[name][lines] = read_lines(f"{name}.{key}")
     return {str(key): value for key, value in plain.items()}
@@ -192,24 +192,57 @@ def _read_from_standard_input(config: Mapping[Any, Any]) -> Iterator[tuple[str, 
                 yield entry.name, key, lines
 
 
-def _paths() -> Iterator[tuple[str, str, type[str | list[Any]], Callable[[Any], Any]]]:
-    """Yield each key that is a path or holds some, the key below it where it is in a mapping, whether it is text or a
-    list, and what makes it mean one place.
+@dataclass(frozen=True, slots=True)
+class _PathKey:
+    """A key ``name``, or the one ``below`` it, that is a path, or a list with some somewhere in it.
+
+    ``locate`` makes a path mean one place from any folder; ``within`` is null where the key is a path itself, else it
+    returns such a list with each path in it as a function has it.
     """
-    for kind in config_classes():
-        for entry in fields(kind):
-            streams = entry.metadata.get(STANDARD_INPUT, {})
-            for key, locate in entry.metadata.get(PATHS, {}).items():
-                yield entry.name, key, str, partial(_unless_sign, locate) if key in streams else locate
-            for key, locate in entry.metadata.get(PATHS_INSIDE, {}).items():
-                yield entry.name, key, list, locate
+
+    name: str
+    below: str
+    locate: Callable[[str], str]
+    within: Callable[[Any, Callable[[str], str]], Any] | None = None
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.name}.{self.below}" if self.below else self.name
+
+    def value(self, config: Mapping[str, Any]) -> Any:
+        """Return what ``config`` has of it, null where it has no path."""
+        node = config.get(self.name)
+        found = node if not self.below else node.get(self.below) if isinstance(node, Mapping) else None
+        return found if isinstance(found, str if self.within is None else list) and found else None
+
+    def paths(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the paths that ``config`` has of it."""
+        value, found = self.value(config), list[str]()
+
+        def note(path: str) -> str:
+            found.append(path)
+            return path
+
+        if value is not None:
+            note(value) if self.within is None else self.within(value, note)
+        return found
+
+    def change(self, config: dict[str, Any], change: Callable[[str], str]) -> None:
+        """Have ``config`` have what ``change`` makes of each path."""
+        value = self.value(config)
+        if value is not None:
+            node, last = (config[self.name], self.below) if self.below else (config, self.name)
+            node[last] = change(value) if self.within is None else self.within(value, change)
 
 
-def _located(key: str, locate: Callable[[Any], Any], given: Any) -> Any:
-    try:
-        return locate(given)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+def _paths() -> Iterator[_PathKey]:
+    """Yield each key that is a path or holds some."""
+    for entry in (entry for kind in config_classes() for entry in fields(kind)):
+        streams = entry.metadata.get(STANDARD_INPUT, {})
+        for key, locate in entry.metadata.get(PATHS, {}).items():
+            yield _PathKey(entry.name, key, partial(_unless_sign, locate) if key in streams else locate)
+        for key, within in entry.metadata.get(PATHS_INSIDE, {}).items():
+            yield _PathKey(entry.name, key, absolute, within)
 
 
 def named_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -217,43 +250,22 @@ def named_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
     A Hub id is none, nor is the name of a policy.
     """
-    for name, key, holds, locate in _paths():
-        node = config.get(name) if not key else config[name].get(key) if isinstance(config.get(name), Mapping) else None
-        dotted = f"{name}.{key}" if key else name
-        if holds is str and isinstance(node, str) and node:
-            yield dotted, _meant(locate, node)
-        elif holds is list and isinstance(node, list | tuple):
-            yield from ((dotted, _meant(absolute, path)) for path in _paths_in(list(node), locate))
+    for place in _paths():
+        yield from ((place.dotted, _meant(place.locate, path)) for path in place.paths(config))
 
 
 def path_keys() -> dict[str, Callable[[str], str]]:
     """Return the dotted key of each path of a config, and what makes a text that is given for it mean one place."""
-    return {f"{name}.{key}" if key else name: locate for name, key, holds, locate in _paths() if holds is str}
+    return {place.dotted: place.locate for place in _paths() if place.within is None}
 
 
 def with_paths(config: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
     """Return a copy of ``config`` in which each path that it names is what ``change`` makes of its key and of it."""
     found = deepcopy(dict(config))
-    for name, key, holds, locate in _paths():
-        node, last = (found.get(name), key) if key else (found, name)
-        if not isinstance(node, dict) or not isinstance(node.get(last), holds) or not node[last]:
-            continue
-        dotted, value = f"{name}.{key}" if key else name, node[last]
-        if holds is list:
-            changed = {path: change(dotted, path) for path in _paths_in(list(value), locate)}
-            node[last] = _mapped(value, changed)
-        elif "/" in value:  # else the name of something, a policy's
-            node[last] = change(dotted, value)
+    for place in _paths():
+        if place.within is not None or "/" in (place.value(found) or ""):  # else the name of something, a policy's
+            place.change(found, partial(change, place.dotted))
     return found
-
-
-def _mapped(value: Any, changed: Mapping[str, str]) -> Any:
-    """Return ``value`` with each text in it that is a key of ``changed`` as that has it."""
-    if isinstance(value, Mapping):
-        return {name: _mapped(item, changed) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mapped(item, changed) for item in value]
-    return changed.get(value, value) if isinstance(value, str) else value
 
 
 def _meant(locate: Callable[[str], str], path: str) -> str:
@@ -261,22 +273,6 @@ def _meant(locate: Callable[[str], str], path: str) -> str:
         return locate(path)
     except ConfigError:  # the home of a user that isn't one
         return path
-
-
-def _paths_in(values: list[Any], locate: Callable[[Any], Any]) -> Iterator[str]:
-    """Yield the texts in ``values`` that ``locate`` takes for paths: those that it makes absolute."""
-    known = [(place, leaf) for place, leaf in walk(values) if isinstance(leaf, str)]
-    located = dict(walk(locate(_relative(values))))
-    yield from (leaf for place, leaf in known if located.get(place) != _RELATIVE)
-
-
-def _relative(value: Any) -> Any:
-    """Return ``value`` with a relative path in the place of each text."""
-    if isinstance(value, Mapping):
-        return {key: _relative(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_relative(inner) for inner in value]
-    return _RELATIVE if isinstance(value, str) else value
 
 
 def _unless_sign(locate: Callable[[str], str], path: str) -> str:

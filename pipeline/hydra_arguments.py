@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,36 +13,14 @@ if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
     from hydra.core.override_parser.types import Override
 
-_LINE = "COMP_LINE"
-
 
 def refuse_arguments(arguments: Sequence[str]) -> None:
-    """Raise a ``ConfigError`` where ``arguments`` ask for what Hydra's command line has and this one can't do.
-
-    Running a pickle again would run whatever code it holds; what a shell asks at a completion it asks with the line in
-    its environment; without the root's keys what Hydra's refer to can't be resolved.
-    """
+    """Raise a ``ConfigError`` that names those of ``arguments`` that are no options of Hydra's command line."""
     given, rest = _parser().parse_known_args(list(arguments))
     abridged = given.experimental_rerun is not None and not any("--experimental-r" in each for each in arguments)
     unknown = [each for each in rest if each.startswith("-")] + ["--experiment"] * abridged
     if unknown:
         raise ConfigError("\n".join(map(_said_of_option, unknown)))
-    if given.experimental_rerun is not None:
-        raise ConfigError(
-            f"--experimental-rerun: {given.experimental_rerun!r} is to be a pickle, which runs whatever code it holds,"
-            " and no run leaves one; offstage-replay RUN runs a record again"
-        )
-    if given.cfg == "hydra" and given.resolve:
-        raise ConfigError(
-            "--cfg hydra --resolve: Hydra's keys refer to others that it leaves out; --cfg all --resolve --package "
-            "hydra shows them"
-        )
-    shell = next((each.partition("=")[2] for each in given.overrides if each.startswith("query=")), None)
-    if given.shell_completion and shell is not None and not os.environ.get(_LINE, "").strip():
-        raise ConfigError(
-            f"-sc query={shell}: what a shell asks at a completion, with the line in {_LINE}; "
-            f"offstage -sc install={shell} prints what has it do so"
-        )
 
 
 def gather_overrides(arguments: Sequence[str]) -> list[str]:

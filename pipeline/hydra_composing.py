@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,11 @@ _IS_RUN = f"hydra.mode={RunMode.RUN.name}"
 
 
 @contextmanager
-def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | None = None) -> Iterator[None]:
+def composed_once(refuse: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Have Hydra compose the config of a single run once while this is entered.
 
-    ``refuse`` raises what it has against a command, of which it gets Hydra's loader, the config's name and the
-    overrides: before Hydra carries out any of it. Raises a ``ConfigError`` where the user's own files are why nothing
-    can be composed, or not what they mean.
+    ``refuse`` raises what it has against the files that were read for it, before Hydra carries out what they say.
+    Raises a ``ConfigError`` where the user's own files are why nothing can be composed, or not what they mean.
     """
     ask: Callable[..., Any] = Hydra.get_mode
     asked: list[tuple[Any, str | None, Sequence[str]]] = []
@@ -41,8 +39,6 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
     def get_mode(hydra: Any, config_name: str | None, overrides: list[str]) -> Any:
         loader, given = hydra.config_loader, tuple(overrides)
         asked.append((loader, config_name, given))
-        if refuse is not None:
-            refuse(loader, config_name, given)
         composed: Any
         try:
             composed = loader.load_configuration(config_name, list(given), RunMode.RUN)
@@ -51,6 +47,7 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
                 _refuse_files(asked)
         except COMPOSING_ERRORS as error:  # a sweep's overrides are none of a run's; or the run will say it
             composed, mode = error, ask(hydra, config_name=config_name, overrides=overrides)
+        refuse()
         if mode in (None, RunMode.RUN):
             _serve_once(loader, given, composed)
         return mode
@@ -66,29 +63,6 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
         hydra_class.get_mode = ask
 
 
-_installed: dict[tuple[str, str, str], Any] = {}
-"""What this process has read of the configs that offstage and Hydra bring, by source, package and name."""
-
-
-@contextmanager
-def installed_read_once() -> Iterator[None]:
-    """Have Hydra read each installed config once a process: that is half of composing one, and a sweep composes many.
-
-    Those of other packages are read each time, as it does.
-    """
-
-    def read(source: Any, load: Callable[[Any, str], Any], config_path: str) -> Any:
-        if source.path.partition(".")[0] not in ("offstage", "hydra"):
-            return load(source, config_path)
-        key = (source.provider, source.path, config_path)
-        if key not in _installed:
-            _installed[key] = load(source, config_path)
-        return deepcopy(_installed[key])  # Hydra takes a file's defaults out of it
-
-    with _read_by("pkg", read):
-        yield
-
-
 @contextmanager
 def noted_files(files: dict[str, str]) -> Iterator[None]:
     """Note in ``files`` each config file of a folder that Hydra reads while this is entered: its SHA-256, by its name.
@@ -96,8 +70,10 @@ def noted_files(files: dict[str, str]) -> Iterator[None]:
     A name is that in its folder of configs: experiment/mine. What is installed isn't among them. Raises a
     ``ConfigError`` for a list of defaults that would take Hydra seconds.
     """
+    kind: Any = SourcesRegistry.instance().resolve("file")
+    load = kind.load_config
 
-    def read(source: Any, load: Callable[[Any, str], Any], config_path: str) -> Any:
+    def read(source: Any, config_path: str) -> Any:
         found = load(source, config_path)
         name = source._normalize_file_name(config_path)
         defaults = found.config.get("defaults") if isinstance(found.config, DictConfig) else None
@@ -107,16 +83,7 @@ def noted_files(files: dict[str, str]) -> Iterator[None]:
         files[name.removesuffix(".yaml")] = hashlib.sha256(Path(source.path, name).read_bytes()).hexdigest()
         return found
 
-    with _read_by("file", read):
-        yield
-
-
-@contextmanager
-def _read_by(scheme: str, read: Callable[[Any, Callable[[Any, str], Any], str], Any]) -> Iterator[None]:
-    """Have ``read`` read a config of Hydra's sources of that ``scheme``, by way of Hydra's own function."""
-    kind: Any = SourcesRegistry.instance().resolve(scheme)
-    load = kind.load_config
-    kind.load_config = lambda source, config_path: read(source, load, config_path)
+    kind.load_config = read
     try:
         yield
     finally:

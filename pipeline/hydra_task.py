@@ -23,27 +23,32 @@ from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.tracking.options import usable_tracker
 
 if TYPE_CHECKING:
-    from offstage.pipeline.trust import Trust
+    from offstage.pipeline.sweeps.record import SweepRecord
 
 
 @dataclass(slots=True)
 class Task:
     """A command: what Hydra calls with a run's config, or hands to the sweeper.
 
-    ``command`` are the arguments that it was given; ``trust`` is what these may do, null where their author gave them:
-    anything; ``files`` are the config files that it is made of, by their digests; ``code`` is the exit code so far.
+    ``command`` are the arguments that it was given, those of the sweep that is ``resumed`` if one is; ``files`` are the
+    config files that it is made of, by their digests; ``code`` is the exit code so far.
     """
 
     started: float
     show_all: bool = False
     command: Sequence[str] = ()
-    trust: Trust | None = None
+    resumed: SweepRecord | None = None
     files: dict[str, str] = field(default_factory=dict)
     code: int = 0
 
     def __call__(self, config: DictConfig) -> None:
         """Carry out a run. What a user can mend is printed, not raised."""
         self.code = last_resort(lambda: self._run(config), show_all=self.show_all)
+
+    def refuse_changed(self) -> None:
+        """Raise a ``ConfigError`` where a config file that was read isn't what it was for the sweep that is resumed."""
+        if self.resumed is not None:
+            self.resumed.refuse_changed(self.files)
 
     def _run(self, config: DictConfig) -> int:
         with composing():

@@ -6,12 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from offstage.pipeline.atomic_files import create_file, mendable, sync_folder
+from offstage.pipeline.atomic_files import create_file, mendable
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.terminal import shorten
@@ -44,26 +43,16 @@ def _run(folder: Path) -> int:
 def write_tree(folder: Path) -> list[Path]:
     """Write the files into ``folder``, which is made where it isn't there, and return them.
 
-    All of them or none: a file that is there already is left as it is, and is a ``ConfigError``; so is a ``folder``
-    that is none. What can't be written is a ``StorageError``, and what was written before it is removed again.
+    A file that is there already is left as it is, and is a ``ConfigError`` before any is written; so is a ``folder``
+    that is none. What can't be written is a ``StorageError``.
     """
     source = resources.files("offstage.pipeline") / "init_templates"
     templates = {folder / place: text for place, text in _templates(source)}
     _refuse([path for path in templates if os.path.lexists(path)], folder)
-    made: list[Path] = []
-    try:
-        with mendable(folder):
-            for path, text in templates.items():
-                _make_folders(path.parent, made)
-                create_file(path, text)
-                made.append(path)
-            for path in dict.fromkeys(path.parent for path in templates):
-                sync_folder(path)
-    except BaseException as error:
-        _remove(made)
-        if isinstance(error.__cause__, FileExistsError):
-            _refuse([path for path in templates if os.path.lexists(path)], folder)
-        raise
+    with mendable(folder):
+        for path, text in templates.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            create_file(path, text)
     return list(templates)
 
 
@@ -83,17 +72,3 @@ def _refuse(there: Sequence[Path], folder: Path) -> None:
         named = ", ".join(str(path) for path in there[:_SHOWN])
         more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
         raise ConfigError(f"{folder}: {named}{more} would be written over; move them away, or name another folder")
-
-
-def _make_folders(folder: Path, made: list[Path]) -> None:
-    """Make ``folder`` and those above it that aren't there, and note them in ``made``."""
-    for each in reversed([folder, *folder.parents]):
-        if not each.exists():
-            each.mkdir()
-            made.append(each)
-
-
-def _remove(made: Sequence[Path]) -> None:
-    for path in reversed(made):
-        with suppress(OSError):
-            path.rmdir() if path.is_dir() else path.unlink()

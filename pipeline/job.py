@@ -67,7 +67,7 @@ def perform(
         reports = runner.run()
         watch.ended()
         if hosts is not None:
-            record.note_hosts(hosts.exchange(host_summary(record)))
+            record.note(hosts=hosts.exchange(host_summary(record)))
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
     closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
     screen.finish(reports, "\n".join(filter(None, [record.run.untested, closing])))
@@ -140,7 +140,7 @@ class _Watch(Observer):
         """Say that the stage is looked at; refuse a checkpoint, or an adapter, that isn't the recorded one."""
         announce(work_of(stage))
         if self._expected is not None:
-            self._record.note_compared(hold(stage, sources, self._expected, self._record.config))
+            self._record.note_compared(hold(sources, self._expected, self._record.config))
 
     def begins(self, stage: str) -> None:
         """Show the stage on a terminal; set the cap before the first stage that comes after the plan."""

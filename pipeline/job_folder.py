@@ -16,6 +16,7 @@ from types import TracebackType
 
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache.locks import lock
+from offstage.pipeline.errors import StorageError
 from offstage.pipeline.record import RECORD, RunRecord
 
 _LOCK = ".job.lock"
@@ -30,10 +31,19 @@ def may_be_at_work(folder: Path) -> bool:
     return False
 
 
-def completed(folder: Path) -> bool:
-    """Return whether a run that completed lies in the job's ``folder``."""
-    path = folder / RECORD
-    return path.exists() and RunRecord.load(path).run.status == "completed"
+def find_record(folder: Path, overrides: Sequence[str]) -> RunRecord | None:
+    """Return the record of the run with these ``overrides`` in the job's ``folder``, null where none can be read."""
+    try:
+        record = RunRecord.load(folder / RECORD)
+    except StorageError:
+        return None
+    return record if record.run.overrides == tuple(overrides) else None
+
+
+def completed(folder: Path, overrides: Sequence[str]) -> bool:
+    """Return whether the run with these ``overrides`` lies in the job's ``folder``, completed."""
+    found = find_record(folder, overrides)
+    return found is not None and found.run.status == "completed"
 
 
 class JobFolder:
@@ -65,13 +75,10 @@ class JobFolder:
         The record of other overrides stays: two jobs never share a folder, and who starts its record there is told so.
         """
         path = self._folder / RECORD
-        if not path.exists():
-            return False
-        found = RunRecord.load(path).run
-        if found.overrides != tuple(overrides):
-            return False
-        if found.status == "completed":
+        if completed(self._folder, overrides):
             return True
+        if not path.exists() or RunRecord.load(path).run.overrides != tuple(overrides):
+            return False
         free = next(name for number in count(1) if not (name := path.with_stem(f"{path.stem}-{number}")).exists())
         with mendable(self._folder):
             path.rename(free)

@@ -270,16 +270,12 @@ class RunRecord:
         self._content["memory"]["series"] = {device: [list(point) for point in points]}
         self._write()
 
-    def note(self, **sections: Mapping[str, Any]) -> None:
+    def note(self, **sections: Mapping[str, Any] | Sequence[Any]) -> None:
         """Keep whole ``sections``: ``device_map``, where each module went, since the cache that holds the plan may be
-        gone when somebody asks; ``packages``, the versions of all that was imported.
+        gone when somebody asks; ``packages``, the versions of all that was imported; ``hosts``, what each host that the
+        run was divided among came to, in their order.
         """
         self._content |= sections
-        self._write()
-
-    def note_hosts(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what each host that the run was divided among came to, in their order."""
-        self._content["hosts"] = list(hosts)
         self._write()
 
     def note_enforcement(self, *, bytes_allowed: int | None, how: str) -> None:

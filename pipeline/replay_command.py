@@ -18,7 +18,7 @@ from typing import Any
 
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache.fingerprint import Change
-from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed, verify, write_sealed
+from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed, write_sealed
 from offstage.pipeline.command_exit import INTERRUPTED, discard_output, run_command
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import KilledError, ReplayError
@@ -28,14 +28,12 @@ from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.peers import own_rank
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.regular_files import lies_in
-from offstage.pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
+from offstage.pipeline.replay import Comparison, compare
 from offstage.pipeline.replay_config import config_here, given_places, load_foreign
 from offstage.pipeline.report.quantities import tell
-from offstage.pipeline.run_schema import StageRun
-from offstage.pipeline.runner import load_stages
-from offstage.pipeline.stage import MEASURED, Artifact
+from offstage.pipeline.stage import MEASURED
 from offstage.pipeline.terminal import shorten
-from offstage.pipeline.trust import REMOTE_CODE, Trust, TrustRequest, named_by_config, outputs_for
+from offstage.pipeline.trust import REMOTE_CODE, TrustRequest, named_by_config, outputs_for, refuse_requests
 
 NAME = "offstage-replay"
 DIFFERENT = 1
@@ -58,9 +56,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0 the same, 1 different, 2 it can't be replayed, 130 interrupted.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its run.json")
-    parser.add_argument(
-        "--from-cache", action="store_true", help="run nothing: compare the artifacts in the cache with the record"
-    )
     parser.add_argument(
         "--outputs",
         type=Path,
@@ -97,8 +92,6 @@ def replay(given: argparse.Namespace) -> int:
     places = given_places(given.model_path, given.settings)
     config = config_here(then, outputs, places)
     refuse_untrusted(then, config, folder, [*given.trust, *places.values()])
-    if given.from_cache:
-        return _compare_stored(then, _trust(then, given.trust))
     now = RunRecord.start(folder, overrides=then.run.overrides, config=config, environment=environment())
     cache = folder / ".cache"
     options = ["--expected", str(then.path.absolute()), "--cache", str(cache)]
@@ -121,15 +114,11 @@ def replay(given: argparse.Namespace) -> int:
 
 def refuse_untrusted(then: RunRecord, config: Mapping[str, Any], folder: Path, words: Sequence[str]) -> None:
     """Raise a ``ReplayError`` that names what a replay by ``config`` in ``folder`` needs the user's ``words`` for."""
-    trust, outputs = _trust(then, words), Path(config["outputs"])
-    asked = list(named_by_config(config, trust, outputs))
-    if then.path.absolute().is_relative_to(outputs) and not lies_in(folder, [outputs]):  # sent with a link in it
+    path, outputs = then.path.absolute(), Path(config["outputs"])
+    asked = list(named_by_config(config, [path.parent, outputs]))
+    if path.is_relative_to(outputs) and not lies_in(folder, [outputs]):  # sent with a link in it
         asked.append(TrustRequest(str(folder.parent), "outputs", is_code=False))
-    trust.refuse(asked, about=then.path, error=ReplayError)
-
-
-def _trust(then: RunRecord, words: Sequence[str]) -> Trust:
-    return Trust(then.path.absolute().parent, words, then.is_own)
+    refuse_requests(asked, words, own=then.is_own, about=then.path)
 
 
 def _bring_measurements(source: Path, target: Path) -> None:
@@ -144,7 +133,8 @@ def _bring_measurements(source: Path, target: Path) -> None:
 def _report(found: Comparison, table: MetricTable) -> Iterable[str]:
     """Yield the lines that say what came of a replay: of its metrics the times that ``table`` has a title for."""
     if found.kind:
-        yield _verdict(found.kind, found.difference)
+        first = found.difference
+        yield f"{found.kind:<10}{'the same' if first is None else f'different; {first}'}"
     yield f"plan      {f'{len(found.moved)} modules moved' if found.moved else 'the same'}"
     yield from _listed(found.moved)
     if found.why:
@@ -159,55 +149,8 @@ def _report(found: Comparison, table: MetricTable) -> Iterable[str]:
             yield f"speed     {metric.title}: {tell(then, metric.unit)} then, {tell(now, metric.unit)} now"
 
 
-def _verdict(kind: str, difference: Difference | None) -> str:
-    return f"{kind:<10}{'the same' if difference is None else f'different; {difference}'}"
-
-
 def _listed(found: Sequence[Change]) -> Iterable[str]:
     for change in found[:_SHOWN]:
         yield f"          {change.place}: was {change.then}, is {change.now}"
     if len(found) > _SHOWN:
         yield f"          and {len(found) - _SHOWN} more"
-
-
-def _compare_stored(then: RunRecord, trust: Trust) -> int:
-    """Hold what the cache keeps of the run against its record; nothing is run."""
-    outputs = outputs_for(then.path)
-    kept = [_kept(entry, outputs / "cache") for entry in then.run.stages]
-    asked = [
-        TrustRequest(str(path), "stages.artifact", is_code=False) for path in kept if not trust.encloses(path, outputs)
-    ]
-    trust.refuse(asked, about=then.path, error=ReplayError)
-    stages, cache = {stage.name: stage for stage in load_stages(then.config)}, outputs / "cache"
-    difference: Difference | None = None
-    recorded = [output.whole for output in then.run.outputs]
-    for entry in then.run.stages:
-        report = stages[entry.name].report(_stored(entry, cache))
-        if report.outputs:
-            difference = first_difference(recorded, report.outputs)
-    count = len(then.run.stages)
-    sys.stdout.write(f"artifacts {count} of {count} are whole\n")
-    if recorded:
-        sys.stdout.write(f"{_verdict(kind_of(recorded), difference)}\n")
-    return 0 if difference is None else DIFFERENT
-
-
-def _stored(entry: StageRun, cache: Path) -> Artifact:
-    """Return what ``cache`` holds of the stage that ``entry`` records, else what lies where it was made."""
-    stage, key = Path(entry.name).name, Path(entry.key).name
-    folder = _kept(entry, cache)
-    try:
-        return Artifact(stage, key, folder, verify(folder, stage=stage, key=key))
-    except DamagedError as error:
-        raise ReplayError(
-            f"{folder}: the artifact of {stage} isn't whole any more ({error}); replay without --from-cache"
-        ) from error
-
-
-def _kept(entry: StageRun, cache: Path) -> Path:
-    """Return where the artifact of the stage that ``entry`` records lies.
-
-    The cache is the one beside the record: both may have been moved since.
-    """
-    moved = cache / Path(entry.name).name / Path(entry.key).name
-    return moved if moved.is_dir() else Path(entry.artifact)

@@ -79,19 +79,10 @@ def config_here(then: RunRecord, outputs: Path, given: Mapping[str, str]) -> dic
         node = config.get(above) if above else config
         if isinstance(node, dict):
             node[last] = place
-    _batched_as_it_was(config, then)
     missing = list(_missing(config))
     if missing:
         raise ReplayError(f"{then.path}: {'; '.join(missing)}")
     return config
-
-
-def _batched_as_it_was(config: dict[str, Any], then: RunRecord) -> None:
-    """Have prompts share a batch where they did in a record of an older release: without a size it meant all in one."""
-    generate, outputs = config.get("generate"), then.run.outputs
-    shared = len({output.batch for output in outputs}) < len(outputs)
-    if then.run.places is None and shared and isinstance(generate, dict) and generate.get("batch_size") is None:
-        config["generate"] = {**generate, "batch_size": len(outputs)}
 
 
 def given_places(model_path: str | None, settings: Sequence[str]) -> dict[str, str]:

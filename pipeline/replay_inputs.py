@@ -19,7 +19,7 @@ from offstage.pipeline.run_schema import Run, RunInputs
 from offstage.pipeline.stage import TENSORS, SourceFiles
 
 _SHOWN = 3
-_LACKS_DIGESTS = "That run recorded no digests of its weights: they were compared by names, sizes and headers."
+_LACKS_DIGESTS = "That run recorded no digests of its weights, so that they were compared with nothing."
 _BY_INDEX = "The weights were compared by names and sizes alone (verify=index)."
 _SHARDED_ANEW = (
     "The weights lie in other files than in that run, and all tensors are the same by name, dtype, shape and samples."
@@ -33,19 +33,17 @@ Entries = Mapping[str, Mapping[str, Sequence[Any]]]
 class Earlier:
     """What the record of an earlier run says of its files.
 
-    ``inputs`` is its section of that name, empty in records of older releases; ``keys`` is what each stage's key stood
-    for, by stage; ``tensors`` what was seen of each tensor, empty where that isn't to be had.
+    ``inputs`` is its section of that name; ``tensors`` what was seen of each tensor, empty where that isn't to be had.
     """
 
     inputs: Mapping[str, Any]
-    keys: Mapping[str, Mapping[str, Any]]
     tensors: Entries
 
     @classmethod
     def of(cls, run: Run) -> Earlier:
         """Return what the record of ``run`` says, and the file beside it."""
-        inputs, keys = run.inputs or RunInputs(), {stage.name: stage.inputs or {} for stage in run.stages}
-        return cls({**inputs.whole, **encode(inputs)}, keys, _read_tensors(run.folder / TENSORS))
+        inputs = run.inputs or RunInputs()
+        return cls({**inputs.whole, **encode(inputs)}, _read_tensors(run.folder / TENSORS))
 
 
 def _read_tensors(path: Path) -> Entries:
@@ -57,28 +55,19 @@ def _read_tensors(path: Path) -> Entries:
     return found
 
 
-def hold(stage: str, now: SourceFiles, then: Earlier, config: Mapping[str, Any]) -> list[str]:
-    """Hold the files ``now`` of ``stage`` against those of ``then``; return what to say of them.
+def hold(now: SourceFiles, then: Earlier, config: Mapping[str, Any]) -> list[str]:
+    """Hold the files ``now`` of a stage against those of ``then``; return what to say of them.
 
     A ``CheckpointError`` names what isn't the same; ``config`` says where the files are.
     """
-    said: list[str] = []
-    model = config.get("model") or {}
-    if "adapter" in now.inputs and (known := _adapter(stage, then)):
-        _refuse(model.get("adapter"), _changed_files(known, now.inputs["adapter"]))
-    if "weights" in now.inputs:
-        path, weights = model.get("path"), now.inputs["weights"]
-        recorded = then.inputs.get("weights")
-        if recorded:
-            said += _hold_weights(path, recorded, weights, then.tensors, now.tensors)
-        elif known := then.keys.get(stage, {}).get("checkpoint"):
-            said += _hold_headers(path, known, weights)
-    return said
-
-
-def _adapter(stage: str, then: Earlier) -> Mapping[str, Any] | None:
-    recorded = then.inputs.get("adapter") or then.keys.get(stage, {}).get("adapter")
-    return recorded if isinstance(recorded, Mapping) else None
+    model, adapter = config.get("model") or {}, then.inputs.get("adapter")
+    if "adapter" in now.inputs and isinstance(adapter, Mapping):
+        _refuse(model.get("adapter"), _changed_files(adapter, now.inputs["adapter"]))
+    if "weights" not in now.inputs:
+        return []
+    if not then.inputs.get("weights"):
+        return [_LACKS_DIGESTS]
+    return _hold_weights(model.get("path"), then.inputs["weights"], now.inputs["weights"], then.tensors, now.tensors)
 
 
 def _changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -86,19 +75,6 @@ def _changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     for name, digest in now.items():
         if name in then and then[name] != digest:
             yield f"{name} has other bytes than in that run"
-
-
-def _hold_headers(path: object, known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Hold the weights ``now`` against what the key of an older release ``known`` says of them."""
-    _refuse(path, _other_config(known, now))
-    files = known.get("files")
-    then = [[*file[:2], file[-1]] for file in files if isinstance(file, list)] if isinstance(files, list) else []
-    here = [[file["name"], file["size"], file["header"] or ""] for file in now["files"]]
-    if then != here:
-        others = [f"{file[0]} has another size or header than in that run" for file in here if file not in then]
-        gone = [f"{file[0]} is missing" for file in then if file[:1] not in [one[:1] for one in here]]
-        _refuse(path, [*others, *gone] or ["its files are not those of that run"])
-    return [_LACKS_DIGESTS]
 
 
 def _hold_weights(

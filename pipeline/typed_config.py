@@ -49,7 +49,8 @@ PATHS = "paths"
 ``""`` for the field itself, and the function that makes the path one that means the same from any folder."""
 
 PATHS_INSIDE = "paths inside"
-"""What a field's metadata has under this name does as ``PATHS`` for keys of lists with paths somewhere in them."""
+"""What a field's metadata has under this name says which keys have lists with paths somewhere in them: the key of each,
+and the function that returns such a list with each path in it as another function has it."""
 
 STANDARD_INPUT = "standard input"
 """What a field's metadata has under this name says which paths may be ``-``, standard input: the key of each in the

@@ -19,8 +19,7 @@ from rich.table import Table
 
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache import housekeeping, user_cache
-from offstage.pipeline.cache.block_sums import MARKER_NAME, find_store_damage
-from offstage.pipeline.cache.housekeeping import CacheEntry, remove_damage
+from offstage.pipeline.cache.housekeeping import CacheEntry
 from offstage.pipeline.cache.sealed_files import move_aside
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.errors import ConfigError, StorageError
@@ -63,14 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(work=work)
         if work is _list:
             command.add_argument("--json", action="store_true", help="as JSON, with whole keys, paths and bytes")
-    command.add_argument(
-        "--offload-folder",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="an offload_folder of your own to check too (again for each): the cache doesn't know where these lie",
-    )
     pruner = commands.add_parser("prune", help="remove what isn't used any more; never what a running job uses")
     pruner.add_argument(
         "--older-than", type=_read_age, metavar="30d", help="unused for longer than this (s, m, h, d, w)"
@@ -160,7 +151,7 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(root: Path, given: argparse.Namespace) -> int:
+def _verify(root: Path, _given: argparse.Namespace) -> int:
     began, found, users = time.perf_counter(), housekeeping.entries(root), _of_the_user(root)
     damaged = [(entry, damage) for entry in [*found, *users] if (damage := housekeeping.find_damage(entry))]
     for entry, damage in damaged:
@@ -170,15 +161,8 @@ def _verify(root: Path, given: argparse.Namespace) -> int:
     for path, damage in figures.items():
         move_aside(path, damage)
         _say(f"{path}: {damage}; set aside, to be measured again")
-    left = remove_damage(root)
-    for path, damage in left.items():
-        _say(f"{path}: {damage}; the run that goes on with it does that again")
-    stores = {folder: find_store_damage(_store(folder)) for folder in given.offload_folder}
-    for folder in filter(stores.get, stores):
-        _say(f"{folder}: {stores[folder]}; the next run that uses it with verify=full makes that again")
-    count = len(damaged) + len(figures) + len(left) + sum(damage is not None for damage in stores.values())
+    count = len(damaged) + len(figures)
     own = f", {_amount(users)} of the user's own cache" if users else ""
-    own += f" and {len(stores)} offload folder{'s' * (len(stores) != 1)}" if stores else ""
     _say(f"{_amount(found)}{own} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")
     return DAMAGED if count else 0
 
@@ -193,13 +177,6 @@ def _roots(root: Path) -> list[Path]:
 
 def _of_the_user(root: Path) -> list[CacheEntry]:
     return [entry for each in _roots(root)[1:] for entry in housekeeping.entries(each)]
-
-
-def _store(folder: Path) -> Path:
-    """Return ``folder`` if an offload store lies there or below."""
-    if next(folder.rglob(MARKER_NAME), None) is None:
-        raise ConfigError(f"--offload-folder: no offload store lies in {folder}; give the offload_folder of a run")
-    return folder
 
 
 def _amount(found: Sequence[CacheEntry]) -> str:

@@ -14,21 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offstage.pipeline.atomic_files import write_whole
 from offstage.pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, find_store_damage
-from offstage.pipeline.cache.locks import SHARED, Grant, lease_path, locked, sole_use
+from offstage.pipeline.cache.locks import SHARED, lease_path, sole_use
 from offstage.pipeline.cache.sealed_files import (
     DAMAGED,
     MANIFEST,
     DamagedError,
-    move_aside,
     read_sealed,
-    read_sealed_line,
     verify,
-    verify_listed,
 )
 from offstage.pipeline.cache.store import BUILDING
-from offstage.pipeline.regular_files import NotRegularError, read_object, read_regular
+from offstage.pipeline.regular_files import read_object
 from offstage.pipeline.stage import MEASURED
 
 OFFLOAD = "offload"
@@ -167,46 +163,3 @@ def set_aside(entry: CacheEntry) -> Path | None:
     if moved:
         aside.touch()  # the sweep counts from now
     return aside if moved else None
-
-
-def remove_damage(root: Path) -> dict[Path, str]:
-    """Return what is wrong with each file that a killed build of the cache ``root`` left; it is gone afterwards.
-
-    What it left is to be gone on with: lines that grew, and sealed files of a folder of their own. Whoever does so
-    reads no more of it than is as it was written. What a process works on is left alone.
-    """
-    found: dict[Path, str] = {}
-    for building in sorted(root.glob(f"*/{BUILDING}*")):
-        folder = building.with_name(building.name.removeprefix(BUILDING))
-        with locked(folder, work=f"verifies {building.parent.name}", wait=False) as grant:
-            if grant is not Grant.BUSY:
-                found |= dict(_remove_damage(building))
-    return found
-
-
-def _remove_damage(building: Path) -> Iterator[tuple[Path, str]]:
-    for path in sorted(building.glob(".*/*.json")):
-        try:
-            content = read_sealed(path)
-            listing = content.get("files") if isinstance(content, dict) else None
-            verify_listed(path.parent, listing if isinstance(listing, dict) else {}, full=True)
-        except DamagedError as damage:
-            move_aside(path, damage)
-            yield path, str(damage)
-    for path in sorted(building.glob("*.jsonl")):
-        try:
-            lines = read_regular(path).splitlines(keepends=True)
-        except NotRegularError:
-            continue
-        sound = [line for line in lines if _is_sound(line)]
-        if len(sound) < len(lines):
-            write_whole(path, b"".join(sound))
-            yield path, f"{len(lines) - len(sound)} of {len(lines)} lines don't match their checksums"
-
-
-def _is_sound(line: bytes) -> bool:
-    try:
-        read_sealed_line(line)
-    except DamagedError:
-        return False
-    return True

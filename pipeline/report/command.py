@@ -130,7 +130,7 @@ def _compare(one: Path, other: Path, *, output: Path | None) -> None:
 def _require_libraries() -> None:
     """Say what to install where the extra is missing, before any record is read."""
     try:
-        for name in ("jinja2", "pandas", "plotly", "itables"):
+        for name in ("jinja2", "pandas", "plotly", "itables", "scipy"):
             import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(

@@ -161,19 +161,6 @@ def _rounded(count: float) -> str:
     return f"{count:,.0f}"
 
 
-_TOLD: Mapping[str, Callable[[Run], str]] = {
-    "model": _model,
-    "checkpoint": _checkpoint,
-    "dtype": _dtype,
-    "work": _work,
-    "prompts": _prompts,
-    "new tokens": _new_tokens,
-    "machine": _machine,
-    "hosts": _hosts,
-    "platform": _platform,
-}
-
-
 def _versions(jobs: Sequence[Job]) -> list[Spread]:
     """Return the packages whose version all jobs share in one line, then each of the others."""
     maps = {job.name: _packages(job.run) for job in jobs if job.run.environment}
@@ -192,8 +179,19 @@ def _packages(run: Run) -> dict[str, str]:
         if isinstance(version, str) and name not in (*_MACHINE, _PLATFORM, _COMMIT)
     }
     if isinstance(commit, str) and "offstage" in found:
-        found["offstage"] += f" at {commit[:_SHORT]}"
+        found["offstage"] += f" at {commit[:_SHORT]}{_changed(run.environment.get('git_dirty'))}"
     return found
+
+
+def _repository(run: Run) -> str:
+    """Return the commit of the checkout that the run was started in, where it is another than offstage's."""
+    noted = run.environment.get("repository")
+    state = noted if isinstance(noted, dict) else {}
+    return f"{str(state['commit'])[:_SHORT]}{_changed(state.get('dirty'))}" if state.get("commit") else ""
+
+
+def _changed(is_dirty: object) -> str:
+    return " with changes" * (is_dirty is True)
 
 
 def _dates(jobs: Sequence[Job]) -> Spread:
@@ -204,3 +202,17 @@ def _dates(jobs: Sequence[Job]) -> Spread:
     first, last = begun[0][0], begun[-1][0]
     told = f"{first} UTC" if first == last else f"{first} to {last} UTC"
     return Spread("begun", ((told, tuple(name for _, name in begun)),))
+
+
+_TOLD: Mapping[str, Callable[[Run], str]] = {
+    "model": _model,
+    "checkpoint": _checkpoint,
+    "dtype": _dtype,
+    "work": _work,
+    "prompts": _prompts,
+    "new tokens": _new_tokens,
+    "machine": _machine,
+    "hosts": _hosts,
+    "platform": _platform,
+    "repository": _repository,
+}

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 from offstage.pipeline.plain_data import leaves
-from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.report.run_folders import Job
 
 ABSENT = "not given"
@@ -66,20 +65,6 @@ def config_differences(jobs: Sequence[Job]) -> tuple[Spread, ...]:
     """Return the config keys whose values differ. A run that ended before its config was resolved has no say."""
     maps = {job.name: flatten(job.run.config) for job in jobs if job.run.config}
     return tuple(entry for entry in spread(maps) if entry.differs)
-
-
-def environments(jobs: Sequence[Job]) -> tuple[Spread, ...]:
-    """Return every key of the jobs' environments, those that differ first."""
-    maps = {job.name: _readable(flatten(job.run.environment)) for job in jobs if job.run.environment}
-    return tuple(sorted(spread(maps), key=lambda entry: not entry.differs))
-
-
-def _readable(flat: Mapping[str, str]) -> dict[str, str]:
-    return {key: _size(value) if key.endswith("_bytes") else value for key, value in flat.items()}
-
-
-def _size(value: str) -> str:
-    return f"{value} ({tell(int(value), 'bytes')})" if value.isdecimal() else value
 
 
 def answers(jobs: Sequence[Job]) -> tuple[tuple[Job, tuple[str, ...]], ...]:

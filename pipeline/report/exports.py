@@ -21,7 +21,7 @@ from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.summary import Summary
 from offstage.pipeline.run_schema import Output, Repeat, RunError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _FORMULA = re.compile(r"\s*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 """How a cell begins that a spreadsheet would compute: those signs, in their full width too, and what it skips."""
@@ -91,7 +91,6 @@ def as_json(summary: Summary) -> str:
         "conditions": _spreads(summary.conditions),
         "failures": [{"job": job.name, "reason": job.run.failure} for job in summary.jobs if job.run.failure],
         "config_differences": _spreads(summary.differences),
-        "environment": _spreads(summary.environments),
         "noise": {**asdict(summary.noise), "within": summary.noise.within, "level": LEVEL},
         "checkpoints": [_group(group) for group in summary.groups],
     }

@@ -1,19 +1,17 @@
 """Which differences between jobs are within the noise: their repeats held against each other, pair by pair.
 
 Times have long tails and no normal distribution, and there are few of them. So it is ranks that are compared: the
-two-sided rank-sum test of Wilcoxon (1945) and of Mann and Whitney (1947), whose distribution under chance is counted
-out, ties included, and by the normal approximation where there are many repeats. Repeats of one job share a process,
-and where in memory it lies: what differs between processes alone isn't in them.
+two-sided rank-sum test of Wilcoxon (1945) and of Mann and Whitney (1947), SciPy's: exact for few repeats without ties,
+by the normal approximation else. Repeats of one job share a process, and where in memory it lies: what differs between
+processes alone isn't in them.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import comb, erfc, sqrt
+from math import comb
 
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import Number
@@ -24,8 +22,6 @@ FIRST_TOKEN, SECONDS = "time_to_first_token_seconds", "decode_seconds_per_token"
 """The metrics that a run's repeats are of."""
 MOST_JOBS = 40
 """So many jobs are held against each other: of more nobody reads the pairs."""
-_MOST_COUNTED = 24
-"""Of more repeats of two jobs together the distribution isn't counted out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +81,9 @@ def token_times(job: Job) -> list[Number]:
 
 def rank_test(one: Sequence[Number], other: Sequence[Number]) -> float:
     """Return how often chance alone would set two repeats of one distribution as far apart as ``one`` and ``other``."""
-    ranks = _doubled_ranks([*one, *other])
-    observed, mean = sum(ranks[: len(one)]), len(one) * (len(ranks) + 1)
-    if len(ranks) > _MOST_COUNTED:
-        spread = len(one) * len(other) / (len(ranks) - 1) * statistics.pvariance(ranks)
-        return erfc(abs(observed - mean) / sqrt(2 * spread)) if spread else 1.0
-    ways: dict[tuple[int, int], int] = {(0, 0): 1}
-    for rank in ranks:
-        more: dict[tuple[int, int], int] = defaultdict(int, ways)
-        for (count, total), number in ways.items():
-            if count < len(one):
-                more[count + 1, total + rank] += number
-        ways = more
-    reached = sum(
-        number
-        for (count, total), number in ways.items()
-        if count == len(one) and abs(total - mean) >= abs(observed - mean)
-    )
-    return reached / comb(len(ranks), len(one))
+    from scipy.stats import mannwhitneyu  # takes longer to import than all else of a report
 
-
-def _doubled_ranks(values: Sequence[Number]) -> list[int]:
-    """Return twice the rank of each value; equal ones share the mean of theirs, which twice is a whole number."""
-    return [sum(other < value for other in values) + sum(other <= value for other in values) + 1 for value in values]
+    return 1.0 if len({*one, *other}) == 1 else float(mannwhitneyu(one, other).pvalue)
 
 
 def told_repeats(job: Job) -> str:

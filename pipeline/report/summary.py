@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs, joined_noise
 from offstage.pipeline.report.conditions import conditions
-from offstage.pipeline.report.differences import Spread, config_differences, environments
+from offstage.pipeline.report.differences import Spread, config_differences
 from offstage.pipeline.report.noise import SECONDS, Noise
 from offstage.pipeline.report.quantities import listed, tell
 from offstage.pipeline.report.run_folders import Found, Job, Problem
@@ -45,7 +45,6 @@ class Summary:
     failures: tuple[Failure, ...]
     conditions: tuple[Spread, ...]
     differences: tuple[Spread, ...]
-    environments: tuple[Spread, ...]
     groups: tuple[CheckpointGroup, ...]
     noise: Noise
 
@@ -62,7 +61,6 @@ def summarise(found: Found) -> Summary:
         failures=_failures(jobs),
         conditions=conditions(jobs),
         differences=differences,
-        environments=environments(jobs),
         groups=groups,
         noise=within,
     )

@@ -1,19 +1,23 @@
-"""The command ``offstage-sweep``: go on with a sweep that was interrupted, in its own folder."""
+"""The command ``offstage-sweep``: go on with a sweep that was interrupted, in its own folder.
+
+A sweep's record is a command, and a folder may come from anywhere: what is gone on with are the user's own sweeps,
+known by their signature. Who means another's gives its command, which is printed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from offstage.pipeline import app
 from offstage.pipeline.command_exit import run_command
+from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.sweeps.record import SweepRecord
-from offstage.pipeline.sweeps.trust import named_by_folder
-from offstage.pipeline.trust import Trust
 
 NAME = "offstage-sweep"
 _FOLDER = "hydra.sweep.dir="
@@ -22,7 +26,7 @@ _FOLDER = "hydra.sweep.dir="
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
     given = _parser().parse_args(arguments)
-    run_command(NAME, lambda: resume(given))
+    run_command(NAME, lambda: resume(given.sweep))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,30 +35,26 @@ def _parser() -> argparse.ArgumentParser:
     says = "run the jobs of a sweep that haven't completed, in its folder; those that have aren't run again"
     command = commands.add_parser("resume", help=says, description=says)
     command.add_argument("sweep", type=Path, metavar="FOLDER", help="the sweep's folder")
-    command.add_argument(
-        "--trust",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="trust what the sweep names so: a class, a path outside its folder, a setting of Hydra; give it once for "
-        "each",
-    )
     return parser
 
 
-def resume(given: argparse.Namespace) -> NoReturn:
-    """Run the command that began the sweep once more, in its folder, and exit as that does.
+def resume(folder: Path) -> NoReturn:
+    """Run the command that began the sweep once more, in its ``folder``, and exit as that does.
 
-    What completed there isn't run again.
+    What completed there isn't run again. Raises a ``ConfigError`` where this user didn't give the command.
     """
-    folder = given.sweep.absolute()
-    record = SweepRecord.load(folder)
-    trust = Trust(folder, given.trust, record.is_own, record.files)
-    trust.refuse(named_by_folder(folder, record), about=given.sweep)
-    if Path(record.cwd).is_dir():  # else it was moved, to where it is resumed
-        os.chdir(Path(record.cwd))
+    record, place = SweepRecord.load(folder.absolute()), folder.absolute()
     words = [word for word in record.command if not word.startswith(_FOLDER)]
-    app.main(["--multirun", *words, f"{_FOLDER}{_quoted(folder)}"], trust=trust)
+    if not record.is_own:
+        began = f"cd {shlex.quote(record.cwd)} && " if Path(record.cwd).is_dir() else ""
+        command = shlex.join(["offstage", *words, f"{_FOLDER}{_quoted(place)}"])
+        raise ConfigError(
+            f"{folder}: its command isn't one that you gave on this machine, or it was changed since; where it is what "
+            f"you mean, give it yourself, and it goes on there: {began}{command}"
+        )
+    if Path(record.cwd).is_dir():  # else it was moved, to where it is resumed
+        os.chdir(record.cwd)
+    app.main(["--multirun", *words, f"{_FOLDER}{_quoted(place)}"], resumed=record)
 
 
 def _quoted(folder: Path) -> str:

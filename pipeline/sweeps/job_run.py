@@ -91,7 +91,7 @@ class PreparedJob:
 
     def run_queued(self, *, show_all: bool, debug: bool) -> int:
         """Run the job and return its exit code, which is left in the folder too; that of an earlier run goes before."""
-        if own_rank() and completed(Path(self.folder)):
+        if own_rank() and completed(Path(self.folder), self.overrides):
             return 0
         return self.of_host(own_rank())._run_queued(show_all=show_all, debug=debug)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -23,8 +25,6 @@ from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, one_line
 from offstage.pipeline.stage import Config
 from offstage.pipeline.sweeps.job_run import PreparedJob
 from offstage.pipeline.sweeps.record import SweepJob, SweepRecord
-from offstage.pipeline.sweeps.trust import named_by_job, set_in_hydra
-from offstage.pipeline.trust import Trust, TrustRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +32,25 @@ class SweepComposition:
     """What the jobs of a sweep are composed by: Hydra's ``loader``, and the sweep's ``config``, to which each adds.
 
     Each lies in the sweep's ``folder``. ``files`` has the digests of the config files that are read for them, as far as
-    they were. A sweep that is resumed goes by ``trust``; with null the user has just given the command.
+    they were: where a sweep is ``resumed``, they are as they were when it began.
     """
 
     loader: Any
     config: DictConfig
     folder: Path
     files: Mapping[str, str]
-    trust: Trust | None
-
-    @property
-    def judge(self) -> Trust | None:
-        """The trust in what has been composed so far."""
-        return self.trust.made_of(self.files) if self.trust is not None else None
+    resumed: SweepRecord | None
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedJob:
     """A job as the sweep's record has it (``known``), and as it is run (``prepared``).
 
-    ``asked`` is what it asks the user's word for; ``files`` are Hydra's own of the job, by where they lie.
+    ``files`` are Hydra's own of the job, by where they lie.
     """
 
     known: SweepJob
     prepared: PreparedJob
-    asked: tuple[TrustRequest, ...]
     files: Mapping[Path, Any]
 
     def write_files(self) -> None:
@@ -68,7 +62,7 @@ class ComposedJob:
 
 def describe_sweep(by: SweepComposition, command: Sequence[str], jobs: Sequence[ComposedJob] | None) -> SweepRecord:
     """Return what the sweep is that the arguments ``command`` began; ``jobs`` is null where they can't be foreseen."""
-    found = SweepRecord(
+    return SweepRecord(
         command=tuple(command),
         cwd=str(Path.cwd()),
         sweeper=str(by.config.hydra.sweeper._target_),
@@ -76,38 +70,56 @@ def describe_sweep(by: SweepComposition, command: Sequence[str], jobs: Sequence[
         base=_without_hydra(by.config),
         jobs=tuple(job.known for job in jobs or ()),
         files=dict(by.files),
-    )
-    return found if by.trust is not None else found.signed()
+    ).signed()
 
 
 def compose_job(by: SweepComposition, number: int, overrides: Sequence[str]) -> ComposedJob:
     """Return the job with ``overrides``, which Hydra adds to those of the sweep's config.
 
-    Raises what is wrong with it: one of ``COMPOSING_ERRORS``, or a ``ConfigError``, which has what isn't trusted too.
+    Raises what is wrong with it: one of ``COMPOSING_ERRORS``, or a ``ConfigError``.
     """
-    job = _compose(by, number, overrides)
-    _refuse(job.asked, by.judge)
-    return job
+    composed = by.loader.load_sweep_config(by.config, list(overrides))
+    if by.resumed is not None:
+        by.resumed.refuse_changed(by.files)
+    refuse_sharing(composed)
+    with open_dict(composed):
+        composed.hydra.job.num, composed.hydra.job.id = number, str(number)
+        subdir = str(OmegaConf.select(composed, "hydra.sweep.subdir", throw_on_missing=True))
+        composed.hydra.runtime.output_dir = os.path.normpath(by.folder / subdir)
+    own = tuple(str(each) for each in composed.hydra.overrides.task)
+    known = SweepJob(number, own, subdir, fingerprint(_without_hydra(composed)))
+    with _set_in_hydra(composed):
+        return ComposedJob(known, _prepare(by, composed, known), dict(_files(composed)))
+
+
+@contextmanager
+def _set_in_hydra(composed: DictConfig) -> Iterator[None]:
+    """Have what asks for Hydra's own config, as the interpolation ``${hydra:…}`` does, get that of ``composed``."""
+    before = HydraConfig.instance().cfg
+    try:
+        HydraConfig.instance().set_config(composed)
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
 
 
 def compose_grid(by: SweepComposition, arguments: Sequence[str]) -> list[ComposedJob]:
     """Return a job for each combination of the values that ``arguments`` and ``hydra.sweeper.params`` give.
 
     Raises:
-        ConfigError: all that is wrong with the jobs, or isn't trusted, before the first begins.
+        ConfigError: all that is wrong with the jobs, before the first begins.
     """
     found: list[ComposedJob] = []
     faults: dict[str, None] = {}
     for number, overrides in enumerate(_combinations(by, arguments)):
         try:
-            found.append(_compose(by, number, overrides))
+            found.append(compose_job(by, number, overrides))
         except COMPOSING_ERRORS as error:
             faults[one_line(error)] = None
         except ConfigError as error:
             faults[str(error)] = None
     if faults:
         raise ConfigError("\n".join(faults))
-    _refuse([each for job in found for each in job.asked], by.judge)
     return found
 
 
@@ -116,26 +128,6 @@ def _combinations(by: SweepComposition, arguments: Sequence[str]) -> Iterator[li
     overrides = OverridesParser.create(config_loader=by.loader).parse_overrides([*params, *arguments])
     refuse_empty_sweeps(overrides, by.loader)
     yield from BasicSweeper.split_arguments(overrides, None)[0]
-
-
-def _refuse(asked: Iterable[TrustRequest], trust: Trust | None) -> None:
-    if trust is not None:
-        trust.refuse(asked, about=trust.folder)
-
-
-def _compose(by: SweepComposition, number: int, overrides: Sequence[str]) -> ComposedJob:
-    composed = by.loader.load_sweep_config(by.config, list(overrides))
-    refuse_sharing(composed)
-    with open_dict(composed):
-        composed.hydra.job.num, composed.hydra.job.id = number, str(number)
-        subdir = str(OmegaConf.select(composed, "hydra.sweep.subdir", throw_on_missing=True))
-        composed.hydra.runtime.output_dir = os.path.normpath(by.folder / subdir)
-    own = tuple(str(each) for each in composed.hydra.overrides.task)
-    asked = tuple(named_by_job(composed, by.judge))
-    code = tuple(dict.fromkeys(each.word for each in asked if each.is_code))
-    known = SweepJob(number, own, subdir, fingerprint(_without_hydra(composed)), code)
-    with set_in_hydra(composed):
-        return ComposedJob(known, _prepare(by, composed, known), asked, dict(_files(composed)))
 
 
 def _prepare(by: SweepComposition, composed: DictConfig, known: SweepJob) -> PreparedJob:

@@ -7,6 +7,7 @@ jobs that never began too; and whoever goes on with it has the same jobs, or is 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -17,27 +18,24 @@ from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.fingerprint import changes
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import ConfigError, StorageError
-from offstage.pipeline.record import HOSTS, RECORD, RunRecord
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.signatures import is_signed, sign
 
 SWEEP = "sweep.json"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SweepJob:
-    """One job of a sweep. ``folder`` is relative to the sweep's, null where only the job itself can say.
+    """One job of a sweep. ``folder`` is relative to the sweep's.
 
-    ``config`` is the fingerprint of its composed config: a file of an experiment may have changed since. ``code`` has
-    the words that trust the code which that config names.
+    ``config`` is the fingerprint of its composed config: a file of an experiment may have changed since.
     """
 
     number: int
     overrides: tuple[str, ...]
-    folder: str | None
+    folder: str
     config: str
-    code: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +101,15 @@ class SweepRecord:
         with mendable(folder):
             replace_file(folder / SWEEP, longer._text())
         return longer
+
+    def refuse_changed(self, files: Mapping[str, str]) -> None:
+        """Raise a ``ConfigError`` where one of the config ``files`` isn't as it was when the user began this sweep."""
+        changed = [name for name, digest in files.items() if self.files.get(name) != digest]
+        if changed:
+            raise ConfigError(
+                f"{', '.join(changed)}: this config file isn't as it was when the sweep began; restore it, or begin "
+                "another sweep"
+            )
 
     def refuse_other(self, folder: Path, other: SweepRecord) -> None:
         """Raise a ``ConfigError`` with the first thing in which ``other`` isn't this sweep, that of ``folder``."""
@@ -174,15 +181,6 @@ def own_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:
     return {job.number: " ".join(each for each in job.overrides if each not in common) for job in jobs}
 
 
-def find_record(folder: Path, job: SweepJob) -> RunRecord | None:
-    """Return the run record of ``job`` in the sweep's ``folder``, null where there is none that can be read."""
-    anywhere = (path for path in folder.glob(f"**/{RECORD}") if HOSTS not in path.parts)
-    paths = [folder / job.folder / RECORD] if job.folder is not None else sorted(anywhere)
-    for path in paths:
-        try:
-            record = RunRecord.load(path)
-        except StorageError:
-            continue
-        if record.run.overrides == job.overrides:
-            return record
-    return None
+def resume_command(folder: Path) -> str:
+    """Return the command that does what isn't done of the sweep in ``folder``."""
+    return f"offstage-sweep resume {shlex.quote(str(folder))}"

@@ -14,13 +14,12 @@ from rich.markup import escape
 
 from offstage.pipeline.errors import KilledError, StorageError
 from offstage.pipeline.installed_stages import metric_table
-from offstage.pipeline.job_folder import may_be_at_work
+from offstage.pipeline.job_folder import find_record, may_be_at_work
 from offstage.pipeline.metrics import Metric
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.run_schema import Run
-from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
-from offstage.pipeline.sweeps.trust import resume_command
+from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, own_overrides, resume_command
 from offstage.pipeline.terminal import COLOURS, plain_table, shorten
 
 LOST = "its process was lost before it could say why; see screen.log there, or .submitit in the sweep's folder"
@@ -55,7 +54,7 @@ def settled(folder: Path, job: SweepJob) -> JobState:
     way is marked so, and one that somebody may still be at is left alone.
     """
     until = time.monotonic() + _PATIENCE
-    while (record := find_record(folder, job)) is not None and record.run.status == "running":
+    while (record := find_record(folder / job.folder, job.overrides)) is not None and record.run.status == "running":
         if time.monotonic() > until:
             _give_up(record)
             break
@@ -83,14 +82,13 @@ def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collec
     own = own_overrides(sweep.jobs)
     for job in sorted(sweep.jobs, key=lambda job: job.number):
         cells = _cells(states[job.number], leading)
-        lies = escape(job.folder) if job.folder is not None else ""  # in the sweep's, which the line below names
-        table.add_row(str(job.number), escape(own[job.number]), *cells, lies)
+        table.add_row(str(job.number), escape(own[job.number]), *cells, escape(job.folder))  # in that of the line below
     console.print(table)
     count = Counter(state.status for state in states.values())
     console.print(f"\n{told(count)}, {escape(shorten(folder))}")
     goes_on = sweep.foreseen or count["interrupted"]  # a search takes failures as told
     if goes_on and count["completed"] < len(states):
-        console.print(escape(f"to run what isn't completed: {resume_command(Path(shorten(folder)), sweep)}"))
+        console.print(escape(f"to run what isn't completed: {resume_command(Path(shorten(folder)))}"))
 
 
 def told(count: Mapping[str, int]) -> str:
@@ -101,7 +99,7 @@ def told(count: Mapping[str, int]) -> str:
 
 def begun(folder: Path, job: SweepJob) -> JobState:
     """Return how far a job of the sweep in ``folder`` is that hasn't ended, as far as is known here."""
-    record = find_record(folder, job)
+    record = find_record(folder / job.folder, job.overrides)
     return JobState(record.run if record is not None else None, has_ended=False)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache.locks import Grant, locked
 from offstage.pipeline.errors import StorageError
+from offstage.pipeline.job_folder import completed
 from offstage.pipeline.record import RECORD
-from offstage.pipeline.sweeps.record import SWEEP, SweepJob, SweepRecord, find_record
+from offstage.pipeline.sweeps.record import SWEEP, SweepJob, SweepRecord
 
 
 class Sweep:
@@ -71,8 +72,7 @@ class Sweep:
     def has_completed(self, number: int) -> bool:
         """Whether the job is done, so that there is nothing to run."""
         job = self.job(number)
-        found = find_record(self.folder, job) if job is not None else None
-        return found is not None and found.run.status == "completed"
+        return job is not None and completed(self.folder / job.folder, job.overrides)
 
     def close(self) -> None:
         """Let others go on with the sweep."""
@@ -82,7 +82,7 @@ class Sweep:
         if self.folder.joinpath(SWEEP).exists():
             return
         for job in record.jobs:
-            if job.folder is not None and self.folder.joinpath(job.folder, RECORD).exists():
+            if self.folder.joinpath(job.folder, RECORD).exists():
                 raise StorageError(
                     f"{self.folder / job.folder}: a run lies here, and no {SWEEP} in {self.folder} says of which "
                     "sweep; choose another folder with hydra.sweep.dir"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
     from offstage.pipeline.sweeps.progress import SweepProgress
     from offstage.pipeline.sweeps.sweep import Sweep
+    from offstage.pipeline.tracking.trackers import SweepTracking
 
     Ended = Callable[[ComposedJob, JobEnd], None]
     Where = Callable[[Sequence[ComposedJob], SweepProgress, Ended], None]
@@ -62,18 +63,22 @@ class JobSweeper(Sweeper):
         """Run the jobs that ``arguments``, those of the command line, come to, as far as they aren't done."""
         from offstage.pipeline.sweeps.jobs import SweepComposition, describe_sweep
         from offstage.pipeline.sweeps.sweep import Sweep
+        from offstage.pipeline.tracking.trackers import SweepTracking
 
         run = self._where()
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
-        by = SweepComposition(self.hydra_context.config_loader, self.config, folder, self.task.files, self.task.trust)
+        by = SweepComposition(self.hydra_context.config_loader, self.config, folder, self.task.files, self.task.resumed)
         sweep = Sweep(folder, describe_sweep(by, self.task.command, self.foresee(by, arguments)))
         ended: dict[int, JobEnd] = {}
+        tracking = SweepTracking(sweep.folder)
         try:
             OmegaConf.save(self.config, sweep.folder / "multirun.yaml")
-            self._run(sweep, self.rounds(by, sweep, arguments), run, ended)
+            self._run(sweep, self.rounds(by, sweep, arguments), run, ended, tracking)
         finally:
             self.task.code = next((end.exit_code for end in ended.values() if end.exit_code), 0)
-            self._close(sweep, list(ended))
+            self._show(sweep, list(ended))
+            tracking.end(jobs=len(sweep.jobs))
+            sweep.close()
 
     def _where(self) -> Where:
         """Return what runs jobs as ``hydra.launcher`` says. Raises a ``ConfigError`` where it can't be had."""
@@ -86,11 +91,13 @@ class JobSweeper(Sweeper):
 
         return LocalJobs(self.config, show_all=self.task.show_all).run
 
-    def _run(self, sweep: Sweep, rounds: Iterator[Sequence[ComposedJob]], run: Where, ended: dict[int, JobEnd]) -> None:
+    def _run(
+        self, sweep: Sweep, rounds: Iterator[Sequence[ComposedJob]], run: Where, ended: dict[int, JobEnd],
+        tracking: SweepTracking,
+    ) -> None:  # fmt: skip
         from offstage.pipeline.sweeps.progress import SweepProgress
-        from offstage.pipeline.tracking.trackers import SweepTracking
 
-        progress, tracking = SweepProgress(sweep), SweepTracking(sweep.folder)
+        progress = SweepProgress(sweep)
 
         def end(job: ComposedJob, how: JobEnd) -> None:
             ended[job.known.number] = how
@@ -100,25 +107,23 @@ class JobSweeper(Sweeper):
 
         for jobs in rounds:
             waiting = [job for job in jobs if not sweep.has_completed(job.known.number)]
-            tracking.begin(job.prepared.config for job in waiting)
+            done = (job.prepared.config for job in jobs if job not in waiting)
+            tracking.begin((job.prepared.config for job in waiting), done=done)
             if waiting:
                 run(waiting, progress, end)
 
-    def _close(self, sweep: Sweep, ended: Sequence[int]) -> None:
-        """Show what came of every job, and let others go on with the sweep."""
+    def _show(self, sweep: Sweep, ended: Sequence[int]) -> None:
+        """Show what came of every job."""
         from rich.markup import escape
 
         from offstage.pipeline.sweeps.results import show_sweep
         from offstage.pipeline.terminal import Screen
-        from offstage.pipeline.tracking.trackers import end_sweep
 
         if sweep.jobs:
             screen = Screen(soft_wrap=True)
             show_sweep(screen, sweep.folder, sweep.record, ended)
             if self.conclusion:
                 screen.print(escape(self.conclusion))
-        end_sweep(sweep.folder, jobs=len(sweep.jobs))
-        sweep.close()
 
 
 class GridOfJobs(JobSweeper):

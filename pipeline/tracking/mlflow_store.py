@@ -10,16 +10,16 @@ import platform
 import re
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.errors import StorageError, words_of
-from offstage.pipeline.record import RunRecord
+from offstage.pipeline.record import RECORD, RunRecord
 from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
-from offstage.pipeline.tracking.tracked_run import TrackedRun, run_name, sweep_mark, tracked_records
+from offstage.pipeline.tracking.tracked_run import TrackedRun, run_name, sweep_mark
 
 SWEEP_CONFIG = "multirun.yaml"
 """The file in which Hydra keeps what a sweep was asked for."""
@@ -104,8 +104,8 @@ class MlflowStore:
                     raise
         return str(found.experiment_id)
 
-    def log(self, told: TrackedRun, *, parent: str | None, done: Callable[[str], object]) -> None:
-        """Log all that is ``told`` of a run, below ``parent`` if there is one, say what is ``done``, and end it.
+    def log(self, told: TrackedRun, *, parent: str | None) -> None:
+        """Log all that is ``told`` of a run, below ``parent`` if there is one, and end it.
 
         Of one that is logged nothing is done; what was begun is gone on with, and logging it twice changes nothing.
         """
@@ -121,17 +121,12 @@ class MlflowStore:
         )
         params = [Param(_name(name), value[:_LONGEST_PARAM]) for name, value in told.params.items()]
         self._client.log_batch(run, params=params)
-        done("parameters")
         points = [Metric(_name(point.name), point.value, point.when, point.step) for point in told.points]
         self._client.log_batch(run, metrics=points)
-        done("metrics")
         self._tag(run, told.tags, notes=told.notes)
-        done("tags")
         self._client.set_terminated(run, status=STATUSES[told.status], end_time=told.ended)
-        done("status")
         for file in told.files:
             self._client.log_artifact(run, str(file))
-        done("files")
         self._client.set_tag(run, _WHOLE, "whole")
 
     def begin_sweep(self, sweep: Path) -> None:
@@ -148,17 +143,16 @@ class MlflowStore:
         self._tag(run, {}, notes=self._tracker.notes)
         return run
 
-    def end_sweep(self, sweep: Path, paths: Iterable[Path], *, jobs: int) -> None:
-        """Log the runs of ``sweep`` with records at ``paths`` that aren't, and end its own.
+    def end_sweep(self, sweep: Path, records: Iterable[RunRecord], *, jobs: int) -> None:
+        """Log the runs of ``sweep`` with these ``records`` that aren't, and end its own.
 
         It is interrupted where not all of its ``jobs`` have ended.
         """
         parent, statuses = self.sweep_run(sweep), Counter[str]()
-        for path in paths:
-            record = RunRecord.load(path)
+        for record in records:
             if record.run.status != "running":
                 statuses[record.run.status] += 1
-                self.log(TrackedRun.of(record), parent=parent, done=lambda part: None)
+                self.log(TrackedRun.of(record), parent=parent)
         statuses["not begun"] = max(0, jobs - statuses.total())
         tags = {"overrides": _overrides(sweep), "jobs": str(statuses.total()), "host": platform.node()}
         tags |= {f"jobs/{status}": str(count) for status, count in statuses.items()}
@@ -190,15 +184,21 @@ class MlflowStore:
         self._client.log_batch(run, tags=[RunTag(name, value[:_LONGEST_TAG]) for name, value in named.items()])
 
 
-def end_sweep(sweep: Path, *, jobs: int) -> None:
-    """End the run of ``sweep`` in each store that its jobs went to, whatever ended these."""
-    places: dict[TrackerConfig, list[Path]] = defaultdict(list)
-    for record in tracked_records(sweep):
-        tracker = usable_tracker(record.config)
-        if tracker is not None:
-            places[replace(tracker, notes=None)].append(record.path)
-    for tracker, paths in places.items():
-        MlflowStore(tracker).end_sweep(sweep, paths, jobs=jobs)
+def end_sweep(sweep: Path, tracker: TrackerConfig, *, jobs: int) -> None:
+    """End the run of ``sweep`` in the store of ``tracker``, to which its ``jobs`` went, whatever ended these."""
+    MlflowStore(tracker).end_sweep(sweep, _records(sweep, tracker), jobs=jobs)
+
+
+def _records(sweep: Path, tracker: TrackerConfig) -> Iterator[RunRecord]:
+    """Yield the records below ``sweep`` of jobs that go to ``tracker``."""
+    for path in sorted(sweep.glob(f"**/{RECORD}")):
+        try:
+            record = RunRecord.load(path)
+        except StorageError:
+            continue
+        own = usable_tracker(record.config)
+        if own is not None and replace(own, notes=None) == tracker:
+            yield record
 
 
 def _overrides(sweep: Path) -> str:

@@ -1,7 +1,7 @@
 """The process in which MLflow or Trackio works: it logs a run by its record, or asks whether a store takes one.
 
-A library of 170 MB is no part of what waits for a sweep's jobs then, nor of what is measured. It says on its standard
-output which parts of a run are logged, a line each; it exits with 1 where it failed, and its last words say why.
+A library of 170 MB is no part of what waits for a sweep's jobs then, nor of what is measured. It exits with 1 where it
+failed, and its last words say why.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="a run that has ended here, to be logged; or a sweep")
     parser.add_argument("sweep", type=Path, nargs="?", help="the one that the run belongs to")
     parser.add_argument(
-        "--check", metavar="TRACKER", help="these keys: whether it takes runs; has that of the sweep there"
+        "--tracker", metavar="KEYS", help="ask this one whether it takes runs; has that of the sweep there"
     )
-    parser.add_argument("--end", type=int, metavar="JOBS", help="of the sweep: log what isn't, and end its run")
+    parser.add_argument("--end", type=int, metavar="JOBS", help="of the sweep there: log what isn't, and end its run")
     given = parser.parse_args()
-    os.environ.update(HURRY if given.check else {**PATIENCE, **os.environ})
+    is_asked = given.tracker is not None and given.end is None
+    os.environ.update(HURRY if is_asked else {**PATIENCE, **os.environ})
     try:
         with foreign(StorageError, ""):
             _act(given)
@@ -42,12 +43,14 @@ def main() -> None:
 
 
 def _act(given: Namespace) -> None:
-    if given.check is not None:
-        _check(TrackerConfig(**json.loads(given.check)), given.folder)
-    elif given.end is not None:
-        end_sweep(given.folder, jobs=given.end)
-    else:
+    if given.tracker is None:
         _log(given.folder, given.sweep)
+        return
+    tracker = TrackerConfig(**json.loads(given.tracker))
+    if given.end is None:
+        _check(tracker, given.folder)
+    else:
+        end_sweep(given.folder, tracker, jobs=given.end)
 
 
 def _check(tracker: TrackerConfig, sweep: Path | None) -> None:
@@ -66,12 +69,7 @@ def _log(folder: Path, sweep: Path | None) -> None:
         _log_to_trackio(told, tracker, group=run_name(sweep) if sweep else None)
         return
     store = MlflowStore(tracker)
-    store.log(told, parent=store.sweep_run(sweep) if sweep else None, done=_say_done)
-
-
-def _say_done(part: str) -> None:
-    sys.stdout.write(f"{part}\n")
-    sys.stdout.flush()
+    store.log(told, parent=store.sweep_run(sweep) if sweep else None)
 
 
 def _log_to_trackio(told: TrackedRun, tracker: TrackerConfig, *, group: str | None) -> None:

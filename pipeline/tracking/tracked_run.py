@@ -13,14 +13,12 @@ from typing import Any
 from urllib.parse import quote
 
 from offstage.pipeline.decoding import encode
-from offstage.pipeline.errors import StorageError
 from offstage.pipeline.plain_data import leaves
-from offstage.pipeline.record import RECORD, RunRecord
+from offstage.pipeline.record import RunRecord
 from offstage.pipeline.regular_files import read_object
 from offstage.pipeline.run_schema import Run, RunError
 from offstage.pipeline.stage import model_name
-from offstage.pipeline.tracking.options import TrackerConfig, read_tracker
-from offstage.pipeline.typed_config import type_faults
+from offstage.pipeline.tracking.options import read_tracker
 
 _LOG_NAME = "run.log"
 _SWEEP = "sweep.json"
@@ -100,18 +98,6 @@ def sweep_mark(sweep: Path) -> str:
 def _mark(folder: Path, began: str) -> str:
     """Return the name of ``folder`` and what tells its runs apart, with nothing in it that ends a quoted text."""
     return f"{quote(os.fsencode(folder.resolve()))}@{quote(began, safe=':+')}"
-
-
-def tracked_records(sweep: Path) -> Iterator[RunRecord]:
-    """Yield the records below ``sweep`` of jobs that go to MLflow, by what they say themselves."""
-    for path in sorted(sweep.glob(f"**/{RECORD}")):
-        try:
-            record = RunRecord.load(path)
-        except StorageError:
-            continue
-        node = record.config.get("tracker")
-        if isinstance(node, Mapping) and node.get("kind") == "mlflow" and not list(type_faults(TrackerConfig, node)):
-            yield record
 
 
 def metrics(run: Run) -> dict[str, float]:

@@ -10,18 +10,16 @@ import json
 import logging
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.stage import Config
-from offstage.pipeline.tracking.options import TrackerConfig, read_tracker, usable_tracker
-from offstage.pipeline.tracking.tracked_run import tracked_records
+from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
 
 PATIENCE_SECONDS = 120.0
 """How long a store is given for all that one process does."""
-_PARTS = ("parameters", "metrics", "tags", "status", "files")
 
 _log = logging.getLogger("offstage")
 
@@ -44,55 +42,65 @@ def track(config: Config, folder: Path, *, sweep: Path | None = None) -> None:
     given = usable_tracker(config)
     if given is None:
         return
-    done, error = _in_process(str(folder), *([str(sweep)] if sweep else []))
+    error = _in_process(str(folder), *([str(sweep)] if sweep else []))
     if error is not None:
-        left = [part for part in _PARTS if part not in done] if done else ["the run"]
         _log.warning(
-            "tracker=%s: %s: not tracked: %s (%s); the run itself is in %s",
-            given.kind, given.store, ", ".join(left), error, folder,
+            "tracker=%s: %s: not tracked, or not all of it (%s); the run itself is in %s",
+            given.kind, given.store, error, folder,
         )  # fmt: skip
 
 
-def end_sweep(sweep: Path, *, jobs: int) -> None:
-    """End the run of ``sweep``, if it has one, whatever ended its ``jobs``; those that aren't logged yet are now."""
-    if not stores_of(sweep):
-        return
-    _, error = _in_process(str(sweep), f"--end={jobs}")
-    if error is not None:
-        _log.warning("tracker: the run of the sweep isn't ended (%s); the sweep itself is in %s", error, sweep)
-
-
-def stores_of(sweep: Path) -> list[str]:
-    """Return where the jobs of ``sweep`` are logged, by their records, which nobody signed: the end asks there."""
-    return list(dict.fromkeys(read_tracker(record.config).store for record in tracked_records(sweep)))
-
-
 class SweepTracking:
-    """Has a run there that stands above those of a sweep's jobs, before the first of them begins."""
+    """Has a run in each store that stands above those of a sweep's jobs, before the first of them begins.
+
+    The stores are those of the jobs' configs: what a record in the sweep's folder says isn't asked.
+    """
 
     def __init__(self, sweep: Path) -> None:
         self._sweep = sweep
         self._begun: set[TrackerConfig] = set()
+        self._stores: set[TrackerConfig] = set()
 
-    def begin(self, configs: Iterable[Config]) -> None:
-        """Begin with the jobs that have these ``configs``. Raises ``StorageError`` where a store can't take it."""
-        given = {usable_tracker(config) for config in configs}
-        for tracker in sorted(given - self._begun - {None}, key=repr):
-            if tracker is not None and tracker.kind == "mlflow":
-                _require(tracker, self._sweep)
-                self._begun.add(tracker)
+    def begin(self, configs: Iterable[Config], *, done: Iterable[Config] = ()) -> None:
+        """Begin with the jobs that have these ``configs``; others were ``done`` before.
+
+        Raises ``StorageError`` where a store can't take it.
+        """
+        given = _mlflow_trackers(configs)
+        for tracker in sorted(given - self._begun, key=repr):
+            _require(tracker, self._sweep)
+            self._begun.add(tracker)
+        self._stores |= {replace(tracker, notes=None) for tracker in given | _mlflow_trackers(done)}
+
+    def end(self, *, jobs: int) -> None:
+        """End the sweep's runs, whatever ended its ``jobs``; those that aren't logged yet are now."""
+        for tracker in sorted(self._stores, key=repr):
+            error = _in_process(_told(tracker), f"--end={jobs}", str(self._sweep))
+            if error is not None:
+                _log.warning(
+                    "tracker: the run of the sweep isn't ended (%s); the sweep itself is in %s", error, self._sweep
+                )
+
+
+def _mlflow_trackers(configs: Iterable[Config]) -> set[TrackerConfig]:
+    given = (usable_tracker(config) for config in configs)
+    return {tracker for tracker in given if tracker is not None and tracker.kind == "mlflow"}
+
+
+def _told(tracker: TrackerConfig) -> str:
+    return f"--tracker={json.dumps(asdict(tracker))}"
 
 
 def _require(tracker: TrackerConfig, sweep: Path | None = None) -> None:
     """Raise ``StorageError`` where the store of ``tracker`` takes no run; have one there for the ``sweep``."""
-    _, error = _in_process(f"--check={json.dumps(asdict(tracker))}", *([str(sweep)] if sweep else []))
+    error = _in_process(_told(tracker), *([str(sweep)] if sweep else []))
     if error is not None:
         key = "uri" if tracker.uri else "folder"
         raise StorageError(f"tracker.{key}: {tracker.store!r} takes no run: {error}; mend it, or give tracker=none")
 
 
-def _in_process(*arguments: str) -> tuple[list[str], str | None]:
-    """Have a process of its own do what ``arguments`` say, and return the parts that it did, and why not all, if so.
+def _in_process(*arguments: str) -> str | None:
+    """Have a process of its own do what ``arguments`` say, and return why it couldn't, null where it could.
 
     Whatever a server or a library does, it takes no longer than there is patience, and it raises nothing.
     """
@@ -101,14 +109,11 @@ def _in_process(*arguments: str) -> tuple[list[str], str | None]:
         process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS, check=False
         )
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        why: str | None = f"no end within {PATIENCE_SECONDS:.0f} s"
+    except subprocess.TimeoutExpired:
+        return f"no end within {PATIENCE_SECONDS:.0f} s"
     except OSError as error:
-        said, why = "", str(error)
-    else:
-        _log.debug("tracker: %s", process.stderr)
-        said, words = process.stdout, process.stderr.strip() if process.returncode == 1 else ""
-        ended = f"its process ended with code {process.returncode}"
-        why = (words.splitlines() or [ended])[-1] if process.returncode else None
-    return [line for line in said.splitlines() if line in _PARTS], why
+        return str(error)
+    _log.debug("tracker: %s", process.stderr)
+    words = process.stderr.strip() if process.returncode == 1 else ""
+    ended = f"its process ended with code {process.returncode}"
+    return (words.splitlines() or [ended])[-1] if process.returncode else None

@@ -51,8 +51,8 @@ class ForwardOptions:
     outputs: Sequence[str] | None = None
 
 
-def _all_absolute(paths: Sequence[Any]) -> list[Any]:
-    return [absolute(path) if isinstance(path, str) else path for path in paths]
+def _with_paths(paths: Sequence[Any], change: Callable[[str], str]) -> list[Any]:
+    return [change(path) if isinstance(path, str) else path for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ForwardConfig:
         default_factory=ForwardOptions,
         metadata={
             PATHS: {"inputs": absolute, "texts_file": absolute},
-            PATHS_INSIDE: {"images": _all_absolute, "audio": _all_absolute},
+            PATHS_INSIDE: {"images": _with_paths, "audio": _with_paths},
         },
     )
 

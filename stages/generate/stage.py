@@ -19,7 +19,7 @@ from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
 from offstage.stages.inputs.generate_options import BATCHED, GenerateOptions, read_generate
 from offstage.stages.inputs.media_files import media_libraries
-from offstage.stages.inputs.prompts import check_prompts, check_seed, located_prompts, read_prompts
+from offstage.stages.inputs.prompts import check_prompts, check_seed, read_prompts, with_media
 
 if TYPE_CHECKING:
     from offstage.stages.generate.generation import GenerationSession
@@ -40,7 +40,7 @@ class GenerateConfig:
         metadata={
             OPEN: GenerateOptions,
             PATHS: {"prompts_file": absolute, "assistant_model": absolute},
-            PATHS_INSIDE: {"prompts": located_prompts},
+            PATHS_INSIDE: {"prompts": with_media},
             STANDARD_INPUT: {"prompts_file": "prompts"},
         },
     )

@@ -7,14 +7,13 @@ stage that answers them, since a plan leaves room for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.standard_input import SIGN
-from offstage.pipeline.typed_config import absolute
 from offstage.stages.inputs.generate_options import OWN_KEYS, GenerateOptions
 from offstage.stages.inputs.line_file import LineFile, is_text
 from offstage.stages.inputs.media_files import KINDS, MediaFile, MediaKind, find_media
@@ -259,18 +258,18 @@ def _part(name: str, part: Any, waiting: list[MediaFile], folder: Path) -> tuple
     return {"type": kind}, file
 
 
-def located_prompts(prompts: Any) -> Any:
-    """Return ``prompts``, as the config gives them, with the paths of images and audio absolute."""
+def with_media(prompts: Any, change: Callable[[str], str]) -> Any:
+    """Return ``prompts``, as the config gives them, with each path of images and audio as ``change`` has it."""
     if isinstance(prompts, list):
-        return [located_prompts(one) for one in prompts]
+        return [with_media(one, change) for one in prompts]
     if not isinstance(prompts, Mapping):
         return prompts
     keys = (*MEDIA, "path")
-    return {key: _absolute(one) if key in keys else located_prompts(one) for key, one in prompts.items()}
+    return {key: _changed(one, change) if key in keys else with_media(one, change) for key, one in prompts.items()}
 
 
-def _absolute(given: Any) -> Any:
-    """Return a path, or a list of some, as absolute ones; what is none stays as it is, to be reported."""
+def _changed(given: Any, change: Callable[[str], str]) -> Any:
+    """Return a path, or a list of some, as ``change`` has them; what is none stays as it is, to be reported."""
     if isinstance(given, list):
-        return [_absolute(path) for path in given]
-    return absolute(given) if isinstance(given, str) and given else given
+        return [_changed(path, change) for path in given]
+    return change(given) if isinstance(given, str) and given else given

@@ -1,6 +1,5 @@
 """offstage-cache: what lies in the cache, what goes, what is damaged; and pruning while jobs run."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from offstage.pipeline.cache.locks import locked
-from offstage.pipeline.cache.sealed_files import sealed_line, write_sealed
 from offstage.pipeline.cache.store import Store
 from tests.e2e.conftest import Finished, finish, start, wait_for
 
@@ -142,40 +139,6 @@ def test_damaged_figures_of_the_machine_are_found(offstage_here: Run, cache: Com
     assert cache("verify")[0] == 0
 
 
-def left_build(folder: Path) -> Path:
-    """Return what a training that was killed has left: three lines, and a state with its weights."""
-    left = folder / "outputs" / "cache" / "finetune" / ".tmp-0123"
-    left.joinpath(".state").mkdir(parents=True)
-    left.joinpath("steps.jsonl").write_bytes(b"".join(sealed_line({"index": index}) for index in range(3)))
-    left.joinpath(".state", "state-3.safetensors").write_bytes(b"weights")
-    entry = {"size": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
-    write_sealed(left / ".state" / "state.json", {"step": 3, "files": {"state-3.safetensors": entry}})
-    return left
-
-
-DAMAGES = {
-    "steps.jsonl": ("2", "1 of 3 lines don't match their checksums"),
-    ".state/state.json": ("3", "doesn't match its hash"),
-    ".state/state-3.safetensors": ("w", "state-3.safetensors doesn't match its hash"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_of_what_a_killed_build_left_is_found(name: str, cache: Command, tmp_path: Path) -> None:
-    left = left_build(tmp_path)
-    assert cache("verify")[0] == 0
-    changed, words = DAMAGES[name]
-    path = left / name
-    path.write_text(path.read_text().replace(changed, "4", 1))
-    code, out, _ = cache("verify")
-    assert code == 1
-    assert words in out
-    assert cache("verify")[0] == 0
-    with locked(left.with_name("0123"), work="builds finetune"):
-        path.write_text("cut")
-        assert cache("verify")[0] == 0, "a build that is at work is left alone"
-
-
 def test_the_users_own_cache_is_verified_too(cache: Command, tmp_path: Path) -> None:
     tmp_path.joinpath("outputs", "cache").mkdir(parents=True)
     user = tmp_path / "user" / "offstage"
@@ -185,35 +148,6 @@ def test_the_users_own_cache_is_verified_too(cache: Command, tmp_path: Path) -> 
     code, out, _ = cache("verify")
     assert code == 1
     assert "config.json doesn't match its hash; " in out
-
-
-@pytest.mark.from_nothing
-def test_an_offload_folder_of_the_users_own_is_checked_where_it_is_named(
-    offstage_here: Run, cache: Command, tmp_path: Path
-) -> None:
-    given = ("dtype=float32", "device_map=disk", "generate.max_new_tokens=2", "offload_folder=mine")
-    first = offstage_here(*given)
-    assert first.code == 0, first.err
-    assert "5 artifacts" in cache("verify")[1]
-    assert "and 1 offload folder hashed" in cache("verify", "--offload-folder", "mine")[1]
-    (path,) = tmp_path.glob("mine/**/lm_head.weight.dat")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 4
-    path.write_bytes(data)
-    code, out, _ = cache("verify", "--offload-folder", "mine")
-    assert code == 1
-    assert "mine: tensor 'lm_head.weight' doesn't match its checksum (block 0)" in out
-    shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
-    again = offstage_here(*given, "verify=full")
-    assert (again.code, again.tokens) == (0, first.tokens)
-    assert cache("verify", "--offload-folder", "mine")[0] == 0
-
-
-def test_a_folder_that_is_no_offload_folder_is_named(cache: Command, tmp_path: Path) -> None:
-    tmp_path.joinpath("outputs", "cache").mkdir(parents=True)
-    code, _, err = cache("verify", "--offload-folder", "outputs")
-    assert code == 2
-    assert "no offload store lies in outputs" in err
 
 
 READ_ONLY = """

@@ -241,8 +241,6 @@ def test_what_was_done_is_served_from_the_cache_and_replays(offstage_here: Run, 
     assert first.record["outputs"] == again.record["outputs"]
     assert "last_hidden_state  float32  1 x 5 x 32" in again.out
     (record, *_) = sorted((tmp_path / "outputs/runs").glob("*/*/run.json"))
-    code, out, err = replay(record, "--from-cache")
-    assert (code, "outputs   the same" in out) == (0, True), (out, err)
     content = json.loads(record.read_text())
     content["outputs"][0]["sha256"] = "0" * 64
     record.write_text(json.dumps(content))

@@ -48,8 +48,6 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--experimental-rerun", "config.pickle"], "offstage-replay RUN runs a record again"),
-        (["--experimental-rerun=config.pickle", "stop_after=plan"], "offstage-replay RUN runs a record again"),
         (["-m", "max_memory.cpu=glob(*)"], "this is none; list the values: max_memory.cpu=A,B"),
         (["-m", "max_memory.cpu=glob(*)", "hydra/launcher=basic"], "this is none; list the values: max_memory.cpu=A,B"),
         (["-m", "generate=glob(x*)"], "generate: 'glob(x*)' matches no file of that group; there are greedy, sample"),
@@ -74,8 +72,6 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
         ([f"generate.stop_strings={DEEP}"], "offstage: generate.stop_strings: nested too deep to be read"),
         (["-m", "seed=1", "hydra.sweeper._target_=a.Sweeper"], "Invalid plugin 'a.Sweeper'"),
         (["-m", "seed=1", f"hydra.sweeper._target_={HYDRAS}"], "hydra/sweeper: a sweeper of another package starts"),
-        (["--cfg", "hydra", "--resolve"], "--cfg all --resolve --package hydra shows them"),
-        (["-sc", "query=bash"], "with the line in COMP_LINE; offstage -sc install=bash prints"),
         (["-sc", "stop_after=plan"], "Expecting one subcommand from ['install', 'uninstall', 'query']"),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from offstage.pipeline import init_command
-from offstage.pipeline.errors import StorageError
 from tests.e2e.conftest import Finished, finish, records_in, start
 
 Init = Callable[..., tuple[int, str, str]]
@@ -126,17 +125,3 @@ def test_what_is_no_folder_is_told_in_one_line(folder: str, refused: int, init: 
     assert (code, out, err.count("\n")) == (refused, "", 1), err
     assert err.startswith(f"offstage-init: {folder}: ")
     assert files_in(tmp_path) == {"file"}
-
-
-def test_where_it_ends_half_way_nothing_is_left(init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = init_command.create_file
-
-    def fill_up(path: Path, text: str) -> None:
-        if path.name == "sweep.yaml":
-            raise OSError(28, "No space left on device", str(path))
-        create(path, text)
-
-    monkeypatch.setattr(init_command, "create_file", fill_up)
-    with pytest.raises(StorageError, match="No space left"):
-        init_command.write_tree(tmp_path / "a/b")
-    assert [*tmp_path.iterdir()] == []

@@ -1,10 +1,9 @@
-"""Sweeps of one's own config files: they go on without a question, until somebody else has changed what they meant."""
+"""Sweeps of one's own config files: they go on, until somebody has changed what they meant."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import shutil
 from pathlib import Path
 
@@ -19,22 +18,12 @@ from tests.e2e.conftest import enter
 Capture = pytest.CaptureFixture[str]
 PLAN = f"{HEADER}\nstop_after: plan\n"
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-CHANGED: dict[str, tuple[dict[str, str], str]] = {
-    "a variable": (
-        {"mine": "hydra: {job: {env_set: {LD_PRELOAD: evil.so}}}"}, "hydra.job.env_set.LD_PRELOAD=evil.so"
-    ),
-    "a log": (
-        {"mine": "hydra: {job_logging: {handlers: {file: {filename: <outside>}}}}"},
-        "hydra.job_logging.handlers.file.filename=<outside>",
-    ),
-    "a callback": ({"mine": "hydra: {callbacks: {x: {_target_: evil.Net}}}"}, "evil.Net"),
-    "outputs of one job": ({"other": "outputs: <outside>"}, "<outside>"),
-    "a launcher's setting of one job": (
-        {"other": "hydra: {launcher: {cpus_per_task: 64}}"}, "hydra.launcher.cpus_per_task=64"
-    ),
-    "another file": ({"mine": "defaults: [third]", "third": "outputs: <outside>"}, "<outside>"),
-}  # fmt: skip
-"""What somebody else writes into experiments of the sweep, and the word that is asked for."""
+CHANGED = {
+    "the sweep's": {"mine": "hydra: {callbacks: {x: {_target_: evil.Net}}}"},
+    "that of one job": {"other": "hydra: {launcher: {cpus_per_task: 64}}"},
+    "another file": {"mine": "defaults: [third]", "third": "seed: 5"},
+}
+"""What somebody else writes into experiments of the sweep."""
 
 
 def experiment(folder: Path, name: str, text: str = "") -> str:
@@ -81,16 +70,13 @@ def test_a_sweep_of_one_s_own_config_files_is_resumed_without_a_question(
 
 
 @pytest.mark.parametrize("case", CHANGED)
-def test_what_somebody_changed_of_its_config_files_is_asked_for(case: str, began: Path, capfd: Capture) -> None:
-    outside = began.parent.with_name("outside")
-    texts, word = CHANGED[case]
-    for name, text in texts.items():
-        experiment(began.parent, name, text.replace("<outside>", str(outside)))
+def test_a_sweep_whose_config_files_changed_is_refused(case: str, began: Path, capfd: Capture) -> None:
+    for name, text in CHANGED[case].items():
+        experiment(began.parent, name, text)
     code = resume(began)
     out, err = capfd.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert shlex.quote(f"--trust={word.replace('<outside>', str(outside))}") in err
-    assert not outside.exists()
+    assert "this config file isn't as it was when the sweep began" in err
     assert [path.name for path in began.iterdir()] == [SWEEP]
 
 
@@ -104,4 +90,4 @@ def test_who_changes_what_its_record_is_signed_for_makes_it_a_stranger_s(
     began.joinpath(SWEEP).write_text(json.dumps(record))
     assert not SweepRecord.load(began).is_own
     assert resume(began) == 2
-    assert "--trust=--config-dir=conf" in capfd.readouterr().err
+    assert "its command isn't one that you gave on this machine" in capfd.readouterr().err

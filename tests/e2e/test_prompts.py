@@ -87,24 +87,6 @@ def test_by_default_each_prompt_has_the_answer_that_it_has_alone(offstage_here: 
     assert together.tokens == resident.tokens == plain(prompts, 4)
 
 
-def test_a_record_of_before_is_replayed_with_the_batch_that_it_had(
-    tmp_path: Path, offstage_here: Callable[..., Finished], replay: Replay
-) -> None:
-    done = offstage_here("generate.prompts=[[5,6,7],[8,9]]", "generate.max_new_tokens=4", "generate.batch_size=2")
-    assert done.code == 0, done.err
-    (path,) = tmp_path.glob("outputs/runs/*/*/run.json")
-    record = json.loads(path.read_text())
-    for name in ("places", "packages"):
-        del record[name]
-    record["config"]["generate"] |= {"batch_size": None, "lockstep": 1}
-    tmp_path.joinpath("old.json").write_text(json.dumps(record))
-    code, out, err = replay(tmp_path / "old.json")
-    assert code == 0, err
-    assert "tokens    the same" in out
-    again = max(tmp_path.glob("outputs/runs/*/*/run.json"), key=lambda each: each.stat().st_mtime)
-    assert json.loads(again.read_text())["config"]["generate"]["batch_size"] == 2
-
-
 def test_a_batch_is_told_and_exact_answers_are_those_of_each_prompt_alone(
     tmp_path: Path, offstage_here: Callable[..., Finished]
 ) -> None:

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.config import register
-from offstage.pipeline.hydra_composing import composed_once, installed_read_once
+from offstage.pipeline.hydra_composing import composed_once
 from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
 from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
@@ -41,11 +41,7 @@ def configs(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, *, once: 
         composed.append(given)
         return load(loader, *given, **options)
 
-    with (
-        monkeypatch.context() as patch,
-        composed_once() if once else nullcontext(),
-        installed_read_once() if once else nullcontext(),
-    ):
+    with monkeypatch.context() as patch, composed_once() if once else nullcontext():
         patch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
         patch.setattr(sys, "argv", ["offstage", *arguments])
         hydra.main(config_path="pkg://offstage.conf", config_name="config", version_base="1.3")(task)()
@@ -76,13 +72,3 @@ def test_what_cannot_be_composed_is_said_in_hydras_words(arguments: list[str], m
             configs(arguments, monkeypatch, once=once)
         told.append(str(error.value))
     assert told[0] == told[1]
-
-
-def test_an_installed_config_is_read_once_however_often_it_is_composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
-    parse = OmegaConf.load
-    monkeypatch.setattr(OmegaConf, "load", lambda file: read.append(file.name) or parse(file))
-    first = configs(["generate=sample"], monkeypatch, once=True)
-    read.clear()
-    assert configs(["generate=sample"], monkeypatch, once=True) == first
-    assert not read

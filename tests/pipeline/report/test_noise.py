@@ -27,22 +27,11 @@ FAST, SLOW = [0.50, 0.51, 0.52, 0.53, 0.54], [0.60, 0.61, 0.62, 0.63, 0.64]
         ([1, 3, 5], [2, 4, 6], 14 / 20),
         ([1, 2, 3, 4], [5, 6, 7, 8], 2 / 70),
         ([1, 1, 1], [1, 1, 1], 1.0),
-        ([1, 2, 2], [2, 2, 3], 12 / 20),
         ([1], [2], 1.0),
     ],
 )
-def test_the_rank_test_counts_out_what_chance_does(one: list[int], other: list[int], probability: float) -> None:
+def test_the_rank_test_says_what_chance_does(one: list[int], other: list[int], probability: float) -> None:
     assert rank_test(one, other) == pytest.approx(probability)
-
-
-def test_of_many_samples_the_approximation_says_what_counting_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    for shift in (1, 5, 9):
-        one, other = range(0, 24, 2), range(shift, 24 + shift, 2)
-        counted = rank_test(one, other)
-        with monkeypatch.context() as patch:
-            patch.setattr("offstage.pipeline.report.noise._MOST_COUNTED", 0)
-            assert rank_test(one, other) == pytest.approx(counted, abs=0.04)
-    assert rank_test([1.0] * 20, [1.0] * 20) == 1.0
 
 
 def write_jobs(folder: Path, *jobs: list[dict[str, Any]], cached: bool = False) -> Path:

@@ -40,13 +40,13 @@ def test_every_job_is_there_with_its_folder_and_the_command_that_resumes(tmp_pat
     record = RunRecord.start(tmp_path / "1", overrides=["seed=1"], config={}, environment={})
     record.finish("interrupted", error=KeyboardInterrupt())
     console = Console(file=io.StringIO(), width=400)
-    show_sweep(console, tmp_path, sweep_of(12, code=("greedy.Greedy",)), ended=[0, 5])
+    show_sweep(console, tmp_path, sweep_of(12), ended=[0, 5])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     words = ["completed", "interrupted", *["not begun"] * 3, "lost", *["not begun"] * 6]
     assert all(word in line for word, line in zip(words, lines[1:13], strict=True))
     assert [line.split()[-1] for line in lines[1:13]] == [str(number) for number in range(12)]
     assert lines[-2] == f"1 of 12 completed, 1 interrupted, 9 not begun, 1 lost, {tmp_path}"
-    assert lines[-1] == f"to run what isn't completed: offstage-sweep resume {tmp_path} --trust=greedy.Greedy"
+    assert lines[-1] == f"to run what isn't completed: offstage-sweep resume {tmp_path}"
 
 
 def test_a_job_that_somebody_is_still_at_is_not_marked_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.record import RunRecord
+from offstage.pipeline.sweeps.command import main
 from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
 from offstage.pipeline.sweeps.sweep import Sweep
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
@@ -112,7 +113,7 @@ def test_jobs_that_follow_from_others_are_added_as_they_come(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda sweep: sweep | {"schema_version": 2}, "not of schema version 1"),
+        (lambda sweep: sweep | {"schema_version": 1}, "not of schema version 2"),
         (
             lambda sweep: sweep | {"jobs": [{"number": 1}]},
             ".jobs.0: {'number': 1} isn't SweepJob: an object",
@@ -129,3 +130,34 @@ def test_a_damaged_record_is_one_line(damage: Any, words: str, tmp_path: Path) -
     with pytest.raises(StorageError, match="give the folder of another sweep") as caught:
         SweepRecord.load(tmp_path)
     assert words in str(caught.value)
+
+
+def test_a_record_is_its_user_s_until_it_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    replace(sweep_of(1), command=("-m", "seed=1")).signed().create(tmp_path)
+    assert SweepRecord.load(tmp_path).is_own
+    path = tmp_path / SWEEP
+    path.write_text(path.read_text().replace("seed=1", "seed=2"))
+    assert not SweepRecord.load(tmp_path).is_own
+    path.write_text(path.read_text().replace("seed=2", "seed=1"))
+    key = tmp_path / "data/offstage/signing_key"
+    key.chmod(0o644)
+    assert not SweepRecord.load(tmp_path).is_own, "others may know the key"
+    key.chmod(0o600)
+    assert SweepRecord.load(tmp_path).is_own
+    key.write_bytes(b"another" * 5)
+    assert not SweepRecord.load(tmp_path).is_own
+
+
+def test_a_search_s_longer_record_is_no_more_its_user_s_than_it_was(tmp_path: Path) -> None:
+    sweep_of(1).create(tmp_path)
+    record = SweepRecord.load(tmp_path)
+    record.extended(tmp_path, record.jobs[0])
+    assert json.loads((tmp_path / SWEEP).read_text())["signature"] is None
+
+
+def test_a_folder_without_a_sweep_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["resume", str(tmp_path)])
+    assert left.value.code == 5
+    assert capsys.readouterr().err == f"offstage-sweep: {tmp_path}: no sweep.json there; give the folder of a sweep\n"

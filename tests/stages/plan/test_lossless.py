@@ -18,8 +18,6 @@ from offstage.stages.plan.options import PlanConfig, StorageConfig
 from offstage.stages.plan.outline import Outline
 from tests.stages.plan.plans import make_plan
 
-SHARE = 0.67
-
 
 @pytest.mark.parametrize("unpacking", [10**9, 4 * 10**9, 10**10])
 def test_packing_pays_below_the_rate_at_which_unpacking_and_using_take_as_long_as_reading_plain(unpacking: int) -> None:

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,6 @@ from tests.stages.shard_load.one_load import SHAPE, TENSORS
 
 MIB = 2**20
 REPOSITORY = Path(__file__).parents[3]
-Mount = Callable[..., None]
 
 needs_cgroups = pytest.mark.skipif(not can_cap(), reason="needs root and memory cgroups")
 
