@@ -1,60 +1,63 @@
-"""Measuring how fast the host decodes with weights that lie in its memory: a small decoder, a token at a time.
+"""Measuring how fast the host decodes with weights that lie in its memory: small decoders, a token at a time.
 
-A token multiplies one row by each weight, one after the other, and no cache holds them until the next token; beside the
-products each module takes the time of its call and of what it computes with the row alone. Both are measured on layers
-as wide as those of a model of a billion parameters, in bfloat16, in a process of its own: what it takes of memory is no
-part of a run's peak.
+A token multiplies one row by each weight, one after the other, and no cache holds them until the next token. Beside
+bytes that are read each module takes the time of its call and of what it computes with the row alone; so does a product
+too, however narrow. Two decoders tell both: one has next to no bytes, and one is as wide as those of a billion
+parameters. What a token takes around the layers, what a model does once for it and what chooses it, is the rest.
+
+All are in bfloat16, in a process of their own: what it takes of memory is no part of a run's peak. Weights begin where
+those of most safetensors files do, at a multiple of eight bytes and no larger one: from there products read them up to
+a fifth slower than from a cache line's beginning.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from typing import Any
 
 from offstage.stages.machine.own_process import measure_apart
 
 _log = logging.getLogger("offstage")
 
-_LAYERS = 3
+_LAYERS, _WORDS = 2, 32000
 _WIDE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
 _NARROW = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-_NARROW_SECONDS = 0.5
 BYTES = 320 * 2**20
-"""What the decoder's weights take, at most."""
-_ROUNDS, _MOST_SECONDS = 40, 8.0
+"""What the decoders' weights take, at most."""
+_OFFSET = 8
+_ROUNDS, _TOKENS = 24, 8
+_MOST_SECONDS, _NARROW_SECONDS = 4.0, 0.5
 _DISTURBED = 1.125
 """By how much a span is longer than the least of its kind only where something else had the processor."""
 
 
 def decoding_speed() -> dict[str, int] | None:
-    """Return the bytes of weights that products of the ``host`` read in a second, and how many ``calls`` it makes.
+    """Return the bytes of weights that products of the ``host`` read in a second, how many ``calls`` it makes, and how
+    many ``loops``.
 
-    These are of modules that hold weights, for all that is computed beside products. Null where memory is too short for
-    a second process, or where that fails.
+    Calls are of modules that hold weights, for all that these take beside reading; loops are those around tokens, for
+    all that one takes beside its calls. Null where memory is too short for a second process, or where that fails.
     """
     _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
     found: dict[str, int] | None = measure_apart("decoding_probe", beside=BYTES)
     return found
 
 
-def measure(layers: int = _LAYERS, rounds: int = _ROUNDS, **wide: int) -> dict[str, int]:
-    """Return the figures of a decoder of so many ``layers``, ``wide`` as the arguments of its config say.
-
-    Each of its parts counts as fast as it is undisturbed: what else the machine does only ever makes one slower.
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaModel
-
-    config = LlamaConfig(**{**_WIDE, **wide}, num_hidden_layers=layers, vocab_size=8)
-    with torch.device("meta"):
-        model = LlamaModel._from_config(config, dtype=torch.bfloat16)
-    model = model.to_empty(device="cpu").eval()
-    with torch.inference_mode():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.fill_(0.01)  # the system has one page for all memory that was never written to
-        return _measure(model, torch.ones(1, 1, dtype=torch.long), rounds)
+def measure(layers: int = _LAYERS, rounds: int = _ROUNDS) -> dict[str, int]:
+    """Return the figures of two decoders of so many ``layers``, which decode by turns."""
+    narrow, wide = (_Spans(_decoder(shape, _WORDS, layers)) for shape in (_NARROW, _WIDE))
+    _decode([narrow, wide], rounds, seconds=_MOST_SECONDS)
+    few, many = narrow.layers, wide.layers
+    host = (many.reads - few.reads) / max(many.seconds - few.seconds, many.seconds / 2)
+    call = (few.seconds - min(few.reads / host, few.seconds / 2)) / few.calls
+    return {"host": round(host), "calls": round(1 / call), "loops": wide.loops(call, host)}
 
 
 def launch_speed(device: str, layers: int = 8, tokens: int = 8, rounds: int = 12) -> int:
@@ -77,91 +80,110 @@ def launch_speed(device: str, layers: int = 8, tokens: int = 8, rounds: int = 12
     return round(calls * tokens / sorted(taken)[rounds // 4])
 
 
-def narrow_speed(layers: int = 2, tokens: int = 8, rounds: int = 24) -> int:
-    """Return how many modules that hold weights the host calls in a second of decoding with a narrow model.
+def narrow_speed(layers: int = _LAYERS, rounds: int = _ROUNDS) -> dict[str, int]:
+    """Return how many ``calls`` and ``loops`` a narrow decoder makes in a second, with what little it reads.
 
-    All that a token takes is in it, choosing it too: of so few layers that this weighs as it does for a light model
-    that streams. What else the machine does counts as little as in ``measure``.
+    It has few words too, as a light model has, whose loops are the quicker.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from offstage.stages.machine.operator_threads import alone
 
     _log.info("measures how fast the host calls modules, once for this processor and torch: a moment")
-    config = LlamaConfig(**_NARROW, num_hidden_layers=layers, vocab_size=_NARROW["hidden_size"])
+    narrow = _Spans(_decoder(_NARROW, _NARROW["hidden_size"], layers))
+    with alone():  # so small products gain nothing of a team, which waits for whom others keep from a core
+        _decode([narrow], rounds, seconds=_NARROW_SECONDS)
+    call = narrow.layers.seconds / narrow.layers.calls
+    return {"calls": round(1 / call), "loops": narrow.loops(call)}
+
+
+def _decode(decoders: Sequence[_Spans], rounds: int, *, seconds: float) -> None:
+    """Have ``decoders`` decode by turns, so many ``rounds``, or for so many ``seconds`` if that is less."""
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        for decoder in decoders:
+            decoder.decode()
+        if time.perf_counter() - begun > seconds:
+            break
+
+
+def _decoder(shape: Mapping[str, int], words: int, layers: int) -> Any:
+    """Return a decoder of that ``shape``, its weights where those of a file would be."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from offstage.stages.machine.aligned_memory import room_for
+
+    config = LlamaConfig(**shape, vocab_size=words, num_hidden_layers=layers, tie_word_embeddings=True)
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model = model.to_empty(device="cpu").eval()
+    model.tie_weights()
+    for parameter in model.parameters():
+        parameter.data = room_for(tuple(parameter.shape), parameter.dtype, offset=_OFFSET).tensor
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(0.01)  # nothing is drawn: a caller's own draws go on as if this hadn't been
-    spans = _Spans(between=True)
-    holders = spans.watch_all(model, first=model)
-    prompt, begun = torch.ones(1, 1, dtype=torch.long), time.perf_counter()
-    with alone():  # so small products gain nothing of a team, which waits for whom others keep from a core
-        for _ in range(rounds):
-            spans.rest()
-            model.generate(prompt, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=0)
-            if time.perf_counter() - begun > _NARROW_SECONDS:
-                break
-    return round(len(holders) / sum(spans.total(products=which) for which in (True, False)))
+        tensor.data.fill_(0.01)  # nothing is drawn; and the system has one page for all memory never written to
+    return model
 
 
-def _measure(model: Any, token: Any, rounds: int) -> dict[str, int]:
-    spans = _Spans()
-    holders = spans.watch_all(model.layers, first=model.layers[0])
-    begun = time.perf_counter()
-    for _ in range(rounds):
-        _, cache = model(token, use_cache=True).to_tuple()
-        model(token, None, None, cache, use_cache=True)  # whose name isn't the same in each release of transformers
-        if time.perf_counter() - begun > _MOST_SECONDS:
-            break
-    read = sum(module.weight.nbytes for module in holders)
-    multiplying, beside = (spans.total(products=which) for which in (True, False))
-    return {"host": round(read / multiplying), "calls": round(len(holders) / beside)}
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a forward: so many ``calls`` of modules that hold weights, which read so much; ``seconds`` in all."""
+
+    calls: int
+    reads: int
+    seconds: float
 
 
 class _Spans:
-    """A forward's spans of time from one call of a module that is watched to its end, and on to the next.
+    """The spans of time of a decoder's forwards, from one call of a module with weights to its end, and on to the next.
 
-    Of each span such a time counts as only a tenth of the forwards were faster in, since the very least of each never
-    come together; but hardly more than the least. What else the machine does makes spans longer, and none shorter.
-    What goes on ``between`` two forwards, until ``rest``, is a span too where that is wanted.
+    Each counts as long as half of the forwards took for it, but hardly more than the least: what else the machine does
+    makes spans longer, and none shorter. What goes on from one forward to the next is a span too.
     """
 
-    def __init__(self, *, between: bool = False) -> None:
-        self._between, self._last, self._number = between, 0.0, 0
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self._model, self._prompt = model, torch.ones(1, 1, dtype=torch.long)
+        self._last, self._number = 0.0, 0
         self._taken: dict[tuple[bool, int], list[float]] = defaultdict(list)
+        self._inner = [module for module in model.model.layers.modules() if module._parameters]
+        self._outer = [model.model.embed_tokens, model.model.norm, model.lm_head]
+        for module in (*self._inner, *self._outer):
+            inside = module in self._inner
+            module.register_forward_pre_hook(partial(self._end, inside and module is not self._inner[0]))
+            module.register_forward_hook(partial(self._end, inside))
+        model.lm_head.register_forward_hook(self._begin)
 
-    def watch_all(self, module: Any, *, first: Any) -> list[Any]:
-        """Have spans begin and end with what holds weights in ``module``, and return that; forwards with ``first``."""
-        first.register_forward_pre_hook(lambda *_: self._begin())
-        holders = [inner for inner in module.modules() if inner._parameters]
-        for inner in holders:
-            self._watch(inner, multiplies=inner.weight.ndim > 1)
-        return holders
-
-    def rest(self) -> None:
-        """Let what goes on from now on be no span."""
+    def decode(self) -> None:
+        """Decode some tokens, after whatever went on meanwhile."""
         self._last = 0.0
+        self._model.generate(
+            self._prompt, do_sample=False, min_new_tokens=_TOKENS, max_new_tokens=_TOKENS, pad_token_id=0
+        )
 
-    def total(self, *, products: bool) -> float:
-        """Return the seconds of all spans that are ``products``, or that aren't."""
-        found = (sorted(taken) for (product, _), taken in self._taken.items() if product == products)
-        return sum(min(taken[len(taken) // 10], _DISTURBED * taken[0]) for taken in found)
+    @property
+    def layers(self) -> _Part:
+        """What the layers of a forward take."""
+        return self._part(self._inner, self._inner, inside=True)
 
-    def _begin(self) -> None:
-        """Begin with the first span of a forward."""
-        if self._between and self._last:
-            self._end(product=False)
-        self._last, self._number = time.perf_counter(), 0
+    def loops(self, call: float, host: float = math.inf) -> int:
+        """Return how often in a second goes on what is around a forward's layers, where each ``call`` takes so long and
+        ``host`` is how fast it reads: beside both.
+        """
+        around = self._part(self._outer, self._outer[-1:], inside=False)
+        return round(1 / max(call, around.seconds - around.calls * call - around.reads / host))
 
-    def _watch(self, module: Any, *, multiplies: bool) -> None:
-        """Have a span begin and end as ``module`` does; ``multiplies`` says whether it is a product."""
-        module.register_forward_pre_hook(lambda *_: self._end(product=False))
-        module.register_forward_hook(lambda *_: self._end(product=multiplies))
+    def _part(self, called: Sequence[Any], read: Sequence[Any], *, inside: bool) -> _Part:
+        found = (taken for (where, _), taken in self._taken.items() if where == inside)
+        spans = (min(median(taken), _DISTURBED * min(taken)) for taken in found)
+        return _Part(len(called), sum(module.weight.nbytes for module in read), sum(spans))
 
-    def _end(self, *, product: bool) -> None:
-        self._taken[product, self._number].append(time.perf_counter() - self._last)
+    def _begin(self, *_: object) -> None:
+        """Begin with the first span of a forward, which goes on from the last one."""
+        self._number = 0
+
+    def _end(self, inside: bool, *_: object) -> None:
+        if self._last:
+            self._taken[inside, self._number].append(time.perf_counter() - self._last)
         self._number += 1
         self._last = time.perf_counter()

@@ -22,17 +22,19 @@ from offstage.stages.units import DeviceId, parse_size, tier
 
 FILE_NAME = "rates.json"
 DECODING_NAME = "decoding.json"
-_STEPS_AN_OCTAVE = 8
+_STEPS_AN_OCTAVE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Bytes a second of storage, host memory, the link of each accelerator, and an accelerator's memory.
 
-    ``host`` is how fast its products read weights, and ``calls`` how many modules that hold weights are called there in
-    a second, for all that they do beside these. ``dequantising`` is how fast the threads that read unpack together what
-    rests packed, in bytes as they are used. ``launches`` is how many modules that hold weights are called in a second
-    where an accelerator computes them: what the host does to have that done, however small they are.
+    ``host`` is how fast its products read weights, ``calls`` how many modules that hold weights are called there in a
+    second, for all that these take beside reading, and ``loops`` how many tokens come around in a second, for all that
+    one takes beside its calls: what a model does once for it, and choosing it. ``dequantising`` is how fast the threads
+    that read unpack together what rests packed, in bytes as they are used. ``launches`` is how many modules that hold
+    weights are called in a second where an accelerator computes them: what the host does to have that done, however
+    small they are.
     ``root`` is what all links bring together, where they share one; null: each brings what it can.
     ``links`` and ``devices`` have the link and the memory of each accelerator by its index, where they are unlike;
     empty: all are as ``host_to_device`` and ``device`` say.
@@ -44,6 +46,7 @@ class Rates:
     device: int = 800 * 10**9
     dequantising: int = 4 * 10**9
     calls: int = 15_000
+    loops: int = 700
     launches: int = 8_000
     root: int | None = None
     links: tuple[int, ...] = ()
@@ -135,8 +138,8 @@ def local_rates(
     ``sample`` is a large file on the storage in question (a shard of the checkpoint); each file system has a rate
     of its own. ``accelerators`` are the names of those that are here; the first one's link and memory are measured, and
     how fast it is given work. What can't be measured keeps its nominal value; those that are ``pinned`` (``{storage:
-    3GB}``) aren't measured. For a ``light`` model, whose tokens are calls and little else, how many of them the host
-    makes is measured in a moment, and how fast it reads is nominal.
+    3GB}``) aren't measured, nor are loops where calls needn't be. For a ``light`` model, whose tokens are calls and
+    little else, how many of them the host makes is measured in a moment, and how fast it reads is nominal.
     """
     wanted: dict[str, tuple[str, Callable[[], int | None]]] = {}
     if sample is not None:
@@ -163,18 +166,20 @@ def host_rates(folder: Path) -> dict[str, int]:
 
     It hangs on what chooses the kernels, and on how many threads run them. None where it can't be measured.
     """
-    return dict(KeptFigure(DECODING_NAME, identity(), decoding_speed, nominal={}, of_user=True).get(folder))
+    key = f"wide decoder; {identity()}"
+    return dict(KeptFigure(DECODING_NAME, key, decoding_speed, nominal={}, of_user=True).get(folder))
 
 
 def light_rates(folder: Path) -> dict[str, int]:
-    """Return how many ``calls`` the host makes in decoding with a narrow model: as kept, or measured in this process.
+    """Return how many ``calls`` and ``loops`` the host makes in decoding with a narrow model: as kept, or measured in
+    this process.
 
     Such a model takes no memory to speak of, and what it imports the run imports too.
     """
-    key = f"narrow {identity()}"
-    return {"calls": int(KeptFigure(DECODING_NAME, key, narrow_speed, nominal=Rates().calls, of_user=True).get(folder))}
+    key = f"narrow decoder; {identity()}"
+    return dict(KeptFigure(DECODING_NAME, key, narrow_speed, nominal={}, of_user=True).get(folder))
 
 
 def coarse_rate(speed: int) -> int:
-    """Return the nearest of 8 steps an octave: what is measured twice is nearly the same, and a plan's key exactly."""
+    """Return the nearest of 16 steps an octave: what is measured twice is nearly the same, and a plan's key exactly."""
     return round(2 ** (round(math.log2(speed) * _STEPS_AN_OCTAVE) / _STEPS_AN_OCTAVE))

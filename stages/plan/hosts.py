@@ -1,9 +1,9 @@
 """A model divided among hosts: which blocks each computes, so that a token is predicted to be the soonest.
 
-One host after another works on a token, so its seconds are the sum of theirs, and of what is sent between them. Then
-all of them do at once what is around the blocks, choosing the token too. With several prompts in lockstep each host
-works on one while others work on the rest, and a token takes what the slowest host takes, or the share of that sum that
-is left where too few are under way to fill all hosts. What is around the blocks each host does for all tokens.
+One host after another works on a token, so its seconds are the sum of theirs, and of what is sent between them. What is
+around the blocks, choosing the token too, is in the seconds of each, and all of them do it at once. With several
+prompts in lockstep each host works on one while others work on the rest, and a token takes what the slowest host takes,
+or the share of that sum that is left where too few are under way to fill all hosts.
 
 A plan for several hosts is a list of ordinary ones, each for what a host computes, in that host's budgets: the search
 knows a division by what these plans predict. It begins with blocks in proportion to what hosts have room for, and moves
@@ -37,9 +37,6 @@ _WORTH_MOVING = 0.999
 """What of a token's seconds must be left for blocks to move: hosts that are alike have as many, but for a reason."""
 
 _EVENNESS = 0.01
-_CALLS_AROUND = 55
-"""In the time of so many calls of modules each host does what all do for a token: what is around the blocks, the loop
-that chooses the token, and what sending and receiving take of its cores. Nominal: 2.1 and 0.3 ms of such a core's."""
 
 PlanOf = Callable[[int, Partition], Plan]
 """Returns the plan of a host for what it computes by a partition; raises ``BudgetError`` where it has no room."""
@@ -166,21 +163,24 @@ def _host_plan(partition: Partition, host: int, plan: Plan, capabilities: Mappin
 
 
 def around_seconds(hosts: Sequence[PlannedHost]) -> float:
-    """Return how long the slowest of ``hosts`` takes for what each does of a token beside its blocks."""
-    return _CALLS_AROUND / min(host.rates.calls for host in hosts)
+    """Return how long what is around the blocks takes the slowest of ``hosts``, of its own seconds.
+
+    With an accelerator it is counted among its calls.
+    """
+    return max(0.0 if host.machine.accelerators else 1 / host.rates.loops for host in hosts)
 
 
 def _token_seconds(plans: Sequence[Plan], members: int, *, around: float, sent: float = 0.0) -> float:
     """Return the seconds of a token on all hosts, of which each has its plan, with so many ``members`` in lockstep.
 
-    What is ``around`` the blocks takes each host so long; one token waits for it once, since all do it at once. The
-    groups that they are divided in go from host to host, as many as there are hosts where some share weights that
-    stream; what is ``sent`` takes a group a while, and others compute meanwhile.
+    What is ``around`` the blocks takes each host so long, of its own seconds; one token waits for it once, since all do
+    it at once. The groups that they are divided in go from host to host, as many as there are hosts where some share
+    weights that stream; what is ``sent`` takes a group a while, and others compute meanwhile.
     """
     each = [float(plan.forecast["seconds_per_token"]) for plan in plans]
     shares = any(plan.forecast["streamed_bytes_per_token"] for plan in plans)
     groups = min(members, len(plans)) if shares else members
-    return max(max(each) + around if members > 1 else 0.0, (sum(each) + around + sent) / groups)
+    return max(max(each) if members > 1 else 0.0, (sum(each) - (len(each) - 1) * around + sent) / groups)
 
 
 def _network_seconds(skeleton: Skeleton, chain: Chain, hosts: int, network: Network) -> tuple[float, float]:

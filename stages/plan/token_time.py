@@ -47,7 +47,7 @@ HOST_TOKENS, DEVICE_TOKENS = 16, 128
 """How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
 
 Nominal: operations a second over bytes a second, of bfloat16."""
-_CALLS_AHEAD, _CALLS_ROUTED, _CALLS_MAPPED = 12, 4, 1.3
+_CALLS_AHEAD, _CALLS_ROUTED, _CALLS_MAPPED = 12, 4, 1
 """In the time of so many calls of modules the host asks for a tensor, binds it and lets it go: one that is read ahead,
 for which the threads that compute are woken at each operator, too; one of an expert that is called, of which several
 come at once; and one that is mapped, which lies where it is used. Nominal."""
@@ -83,7 +83,8 @@ class PassTraffic:
     A token reads what is ``held`` on each device that computes with it. Where accelerators compute and the host beside
     them, that reads ``host_read`` of it, else null, and activations go there or come back in so many ``crossings``,
     each time ``output_bytes``. So many ``host_calls`` of modules that hold weights, and ``device_calls`` of those that
-    accelerators compute, each take the host a while, however few these are. The tokens of a member's pass have
+    accelerators compute, each take the host a while, however few these are, and so does what is around a token's calls:
+    so many ``loops``, none where it is counted with an accelerator's calls. The tokens of a member's pass have
     ``computed`` with so many bytes on each device, each token counted; none where one does, while they are read.
     """
 
@@ -95,6 +96,7 @@ class PassTraffic:
     output_bytes: int = 0
     host_calls: float = 0
     device_calls: float = 0
+    loops: float = 0
     computed: Mapping[DeviceId, float] = field(default_factory=dict)
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
     packed: float = 0
@@ -198,12 +200,13 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
     cores = brought.computed.get(CPU, 0) / rates.host / HOST_TOKENS
     caches = sum(count / rates.link_of(device) for device, count in brought.caches.items() if count) / members
     apart = sum(count / rates.device_of(device) for device, count in brought.computed.items() if device != CPU)
+    calls = brought.host_calls / rates.calls + brought.loops / rates.loops
     waiting = waiting_seconds(brought, rates, max(there / rates.host, cores) * members) / members if beside else 0.0
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
         HOST_TO_DEVICE: link_seconds(brought, rates) / members + caches,
-        HOST: (there + brought.used.get(CPU, 0)) / rates.host + brought.host_calls / rates.calls,
-        HOST_CORES: cores + brought.host_calls / rates.calls,
+        HOST: (there + brought.used.get(CPU, 0)) / rates.host + calls,
+        HOST_CORES: cores + calls,
         DEVICE: _read_on_devices(brought, rates) / rates.device,
         DEVICE_CORES: apart / DEVICE_TOKENS,
         LAUNCHING: (brought.device_calls + brought.launches / members) / rates.launches,

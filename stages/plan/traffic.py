@@ -29,7 +29,7 @@ from offstage.stages.plan.token_time import (
 )
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
-_CALLS_A_MIXTURE, _CALLS_AN_EXPERT = 5, 2
+_CALLS_A_MIXTURE, _CALLS_AN_EXPERT = 4, 1.5
 """In the time of so many calls of modules the host sorts tokens by the stacked experts of a layer, and calls one of
 these. Nominal."""
 
@@ -71,6 +71,7 @@ def traffic(layout: Layout, step: Step) -> PassTraffic:
         output_bytes=step.output_bytes,
         host_calls=forwards * calls(layout, routing, on_host=True),
         device_calls=forwards * calls(layout, routing, on_host=False),
+        loops=step.decodes and not any(isinstance(device, int) for device in layout.execution.values()),
         computed=computed_bytes(layout, step),
     )
     kept = hit_rates(outline, layout.offloaded_experts, pools=layout.pools, slots=layout.slots, routing=routing)

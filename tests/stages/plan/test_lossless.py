@@ -25,7 +25,7 @@ def test_packing_pays_below_the_rate_at_which_unpacking_and_using_take_as_long_a
     even = (1 - NOMINAL["bfloat16"] / 4) / (1 / unpacking + 1 / host)  # a quarter of what is beside the longer is added
     asked = config("auto", "direct", storage="1GB")
     for share, packs in ((0.98, "zstd"), (1.02, None)):
-        rates = Rates(storage=round(even * share), host=host, dequantising=unpacking, calls=10**9)
+        rates = Rates(storage=round(even * share), host=host, dequantising=unpacking, calls=10**9, loops=10**9)
         assert make_plan(weights(), asked, rates=rates).codec == packs
 
 
@@ -33,7 +33,7 @@ def test_beside_an_accelerator_auto_weighs_what_unpacking_takes_while_it_compute
     """A host that also computes would be busy with that: its rate says nothing of what unpacks for an accelerator."""
     asked = config("auto", "direct", storage="1GB") | {"device_map": "optimal", "max_memory": {"0": "150kB", "cpu": 0}}
     asked["hardware"] = {**asked["hardware"], "devices": [{"memory": "1GB"}]}
-    rates = Rates(storage=2 * 10**9, host=10**9, dequantising=4 * 10**9, calls=10**9)
+    rates = Rates(storage=2 * 10**9, host=10**9, dequantising=4 * 10**9, calls=10**9, loops=10**9)
     assert make_plan(weights(), asked, rates=rates).codec == "zstd"
     assert make_plan(weights(), config("auto", "direct", storage="1GB"), rates=rates).codec is None
 
@@ -124,7 +124,7 @@ def test_weights_that_all_learn_and_those_looked_up_stay_as_they_are() -> None:
 
 
 def config(codec: str, io: str, *, storage: str) -> dict[str, Any]:
-    hardware = {"rates": {"storage": storage, "calls": "1GB"}, "devices": [], "host": {"memory": "2GB"}}
+    hardware = {"rates": {"storage": storage, "calls": "1GB", "loops": "1GB"}, "devices": [], "host": {"memory": "2GB"}}
     shared = {"max_memory": {"cpu": "150kB"}, "device_map_overrides": {}, "generate": {}, "model": {}}
     return {**shared, "device_map": "disk", "hardware": hardware, "storage": {"io": io, "codec": codec}}
 

@@ -30,7 +30,7 @@ from tests.stages.plan.plans import make_plan, predicted
 from tests.stages.plan.skeletons import at_rest, stack
 from tests.stages.plan.test_properties import cases
 
-RATES = Rates(storage=10, host=1000, host_to_device=100, device=1000, dequantising=50, calls=10**9)
+RATES = Rates(storage=10, host=1000, host_to_device=100, device=1000, dequantising=50, calls=10**9, loops=10**9)
 
 
 def halved(model: Outline, **working: int) -> Outline:
@@ -56,7 +56,9 @@ def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_t
         "storage",
         pytest.approx(1.0 + 0.25 * (40 / 1000 + 20 / 50)),
     )
-    fast = planned(model, cpu="30", rates=Rates(storage=1000, host=1000, dequantising=50, calls=10**9)).forecast
+    fast = planned(
+        model, cpu="30", rates=Rates(storage=1000, host=1000, dequantising=50, calls=10**9, loops=10**9)
+    ).forecast
     assert (fast["bottleneck"], fast["seconds_per_token"]) == (
         "dequantising",
         pytest.approx(40 / 1000 + 20 / 50 + 0.25 * (10 / 1000 + 40 / 1000)),
@@ -88,7 +90,9 @@ def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> 
 
 
 def test_the_bound_of_what_was_measured_unpacks_in_the_proportion_that_was_expected() -> None:
-    plan = planned(halved(stack(4)), cpu="30", rates=Rates(storage=1000, host=1000, dequantising=50, calls=10**9))
+    plan = planned(
+        halved(stack(4)), cpu="30", rates=Rates(storage=1000, host=1000, dequantising=50, calls=10**9, loops=10**9)
+    )
     assert lower_bound_seconds(plan, streamed_bytes=10, storage_bytes=10) == pytest.approx(40 / 1000 + 20 / 50)
     assert lower_bound_seconds(plan, streamed_bytes=5, storage_bytes=5) == pytest.approx(30 / 1000 + 10 / 50)
 

@@ -191,7 +191,7 @@ def test_without_a_rehearsal_kernels_may_copy_the_largest_matrix() -> None:
 def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> None:
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="30")
-    rates = Rates(storage=10, host=1000, calls=10**9)
+    rates = Rates(storage=10, host=1000, calls=10**9, loops=10**9)
     forecast = predicted(model, plan, MemoryNeeds(0), rates).forecast
     storage = {
         "bottleneck": "storage",
@@ -213,7 +213,7 @@ def test_a_pass_takes_as_long_as_its_tokens_compute_once_they_are_many(devices: 
     model, at_once = outline({f"l.{index}.w": 10 for index in range(4)}), 128 if devices else 16
     budgets = {"0": "100"} if devices else {"cpu": "100"}
     given = {"max_memory": budgets, "hardware": {"devices": devices}, "device_map": "sequential"}
-    rates = Rates(host=1000, device=1000, calls=10**9)
+    rates = Rates(host=1000, device=1000, calls=10**9, loops=10**9)
 
     def forecast(sequences: int, **generate: Any) -> Any:
         asked = {"prompts": [[1]] * sequences, "batch_size": sequences, **generate}
@@ -246,8 +246,9 @@ def test_guesses_that_are_judged_in_lockstep_have_a_layers_keys_and_values_each_
     assert some.activation_bytes - none.activation_bytes == 4 * 100 * 16 * 4
 
 
-def keep_decoding(folder: Path, host: int = 10_000_000_000, calls: int = 10_000) -> None:
-    write_sealed(folder / DECODING_NAME, {identity(): {"host": host, "calls": calls}})
+def keep_decoding(folder: Path, host: int = 10_200_000_000, calls: int = 10_200) -> None:
+    kept = {"host": host, "calls": calls, "loops": 1_000}
+    write_sealed(folder / DECODING_NAME, {f"wide decoder; {identity()}": kept})
 
 
 def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None:
@@ -261,16 +262,16 @@ def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
     keep_decoding(tmp_path)
     write_sealed(tmp_path / "rates.json", {"host_to_device GPU": 20_000_000_000})
     found = local_rates(tmp_path, None, ["GPU"])
-    assert found.host == coarse_rate(9_900_000_000) == coarse_rate(10_100_000_000)
+    assert found.host == coarse_rate(10_100_000_000) == coarse_rate(10_300_000_000)
     assert found.host_to_device == pytest.approx(20 * 10**9, rel=0.05)
-    assert found.calls == coarse_rate(9_900) == coarse_rate(10_100)
+    assert found.calls == coarse_rate(10_100) == coarse_rate(10_300)
     assert found.device == Rates().device, "no such accelerator is here: the nominal one stands"
 
 
 def test_a_rate_that_is_pinned_is_taken_as_it_is_and_the_others_are_measured(tmp_path: Path) -> None:
     keep_decoding(tmp_path)
     found = local_rates(tmp_path, None, pinned={"storage": "3.333GB"})
-    assert (found.storage, found.host) == (3_333_000_000, coarse_rate(10_000_000_000))
+    assert (found.storage, found.host) == (3_333_000_000, coarse_rate(10_200_000_000))
     nothing = tmp_path / "nothing"
     assert local_rates(nothing, None, pinned={"host": "5GB", "calls": 5000}).host == 5 * 10**9
     assert not nothing.exists(), "nothing had to be measured"

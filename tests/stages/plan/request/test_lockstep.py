@@ -53,7 +53,9 @@ def test_no_more_go_together_than_there_are_batches() -> None:
 
 
 def test_what_is_streamed_is_shared_out_and_what_is_computed_with_is_not() -> None:
-    rates = Rates(storage=100 * MB, host=1000 * MB, host_to_device=1000 * MB, device=10_000 * MB, calls=10**9)
+    rates = Rates(
+        storage=100 * MB, host=1000 * MB, host_to_device=1000 * MB, device=10_000 * MB, calls=10**9, loops=10**9
+    )
     budget = {"max_memory": {"cpu": "150MB"}, "device_map": "sequential"}
     alone, together = (planned(size, rates=rates, **budget) for size in (1, 4))
     streamed = alone.forecast["streamed_bytes_per_token"]
