@@ -21,18 +21,18 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_jobs_answer_side_by_side_as_they_do_in_turn_and_their_records_say_that_seconds_are_contended(
     fresh_folder: Path,
 ) -> None:
-    given = ("-m", "generate.max_new_tokens=3,4,5,none_at_all", "hydra.launcher.n_jobs=3")
+    given = ("-m", "generate.max_new_tokens=3,5,none_at_all", "hydra.launcher.n_jobs=2")
     done = finish(start(fresh_folder, *given), fresh_folder, {})
     assert done.code == 2, done.err
     records = by_number(fresh_folder)
-    assert [records[number]["status"] for number in range(4)] == ["completed"] * 3 + ["failed"]
-    assert {record["environment"]["jobs_beside"] for record in records.values()} == {2}
-    answers = [records[number]["outputs"][0]["token_ids"] for number in range(3)]
-    assert list(map(len, answers)) == [3, 4, 5]
-    assert answers[0] == answers[1][:3] == answers[2][:3]
-    assert any(overlap(records[one], records[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
-    assert "generate.max_new_tokens" in records[3]["error"]["message"]
-    assert "3 of 4 completed, 1 failed" in done.out
+    assert [records[number]["status"] for number in range(3)] == ["completed", "completed", "failed"]
+    assert {record["environment"]["jobs_beside"] for record in records.values()} == {1}
+    answers = [records[number]["outputs"][0]["token_ids"] for number in range(2)]
+    assert list(map(len, answers)) == [3, 5]
+    assert answers[0] == answers[1][:3]
+    assert overlap(records[0], records[1])
+    assert "generate.max_new_tokens" in records[2]["error"]["message"]
+    assert "2 of 3 completed, 1 failed" in done.out
     assert "Traceback" not in done.err + done.out
 
 

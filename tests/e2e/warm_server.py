@@ -1,9 +1,10 @@
 """Commands without the seconds of their imports: a server imports once what they import, and forks each from itself.
 
 A fork is the command from its first line on: it has the folder, environment, arguments, streams and signals that it
-would be started with, and ends as an interpreter ends. What a process is before that line, it shares with the server:
-the hash seed, what the environment says to an interpreter and to imports, memory; and it syncs no file. Where a test is
-about these, it starts a process.
+would be started with, and ends as an interpreter ends, up to the last function that is to be called at its end; what
+was imported isn't taken apart then. What a process is before that line, it shares with the server: the hash seed, what
+the environment says to an interpreter and to imports, memory; and it syncs no file. Where a test is about these, it
+starts a process.
 """
 
 from __future__ import annotations
