@@ -111,8 +111,8 @@ def imported_packages() -> dict[str, str]:
     """Return the versions of all distributions of which this process has imported something, by name."""
     tops, found = {name.partition(".")[0] for name in list(sys.modules)}, dict[str, str]()
     for distribution, modules in _installed():
-        if not tops.isdisjoint(modules) and (name := distribution.metadata["Name"]):
-            found.setdefault(name, distribution.version)
+        if not tops.isdisjoint(modules) and (named := _named(distribution)):
+            found.setdefault(*named)
     return dict(sorted(found.items(), key=lambda named: named[0].lower()))
 
 
@@ -124,6 +124,13 @@ def _installed() -> Sequence[tuple[metadata.Distribution, Collection[str]]]:
     operators are traced: it reads every name and version, and makes a path of each file.
     """
     return [(one, _top_names(one)) for one in metadata.distributions()]
+
+
+@cache
+def _named(distribution: metadata.Distribution) -> tuple[str, str] | None:
+    """Return the name and version that ``distribution`` says it has, or null; each look would parse its metadata."""
+    said = distribution.metadata
+    return (said["Name"], said["Version"]) if said["Name"] else None
 
 
 def _top_names(distribution: metadata.Distribution) -> Collection[str]:

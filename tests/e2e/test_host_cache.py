@@ -99,7 +99,9 @@ def test_the_plan_says_which_is_better_there_weights_or_the_cache(offstage_here:
     assert "KV cache" not in notes(*streamed, ON_HOST)
 
 
-@pytest.mark.parametrize("more", [(), ("generate.lockstep=2",), ("generate.num_beams=2",)])
+@pytest.mark.parametrize(
+    "more", in_ci((), ("generate.lockstep=2",), of=[(), ("generate.lockstep=2",), ("generate.num_beams=2",)])
+)
 def test_streamed_weights_go_with_it(more: tuple[str, ...], offstage_here: Run, checkpoint: Path) -> None:
     given = (*asked(checkpoint), *more)
     expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)

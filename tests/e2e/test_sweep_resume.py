@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import enter, records_in, start, wait_for
+from tests.e2e.test_own_sweeps import resume
 from tests.e2e.test_sweep import job_processes
 
 JOBS = ("-m", "seed=1,2,3", "generate=sample", "generate.max_new_tokens=100", "hydra.sweep.dir=outputs/a sweep")
@@ -25,7 +26,9 @@ def statuses(folder: Path) -> dict[str, str]:
     return {path.parent.name: record["status"] for path, record in records_in(folder).items()}
 
 
-def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(fresh_folder: Path, capfd: Any) -> None:
+def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(
+    fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, jobs_fork: None
+) -> None:
     sweep, lies = start(fresh_folder, *JOBS), fresh_folder / "outputs/a sweep"
     second = lies / "1/run.json"
     wait_for(lambda: second.exists() and json.loads(second.read_text())["stages"], sweep)  # its process is at work
@@ -43,9 +46,9 @@ def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(fr
     assert capfd.readouterr() == ("", f"offstage: {REFUSED.format(lies, lies)}")
     assert enter(fresh_folder, *JOBS, "dtype=float32") == 2
     assert "job 0 has dtype=float32 here alone" in capfd.readouterr().err
-    resumed = start(Path("/"), "resume", str(lies), entry="sweep")
-    out, err = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0, err
+    monkeypatch.chdir("/")
+    assert resume(lies) == 0
+    out = capfd.readouterr().out
     assert "resumed: 1 of 3 completed, 1 interrupted, 1 not begun" in out
     assert "3 of 3 completed, outputs/a sweep" in out
     assert statuses(fresh_folder) == dict.fromkeys("012", "completed")

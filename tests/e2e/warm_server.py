@@ -1,13 +1,15 @@
 """Commands without the seconds of their imports: a server imports once what they import, and forks each from itself.
 
 A fork is the command from its first line on: it has the folder, environment, arguments, streams and signals that it
-would be started with, and ends as an interpreter ends. What a process is before that line, it shares with the server:
-the hash seed, what the environment says to an interpreter and to imports, memory; and it syncs no file. Where a test is
-about these, it starts a process.
+would be started with, and ends as an interpreter ends, up to the last function that is to be called at its end; what
+was imported isn't taken apart then. What a process is before that line, it shares with the server: the hash seed, what
+the environment says to an interpreter and to imports, memory; and it syncs no file. Where a test is about these, it
+starts a process.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -199,6 +201,8 @@ def place_of(entry: str) -> tuple[str, str]:
 def serve(control: int) -> None:
     """Fork what is asked for over the socket ``control``, until its other end is closed. Returns in the forks too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests
+    codes = list[int]()
+    atexit.register(_leave, codes)  # the first is called last
     given = dict(os.environ)
     for name in IMPORTED:
         importlib.import_module(name)
@@ -230,11 +234,24 @@ def serve(control: int) -> None:
                 for descriptor, (_, other) in running.items():
                     os.close(descriptor)
                     os.close(other)
-                _run(json.loads(message.decode("utf-8", "surrogateescape")), streams, answers, made)
+                _run(json.loads(message.decode("utf-8", "surrogateescape")), streams, answers, made, codes)
                 return
             for stream in streams:
                 os.close(stream)
             running[os.pidfd_open(pid)] = pid, answers
+
+
+def _leave(codes: Sequence[int]) -> None:
+    """End a fork whose command has ended with an exit code, after all else that is to be done at the end.
+
+    What the interpreter would do yet is to take apart what was imported, which copies the pages that a fork shares
+    with its server: half of what a short command takes. Processes that are none do that.
+    """
+    with suppress(OSError, ValueError):  # the interpreter says so, and has an exit code of its own for that
+        for code in codes:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def _tell_end(descriptor: int, pid: int, answers: int) -> None:
@@ -244,8 +261,10 @@ def _tell_end(descriptor: int, pid: int, answers: int) -> None:
     os.close(answers)
 
 
-def _run(request: dict[str, Any], streams: Sequence[int], answers: int, made: Mapping[str, str]) -> None:
-    """Be the command, from where its interpreter would begin with its program."""
+def _run(
+    request: dict[str, Any], streams: Sequence[int], answers: int, made: Mapping[str, str], codes: list[int]
+) -> None:
+    """Be the command, from where its interpreter would begin with its program; ``codes`` gets its exit code."""
     if request["leads"]:
         os.setsid() if request["leads"] == "session" else os.setpgid(0, 0)
     os.chdir(request["folder"])
@@ -263,7 +282,12 @@ def _run(request: dict[str, Any], streams: Sequence[int], answers: int, made: Ma
     os.write(answers, f"{_BEGUN} {os.getpid()}\n".encode())
     os.close(answers)
     module, name = place_of(request["entry"])
-    getattr(importlib.import_module(module), name)()
+    try:
+        getattr(importlib.import_module(module), name)()
+    except SystemExit as left:
+        codes.extend([left.code] if isinstance(left.code, int) else [])
+        raise
+    codes.append(0)
 
 
 def _open_streams() -> None:

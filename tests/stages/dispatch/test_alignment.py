@@ -59,7 +59,6 @@ def saved(folder: Path, dtype: torch.dtype, offset: int, *, model: str = "dense"
     ("model", "dtype", "offset"),
     in_ci(
         ("dense", torch.float32, 8),
-        ("dense", torch.float32, 24),
         ("dense", torch.bfloat16, 40),
         ("stacked experts", torch.float32, 8),
         ("stacked experts", torch.bfloat16, 24),

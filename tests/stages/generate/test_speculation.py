@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,10 @@ def test_a_pass_brings_the_weights_once_for_all_guesses(tmp_path: Path) -> None:
         assert loaded.traffic.streamed_bytes - before <= judged.passes * one
 
 
-@pytest.mark.parametrize("assists", [False, True], ids=["looked up", "by an assistant"])
-@pytest.mark.parametrize("name", in_ci("llama", "t5", of=["llama", "gemma3", "mixtral", "t5"]))
+@pytest.mark.parametrize(
+    ("name", "assists"),
+    in_ci(("llama", False), ("t5", True), of=product(["llama", "gemma3", "mixtral", "t5"], [False, True])),
+)
 def test_prompts_in_lockstep_guess_too_and_share_passes(name: str, assists: bool, tmp_path: Path) -> None:
     plain = save_model(tmp_path, name, torch.float32)
     asked = [edited_prompt(plain, number) if number % 2 else random_prompt(number) for number in range(6)]
