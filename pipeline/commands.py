@@ -10,20 +10,13 @@ import gc
 from functools import partial
 from importlib import import_module
 
+from offstage.pipeline.call_frames import with_frame_room
 from offstage.pipeline.command_exit import exit_at_signals
 from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.process_setup import set_up
 
-_FRAME_SLOTS = 2**15
-"""How many values the frame of a command's door has room for, which uses a dozen.
 
-CPython (3.11 and later) keeps frames in pieces of 16 kB, and maps and unmaps a piece at each call that goes over the
-end of the last: 6 µs, two hundred times what a call takes, for every call of a loop that happens to run at such a
-depth. A piece is as large as its first frame needs, to a power of two: with this one it is 512 kB, half of which is
-left to all calls below, a thousand deep. No page of it is touched that isn't used.
-"""
-
-
+@with_frame_room
 def _enter(name: str, module: str) -> None:
     exit_at_signals(name)
     set_up(name)
@@ -34,8 +27,6 @@ def _enter(name: str, module: str) -> None:
     finally:
         gc.freeze()  # all of it ends now: to look for cycles in what torch and transformers are takes most of a second
 
-
-_enter.__code__ = _enter.__code__.replace(co_stacksize=_FRAME_SLOTS)
 
 offstage = partial(_enter, "offstage", "offstage.pipeline.app")
 cache = partial(_enter, "offstage-cache", "offstage.pipeline.cache.command")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from offstage.pipeline.call_frames import with_frame_room
 from offstage.pipeline.errors import BudgetError, raise_faults
 from offstage.pipeline.installed_stages import stage_class
 from offstage.pipeline.stage import Artifact, Config
@@ -93,6 +94,7 @@ class AskContext:
         return {**self.config, "max_memory": given}
 
 
+@with_frame_room
 def ask(
     chain: StageChain, name: str, keys: Mapping[str, Any], *, plans_anew: bool = False, progress: Path | None = None
 ) -> tuple[Any, Any, Any]:

@@ -43,8 +43,8 @@ from tests.benchmarks.caps import cap
 from tests.benchmarks.checkpoints import make
 from tests.benchmarks.mixture import make_mixture, mixture_config
 from tests.benchmarks.packed_checkpoints import make_fp8
+from tests.e2e.conftest import COMMAND
 
-COMMAND = [sys.executable, "-P", "-c", "from offstage.pipeline.app import main; main()"]
 TOKENIZER = Path(__file__).parents[2] / "conf/checkpoints/tiny"
 TEXT = "The weights wait offstage until their cue, and the model returns. "
 LEAST = "least"

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.conftest import COMMAND
+
 _LLAMA: Mapping[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False, "dtype": "bfloat16",
@@ -48,7 +50,6 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
     "DeepSeek-V3": json.loads(Path(__file__).parents[1].joinpath("e2e/configs/deepseek-v3.json").read_text()),
 }  # fmt: skip
-COMMAND = [sys.executable, "-P", "-c", "from offstage.pipeline.commands import offstage; offstage()"]
 OTHER_BUDGET = "max_memory.cpu=50GB"
 
 

@@ -31,10 +31,10 @@ from typing import Any
 from offstage.stages.units import format_bytes
 from tests.benchmarks.caps import run_capped
 from tests.benchmarks.checkpoints import MIXTURES, SHAPES, make, make_mixture_like
+from tests.e2e.conftest import COMMAND
 
 BUDGETS = ["300MB", "450MB", "600MB", "800MB", "1GB", "1.25GB", "1.5GB", "1.8GB", "2.1GB", "2.5GB"]
 SAMPLED = ["generate.do_sample=true", "generate.top_k=0"]
-COMMAND = [sys.executable, "-P", "-c", "from offstage.pipeline.app import main; main()"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ import json
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.offload import say
+from tests.e2e.conftest import COMMAND
 
-COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
 ONE_BY_ONE = "one by one"
 SIDES: Mapping[str, tuple[str, ...]] = {
     ONE_BY_ONE: ("generate.lockstep=1",),

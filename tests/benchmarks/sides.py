@@ -24,10 +24,10 @@ from offstage.stages.machine.rates import DECODING_NAME
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import run_capped
 from tests.benchmarks.throttle import throttled
+from tests.e2e.conftest import COMMAND
 
 _NO_ACCELERATOR = 2
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-COMMAND = [sys.executable, "-c", "from offstage.pipeline.app import main; main()"]
 
 ACCELERATE = """
 import json, os, sys, time, torch

@@ -20,7 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-COMMAND = [sys.executable, "-P", "-c", "from offstage.pipeline.commands import offstage; offstage()"]
+from tests.e2e.conftest import COMMAND
+
 BUDGETS = [f"{size}MB" for size in range(4, 28)]
 _PLANS = ["stages=plan_only", f"max_memory.cpu={','.join(BUDGETS)}"]
 SIDES: Mapping[str, tuple[int, Sequence[str]]] = {

@@ -465,6 +465,14 @@ void unpack_ggml(const Work *all) {
 
 enum { LANES = 32, AT_ONCE = 4 };
 
+/* So many rows of a weight are read side by side where one row is given, and registers hold the sums of all: what is given
+   is loaded once for them, which takes as long as a product. */
+#ifdef __AVX512BW__
+enum { SIDE = 4 };
+#else
+enum { SIDE = 1 };
+#endif
+
 #ifdef __AVX512BW__
 typedef struct {
     __m512 low, high;
@@ -478,12 +486,23 @@ INLINE __m512 shifted(__m512 values, const float *more) {
     return more ? _mm512_add_ps(values, _mm512_set1_ps(*more)) : values;
 }
 
-INLINE void add_values(Lanes *lanes, Lanes values, const float *given) {
-    lanes->low = _mm512_fmadd_ps(values.low, _mm512_loadu_ps(given), lanes->low);
-    lanes->high = _mm512_fmadd_ps(values.high, _mm512_loadu_ps(given + 16), lanes->high);
+INLINE Lanes values_at(const float *values) { return (Lanes){_mm512_loadu_ps(values), _mm512_loadu_ps(values + 16)}; }
+
+/* What is given for 32 columns, in registers for as long as it serves several rows. */
+typedef Lanes Shared;
+
+INLINE Shared shared_at(const float *given) {
+    Lanes these = values_at(given);
+    __asm__("" : "+v"(these.low), "+v"(these.high));
+    return these;
 }
 
-INLINE Lanes values_at(const float *values) { return (Lanes){_mm512_loadu_ps(values), _mm512_loadu_ps(values + 16)}; }
+INLINE void add_shared(Lanes *lanes, Lanes values, Shared given) {
+    lanes->low = _mm512_fmadd_ps(values.low, given.low, lanes->low);
+    lanes->high = _mm512_fmadd_ps(values.high, given.high, lanes->high);
+}
+
+INLINE void add_values(Lanes *lanes, Lanes values, const float *given) { add_shared(lanes, values, values_at(given)); }
 
 INLINE void keep_values(Lanes values, float *room) {
     _mm512_storeu_ps(room, values.low);
@@ -507,16 +526,29 @@ INLINE float sum_of(const Lanes *lanes) {
 }
 
 /* Add 32 bytes of two codes each: the lower ones are a run, the upper ones the next. A run's sixteen values are computed
-   once, and looked up. */
-INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, const float *given) {
+   once, and looked up; products of scales and codes are exact, so that all is rounded once. */
+INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, Shared these, Shared next) {
     const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512 first = shifted(_mm512_mul_ps(codes, _mm512_set1_ps(scales[0])), mores);
-    __m512 second = shifted(_mm512_mul_ps(codes, _mm512_set1_ps(scales[1])), mores + 1);
+    __m512 first = _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[0]), _mm512_set1_ps(mores[0]));
+    __m512 second = _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[1]), _mm512_set1_ps(mores[1]));
     __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));
     __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(packed + 16)));
-    add_values(lanes, (Lanes){_mm512_permutexvar_ps(low, first), _mm512_permutexvar_ps(high, first)}, given);
+    add_shared(lanes, (Lanes){_mm512_permutexvar_ps(low, first), _mm512_permutexvar_ps(high, first)}, these);
     low = _mm512_srli_epi32(low, 4), high = _mm512_srli_epi32(high, 4); /* places are told by four bits alone */
-    add_values(lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, given + 32);
+    add_shared(lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, next);
+}
+
+INLINE void add_q4_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+    float scales[SIDE][8], mores[SIDE][8];
+    for (int row = 0; row < some; row++) run_scales(block + row * apart, scales[row], mores[row]);
+    for (int run = 0; run < 8; run += 2, given += 2 * LANES) {
+        Shared these = shared_at(given), next = shared_at(given + LANES);
+#pragma GCC unroll 4
+        for (int row = 0; row < some; row++) {
+            const uint8_t *packed = block + row * apart + 16 + 16 * run;
+            add_pairs(lanes + row, packed, scales[row] + run, mores[row] + run, these, next);
+        }
+    }
 }
 
 /* One of sixteen numbers, in all places. */
@@ -529,21 +561,33 @@ INLINE __m512 sixteen_of(__m512i codes, int piece) {
     return as_numbers(pieces[piece]);
 }
 
-INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
+/* The 64 codes of the pair of runs in the half of a block. */
+INLINE __m512i codes_of_q6_k(const uint8_t *block, int half, int pair) {
     const __m512i four = _mm512_set1_epi8(15), two = _mm512_set1_epi8(0x30), less = _mm512_set1_epi8(32);
     const __m512i shifts = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
-    __m512 scales = _mm512_mul_ps(_mm512_set1_ps(half_at(block + 208)), sixteen((const int8_t *)block + 192));
-    for (int half = 0; half < 2; half++) {
-        __m512i low = _mm512_loadu_si512(block + 64 * half);
-        __m512i upper = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(block + 128 + 32 * half)));
-        for (int pair = 0; pair < 2; pair++, low = _mm512_srli_epi16(low, 4), upper = _mm512_srli_epi16(upper, 4)) {
-            __m512i high = _mm512_and_si512(_mm512_sllv_epi16(upper, shifts), two);
-            __m512i codes = _mm512_sub_epi8(_mm512_or_si512(_mm512_and_si512(low, four), high), less);
-            for (int run = 0; run < 2; run++, given += LANES) {
-                int at = 8 * half + 4 * pair + 2 * run;
-                __m512 first = _mm512_mul_ps(sixteen_of(codes, 2 * run), one_of(scales, at));
-                __m512 second = _mm512_mul_ps(sixteen_of(codes, 2 * run + 1), one_of(scales, at + 1));
-                add_values(lanes, (Lanes){first, second}, given);
+    __m512i low = _mm512_loadu_si512(block + 64 * half);
+    __m512i upper = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(block + 128 + 32 * half)));
+    if (pair) low = _mm512_srli_epi16(low, 4), upper = _mm512_srli_epi16(upper, 4);
+    __m512i high = _mm512_and_si512(_mm512_sllv_epi16(upper, shifts), two);
+    return _mm512_sub_epi8(_mm512_or_si512(_mm512_and_si512(low, four), high), less);
+}
+
+INLINE void add_q6_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+    __m512 scales[SIDE];
+    for (int row = 0; row < some; row++) {
+        const uint8_t *own = block + row * apart;
+        scales[row] = _mm512_mul_ps(_mm512_set1_ps(half_at(own + 208)), sixteen((const int8_t *)own + 192));
+    }
+    for (int pair = 0; pair < 4; pair++, given += 2 * LANES) {
+        Shared these[] = {shared_at(given), shared_at(given + LANES)};
+#pragma GCC unroll 4
+        for (int row = 0; row < some; row++) {
+            __m512i codes = codes_of_q6_k(block + row * apart, pair / 2, pair % 2);
+            for (int run = 0; run < 2; run++) {
+                int at = 4 * pair + 2 * run;
+                __m512 first = _mm512_mul_ps(sixteen_of(codes, 2 * run), one_of(scales[row], at));
+                __m512 second = _mm512_mul_ps(sixteen_of(codes, 2 * run + 1), one_of(scales[row], at + 1));
+                add_shared(lanes + row, (Lanes){first, second}, these[run]);
             }
         }
     }
@@ -588,6 +632,12 @@ INLINE Lanes values_at(const float *values) {
     return lanes;
 }
 
+typedef const float *Shared;
+
+INLINE Shared shared_at(const float *given) { return given; }
+
+INLINE void add_shared(Lanes *lanes, Lanes values, Shared given) { add_values(lanes, values, given); }
+
 INLINE float sum_of(const Lanes *lanes) {
     Lanes sums = *lanes;
     for (int half = LANES / 2; half; half /= 2)
@@ -608,14 +658,6 @@ INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *m
     scale_halves(made.of, low, high);
     for (int at = 0; more && at < LANES; at++) made.of[at] += *more;
     return made;
-}
-
-INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, const float *given) {
-    int8_t codes[64];
-    for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
-    for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
-    for (int run = 0; run < 2; run++)
-        add_values(lanes, of_codes(codes + 32 * run, scales[run], scales[run], mores + run), given + 32 * run);
 }
 
 INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
@@ -662,9 +704,13 @@ INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_fir
 #endif
 
 
-INLINE void add_q8_0(Lanes *lanes, const uint8_t *block, const float *given) {
-    float scale = half_at(block);
-    add_values(lanes, of_codes((const int8_t *)block + 2, scale, scale, 0), given);
+INLINE void add_q8_0(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+    Shared these = shared_at(given);
+#pragma GCC unroll 4
+    for (int row = 0; row < some; row++, block += apart) {
+        float scale = half_at(block);
+        add_shared(lanes + row, of_codes((const int8_t *)block + 2, scale, scale, 0), these);
+    }
 }
 
 INLINE void add_q5_0(Lanes *lanes, const uint8_t *block, const float *given) {
@@ -680,12 +726,6 @@ INLINE void add_q5_1(Lanes *lanes, const uint8_t *block, const float *given) {
     int8_t codes[32];
     five_bits(block + 8, block + 4, codes);
     add_values(lanes, of_codes(codes, scale, scale, &more), given);
-}
-
-INLINE void add_q4_k(Lanes *lanes, const uint8_t *block, const float *given) {
-    float scales[8], mores[8];
-    run_scales(block, scales, mores);
-    for (int run = 0; run < 8; run += 2) add_pairs(lanes, block + 16 + 16 * run, scales + run, mores + run, given + 32 * run);
 }
 
 INLINE void add_q5_k(Lanes *lanes, const uint8_t *block, const float *given) {
@@ -705,20 +745,39 @@ INLINE void add_q5_k(Lanes *lanes, const uint8_t *block, const float *given) {
 }
 
 #ifndef __AVX512BW__
-INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
-    float scale = half_at(block + 208);
-    const int8_t *scales = (const int8_t *)block + 192;
-    for (int half = 0; half < 2; half++) {
-        const uint8_t *packed = block + 64 * half, *upper = block + 128 + 32 * half;
-        int8_t codes[128];
-        for (int at = 0; at < 32; at++) codes[at] = (int8_t)(((packed[at] & 15) | (upper[at] & 3) << 4) - 32);
-        for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(((packed[32 + at] & 15) | (upper[at] >> 2 & 3) << 4) - 32);
-        for (int at = 0; at < 32; at++) codes[64 + at] = (int8_t)((packed[at] >> 4 | (upper[at] >> 4 & 3) << 4) - 32);
-        for (int at = 0; at < 32; at++) codes[96 + at] = (int8_t)((packed[32 + at] >> 4 | (upper[at] >> 6) << 4) - 32);
-        for (int run = 0; run < 4; run++) {
-            const int8_t *own = scales + 8 * half + 2 * run;
-            float low = scale * (float)own[0], high = scale * (float)own[1];
-            add_values(lanes, of_codes(codes + 32 * run, low, high, 0), given + 128 * half + 32 * run);
+INLINE void add_q4_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+    for (int row = 0; row < some; row++, block += apart) {
+        float scales[8], mores[8];
+        run_scales(block, scales, mores);
+        for (int pair = 0; pair < 4; pair++) {
+            const uint8_t *packed = block + 16 + 32 * pair;
+            int8_t codes[64];
+            for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
+            for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
+            for (int half = 0; half < 2; half++) {
+                int run = 2 * pair + half;
+                add_values(lanes + row, of_codes(codes + 32 * half, scales[run], scales[run], mores + run), given + 32 * run);
+            }
+        }
+    }
+}
+
+INLINE void add_q6_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+    for (int row = 0; row < some; row++, block += apart) {
+        float scale = half_at(block + 208);
+        const int8_t *scales = (const int8_t *)block + 192;
+        for (int half = 0; half < 2; half++) {
+            const uint8_t *packed = block + 64 * half, *upper = block + 128 + 32 * half;
+            int8_t codes[128];
+            for (int at = 0; at < 32; at++) codes[at] = (int8_t)(((packed[at] & 15) | (upper[at] & 3) << 4) - 32);
+            for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(((packed[32 + at] & 15) | (upper[at] >> 2 & 3) << 4) - 32);
+            for (int at = 0; at < 32; at++) codes[64 + at] = (int8_t)((packed[at] >> 4 | (upper[at] >> 4 & 3) << 4) - 32);
+            for (int at = 0; at < 32; at++) codes[96 + at] = (int8_t)((packed[32 + at] >> 4 | (upper[at] >> 6) << 4) - 32);
+            for (int run = 0; run < 4; run++) {
+                const int8_t *own = scales + 8 * half + 2 * run;
+                float low = scale * (float)own[0], high = scale * (float)own[1];
+                add_values(lanes + row, of_codes(codes + 32 * run, low, high, 0), given + 128 * half + 32 * run);
+            }
         }
     }
 }
@@ -728,23 +787,31 @@ INLINE void add_q6_k(Lanes *lanes, const uint8_t *block, const float *given) {
    faster than a processor fetches them by itself. Where nothing lies any more, nothing is fetched. */
 enum { AHEAD = 8192 };
 
-INLINE void fetch_ahead(const uint8_t *packed, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(packed + AHEAD + at);
+INLINE void fetch(const uint8_t *packed, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(packed + at);
 }
 
-/* One row of blocks times one row given: by what adds a block, or by what unpacks one. */
+/* Rows of blocks that lie so many bytes apart, one or SIDE of them, times one row given. */
 
-typedef float (*RowProduct)(const uint8_t *packed, int64_t blocks, const float *given);
+typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks, const float *given, float *made);
 
-#define ROW_PRODUCT(format, count, size)                                                                      \
-    static float row_of_##format(const uint8_t *packed, int64_t blocks, const float *given) {                 \
-        Lanes lanes = {0};                                                                                    \
-        for (int64_t at = 0; at < blocks; at++, packed += size) {                                             \
-            fetch_ahead(packed, size);                                                                        \
-            add_##format(&lanes, packed, given + at * count);                                                 \
-        }                                                                                                     \
-        return sum_of(&lanes);                                                                                \
+#define ROW_PRODUCT(name, some, size, add)                                                                                 \
+    static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const float *given, float *made) {              \
+        Lanes lanes[some] = {0};                                                                                           \
+        int64_t ahead = some == 1 ? AHEAD : some * apart * ((AHEAD - 1) / (some * apart) + 1); /* whole rows, side by side */ \
+        for (int64_t at = 0; at < blocks; at++, packed += size) {                                                          \
+            for (int row = 0; row < some; row++) fetch(packed + row * apart + ahead, size);                                \
+            add;                                                                                                           \
+        }                                                                                                                  \
+        for (int row = 0; row < some; row++) made[row] = sum_of(lanes + row);                                              \
     }
+
+#define ALONE(format, count, size) \
+    ROW_PRODUCT(row_of_##format, 1, size, add_##format(lanes, packed, given + at * count))
+
+#define SIDE_BY_SIDE(format, count, size)                                                               \
+    ROW_PRODUCT(row_of_##format, 1, size, add_##format(1, lanes, packed, apart, given + at * count))    \
+    ROW_PRODUCT(rows_of_##format, SIDE, size, add_##format(SIDE, lanes, packed, apart, given + at * count))
 
 #define ADD_UNPACKED(format, count)                                                              \
     INLINE void add_##format(Lanes *lanes, const uint8_t *block, const float *given) {           \
@@ -755,17 +822,19 @@ typedef float (*RowProduct)(const uint8_t *packed, int64_t blocks, const float *
 
 ADD_UNPACKED(q4_0, 32)
 ADD_UNPACKED(q4_1, 32)
-ROW_PRODUCT(q4_0, 32, 18)
-ROW_PRODUCT(q4_1, 32, 20)
-ROW_PRODUCT(q5_0, 32, 22)
-ROW_PRODUCT(q5_1, 32, 24)
-ROW_PRODUCT(q8_0, 32, 34)
-ROW_PRODUCT(q4_k, 256, 144)
-ROW_PRODUCT(q5_k, 256, 176)
-ROW_PRODUCT(q6_k, 256, 210)
+ALONE(q4_0, 32, 18)
+ALONE(q4_1, 32, 20)
+ALONE(q5_0, 32, 22)
+ALONE(q5_1, 32, 24)
+SIDE_BY_SIDE(q8_0, 32, 34)
+SIDE_BY_SIDE(q4_k, 256, 144)
+ALONE(q5_k, 256, 176)
+SIDE_BY_SIDE(q6_k, 256, 210)
 
-static const RowProduct ROW_PRODUCTS[] = {
-    row_of_q4_0, row_of_q4_1, row_of_q5_0, row_of_q5_1, row_of_q8_0, row_of_q4_k, row_of_q5_k, row_of_q6_k,
+/* By how many rows: one, and SIDE; null: one after the other. */
+static const RowProduct ROW_PRODUCTS[][2] = {
+    {row_of_q4_0, 0},           {row_of_q4_1, 0},           {row_of_q5_0, 0}, {row_of_q5_1, 0},
+    {row_of_q8_0, rows_of_q8_0}, {row_of_q4_k, rows_of_q4_k}, {row_of_q5_k, 0}, {row_of_q6_k, rows_of_q6_k},
 };
 
 /* Weights that rest in rows: what works on them as they are told to the loop that unpacks them, each row of theirs being
@@ -821,7 +890,7 @@ INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, const 
             count = rest < most ? rest : most;
             int strange = kind == FP8 && !are_numbers(codes, count);
             for (int64_t at = 0; at < count; at += LANES, codes += LANES / each, column += LANES) {
-                fetch_ahead(codes, LANES / each);
+                fetch(codes + AHEAD, LANES / each);
                 Lanes values = strange ? of_strange(codes, low, high) : of_scaled(kind, codes, all->values, low, high);
                 if (room)
                     keep_values(values, room + column);
@@ -842,11 +911,19 @@ INLINE float scaled_row(const Product *all, int64_t row, const float *given, flo
     }
 }
 
-static float multiply_row(const Product *all, int64_t row, const float *given) {
+/* One row given times some of the weight's, one or SIDE, from row on. */
+static void multiply_rows(const Product *all, int64_t row, int64_t some, const float *given, float *made) {
     const Work *work = all->work;
-    if (all->family == SCALED) return scaled_row(all, row, given, 0);
-    int64_t width = work->columns * FORMAT[work->kind].bytes;
-    return ROW_PRODUCTS[work->kind](work->codes + row * width, work->columns, given);
+    int64_t width = all->family == GGML ? work->columns * FORMAT[work->kind].bytes : 0;
+    const RowProduct *products = all->family == GGML ? ROW_PRODUCTS[work->kind] : 0;
+    if (products && products[1] && some == SIDE)
+        products[1](work->codes + row * width, width, work->columns, given, made);
+    else
+        for (int64_t end = row + some; row < end; row++, made++)
+            if (products)
+                products[0](work->codes + row * width, width, work->columns, given, made);
+            else
+                *made = scaled_row(all, row, given, 0);
 }
 
 static void unpack_row(const Product *all, int64_t row, float *room) {
@@ -857,7 +934,7 @@ static void unpack_row(const Product *all, int64_t row, float *room) {
     const Format *form = &FORMAT[all->work->kind];
     const uint8_t *packed = all->work->codes + row * all->work->columns * form->bytes;
     for (int64_t at = 0; at < all->work->columns; at++, packed += form->bytes, room += form->values) {
-        fetch_ahead(packed, form->bytes);
+        fetch(packed + AHEAD, form->bytes);
         form->unpack(packed, room);
     }
 }
@@ -1001,9 +1078,14 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, flo
             multiply_unpacked(all, first, last, room);
         }
     else
-        for (int64_t row = begin; row < end; row++)
-            for (int64_t at = 0; at < all->count; at++)
-                all->made[at * all->rows + place_of(all, row)] = multiply_row(all, row, all->given + at * all->columns);
+        for (int64_t row = begin, some; row < end; row += some) {
+            some = row + SIDE <= end ? SIDE : 1;
+            for (int64_t at = 0; at < all->count; at++) {
+                float found[SIDE];
+                multiply_rows(all, row, some, all->given + at * all->columns, found);
+                for (int64_t one = 0; one < some; one++) all->made[at * all->rows + place_of(all, row + one)] = found[one];
+            }
+        }
 }
 
 /* Weights that rest in columns: integers of two to eight bits, as GPTQ and AWQ have them. A line at rest is one input of

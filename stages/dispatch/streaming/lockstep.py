@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import greenlet
 import torch
 
+from offstage.pipeline.call_frames import with_frame_room
 from offstage.stages.dispatch.streaming.lanes import Grouping, Lanes, Task
 from offstage.stages.dispatch.streaming.module_state import ModuleState, Written
 from offstage.stages.dispatch.streaming.thread_state import RandomState, ThreadState
@@ -226,7 +227,7 @@ class Lockstep(Turns):
         """Have tasks join as far as there is room, and go on until they call the model."""
         while (found := self._lanes.next()) is not None:
             number, group, task = found
-            member = Member(greenlet.greenlet(task), RandomState.current(), f"{self._name}.{number}", group)
+            member = Member(_thread(task), RandomState.current(), f"{self._name}.{number}", group)
             self._join(member, copy_context())
             self._resume(member)
 
@@ -240,7 +241,7 @@ class Lockstep(Turns):
             context, name = whole.thread.gr_context, f"{whole.name}.{whole.begun}"
             whole.under_way += 1
             whole.begun += 1
-            part = Member(greenlet.greenlet(task), whole.random, name, whole.group, whole, written=dict(whole.written))
+            part = Member(_thread(task), whole.random, name, whole.group, whole, written=dict(whole.written))
             self._join(part, copy_context() if context is None else context.copy())
             self._going.append(part)
         if not whole.under_way:
@@ -349,6 +350,11 @@ class Lockstep(Turns):
         ]
         missing.extend(arrival for _, arrival in there if not arrival.has_come)
         return [member for member, arrival in there if arrival not in missing]
+
+
+def _thread(task: Task) -> greenlet.greenlet:
+    """Return what carries ``task`` out; its frames are in pieces of its own, and a model's calls go deep."""
+    return greenlet.greenlet(with_frame_room(lambda: task()))
 
 
 def check_gradients() -> None:
