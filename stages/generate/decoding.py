@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from offstage.stages.generate.transcript import LiveTranscript, before_answer, d
 from offstage.stages.inference.padding import make_batch
 from offstage.stages.inference.progress import Progress, Row
 from offstage.stages.inference.tokens import check_words
-from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED
+from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED, decoder_start
 from offstage.stages.inputs.prompt_processor import PromptProcessor
 from offstage.stages.inputs.prompts import MOST, prompt_inputs
 
@@ -302,30 +302,38 @@ class Decoding:
                 )
         stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
         call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
-        if call.get(CACHE, self._default(CACHE)) == OFFLOADED:
-            call |= self._host_cache(call, asked["input_ids"].shape[1])
         if self._assistant is not None and speculation is None:
             call["assistant_model"] = self._assistant.for_prompt(given)
         loop = speculation.decode if speculation is not None else None
-        with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
+        with (
+            torch.no_grad(),
+            foreign(ConfigError, "generate: transformers' generate fails with these options"),
+            self._host_cache(call, asked) as cache,
+        ):
             return decode.decode_with_transformers(
-                model, asked, call, device=device, clock=clock, logprobs=logprobs, loop=loop
+                model, asked, call | cache, device=device, clock=clock, logprobs=logprobs, loop=loop
             )
 
-    def _host_cache(self, call: dict[str, Any], prompt: int) -> dict[str, Any]:
-        """Return what ``call`` is given for a cache on the host, in place of the option that transformers has for that.
+    def _host_cache(
+        self, call: dict[str, Any], asked: Mapping[str, torch.Tensor]
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context of what ``call`` is given for a cache on the host, in place of the option that transformers
+        has for that; of nothing where it asks for none.
 
         Where the host computes all, the cache is there already.
         """
+        if call.get(CACHE, self._default(CACHE)) != OFFLOADED:
+            return nullcontext({})
         call.pop(CACHE, None)
         if (own := getattr(self._dispatched.model, "generation_config", None)) is not None:
             own.cache_implementation = None
         streamer = self._dispatched.streamer
         model: Any = self._dispatched.model
-        before = 0 if model.config.is_encoder_decoder else prompt
-        new = call.get("max_new_tokens") or max(0, (call.get("max_length") or 0) - before)
         if not streamer.is_apart:
-            return {}
+            return nullcontext({})
+        begun = decoder_start(with_media="input_ids" not in asked)
+        before = begun if model.config.is_encoder_decoder else asked["input_ids"].shape[1]
+        new = call.get("max_new_tokens") or max(0, (call.get("max_length") or 0) - before)
         return host_cache(model, HostRoom(before + new, streamer.pinned, streamer.link_to))
 
 

@@ -11,22 +11,32 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
+from offstage.pipeline.errors import ConfigError
 from offstage.stages.calls.results import CACHES
 from offstage.stages.dispatch.transfer.link import CopyBack, Link
+from offstage.stages.empty_init.identity import read_config
 from offstage.stages.inputs.generate_options import KEPT_POSITIONS
 from offstage.stages.machine.aligned_memory import Bytes, align_up
 
 Allocate = Callable[[int], Bytes]
 """Returns so many bytes of host memory that accelerators copy from by themselves."""
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+_DECODED: ContextVar[Any] = ContextVar("_DECODED", default=None)
+"""The cache of the call that decodes here: others in lockstep have theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +72,15 @@ class HostRows:
 
     def change(self, change: Change, device: torch.device) -> None:
         """Have all of them be what ``change`` makes of them on ``device``, of other sequences or fewer positions."""
-        if self._rows is None:
+        if not self.length:
             return
         there = self._bring(self.length, device).permute(1, 2, 0, 3)
-        self.length, self._rows = 0, None
+        self.length = 0
         self.append(change(there))
+
+    def reset(self) -> None:
+        """Keep none, but the memory, for what comes next."""
+        self.length, self._coming = 0, None
 
     def fetch(self, device: torch.device) -> torch.Tensor:
         """Return those of all positions on ``device``, contiguous."""
@@ -103,17 +117,23 @@ class HostRows:
         return whole
 
     def _with_room(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the memory, with room for all positions: more of it only after what is on its way there has come."""
-        if self._rows is not None and self.length <= len(self._rows):
-            return self._rows
+        """Return the memory, with room for all positions of what is as ``states``.
+
+        Other memory is taken only after all that is on its way to or from what there was has come.
+        """
         sequences, heads, _, size = states.shape
-        shape = (align_up(max(self._room.positions, self.length), KEPT_POSITIONS), sequences, heads, size)
-        memory = self._room.allocate(math.prod(shape) * states.dtype.itemsize)
-        rows = torch.frombuffer(memory, dtype=states.dtype, count=math.prod(shape)).view(shape)
-        if self._rows is not None:
+        each, before = (sequences, heads, size), self._rows
+        if before is not None:
+            if self.length <= len(before) and before.shape[1:] == each:
+                return before
             if states.device.type != "cpu":
                 torch.accelerator.synchronize(states.device)
-            rows[: len(self._rows)] = self._rows
+            before = self._rows = before if before.shape[1:] == each else None
+        shape = (align_up(max(self._room.positions, self.length), KEPT_POSITIONS), *each)
+        memory = self._room.allocate(math.prod(shape) * states.dtype.itemsize)
+        rows = torch.frombuffer(memory, dtype=states.dtype, count=math.prod(shape)).view(shape)
+        if before is not None:
+            rows[: len(before)] = before
         self._rows = rows
         return rows
 
@@ -125,7 +145,7 @@ class HostLayer(DynamicLayer):  # type: ignore[misc]
     """
 
     def __init__(self, room: HostRoom, order: LayerOrder) -> None:
-        self._room, self._order = room, order
+        self._order = order
         self._kept = HostRows(room), HostRows(room)
         self.is_initialized = False
 
@@ -159,7 +179,8 @@ class HostLayer(DynamicLayer):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Keep none."""
-        self._kept = HostRows(self._room), HostRows(self._room)
+        for rows in self._kept:
+            rows.reset()
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -202,17 +223,58 @@ class LayerOrder:
         return brought
 
 
-def host_cache(model: Any, room: HostRoom) -> dict[str, Any]:
-    """Return the argument of ``model``'s generate by which its cache waits in ``room``.
+@contextmanager
+def host_cache(model: Any, room: HostRoom) -> Iterator[dict[str, Any]]:
+    """Yield the argument of ``model``'s generate by which its cache waits in ``room``, for one call of that.
 
-    A decoder's cache of its encoder's positions has memory for these.
+    A decoder's cache of its encoder's positions has memory for these. A generate that decodes several times, as
+    Whisper's does each part of a recording, has its encoder called before each, and begins with an empty cache then.
+    Raises ``ConfigError`` for a model that takes no cache.
     """
-    order = LayerOrder()
-    cache: DynamicCache | EncoderDecoderCache = _of_layers(model, partial(HostLayer, room, order))
-    if model.config.is_encoder_decoder:
-        cache = EncoderDecoderCache(cache, _of_layers(model, partial(HostLayer, replace(room, positions=0), order)))
-    taken = [name for name in inspect.signature(model.forward).parameters if name in CACHES]
-    return {taken[0]: cache}
+    argument, order = _cache_argument(model), LayerOrder()
+    if argument is None:
+        raise ConfigError(f"generate.cache_implementation: {type(model).__name__} {_TAKES_NONE}; leave it out")
+    own = _of_layers(model, partial(HostLayer, room, order))
+    if not model.config.is_encoder_decoder:
+        yield {argument: own}
+        return
+    cache = EncoderDecoderCache(own, _of_layers(model, partial(HostLayer, replace(room, positions=0), order)))
+
+    def begin(*_: object) -> None:
+        if _DECODED.get() is cache:
+            cache.reset()
+
+    hook, before = model.get_encoder().register_forward_pre_hook(begin), _DECODED.set(cache)
+    try:
+        yield {argument: cache}
+    finally:
+        _DECODED.reset(before)
+        hook.remove()
+
+
+def why_not_on_host(architecture: str, folder: Path) -> str | None:
+    """Return why a cache of the model of the checkpoint ``folder`` can't wait on the host; null where it can, as far as
+    its class in transformers tells.
+    """
+    kind: Any = getattr(transformers, architecture, None)
+    if kind is None:
+        return None
+    if not kind._supports_default_dynamic_cache():
+        return f"{architecture} has a cache of a kind of its own"
+    if _cache_argument(kind) is None:
+        return f"{architecture} {_TAKES_NONE}"
+    is_its_own = getattr(kind, "generate", GenerationMixin.generate) is not GenerationMixin.generate
+    if is_its_own and not read_config(folder).get("is_encoder_decoder"):
+        return f"{architecture} has a generate of its own, and no encoder whose calls say when that begins another one"
+    return None
+
+
+_TAKES_NONE = "takes no cache from whoever calls it"
+
+
+def _cache_argument(model: Any) -> str | None:
+    """Return what ``model``, or its class, calls the cache among its forward's arguments; null where it takes none."""
+    return next((name for name in inspect.signature(model.forward).parameters if name in CACHES), None)
 
 
 def _of_layers(model: Any, make: Callable[[], HostLayer]) -> DynamicCache:

@@ -15,6 +15,7 @@ from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG, T
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.empty_init.identity import read_config
+from offstage.stages.generate.host_cache import why_not_on_host
 from offstage.stages.generate.prompts import token_ids
 from offstage.stages.generate.shared_cache import why_not_shared
 from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED, OWN_KEYS, GenerateOptions, is_count
@@ -156,7 +157,7 @@ def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[
         yield CACHE, f"keeps keys and values in fewer bits, and gives other tokens; {OFFLOADED} keeps all, on the host"
     elif options.get(CACHE) not in (None, *CACHES):
         yield CACHE, f"is no cache that a run can have; give {' or '.join(CACHES)}, or leave it out"
-    if options.get(CACHE) == OFFLOADED and (why := _why_not_on_host(model)):
+    if options.get(CACHE) == OFFLOADED and (why := why_not_on_host(_architecture(model), ModelSource.of(model).folder)):
         yield CACHE, f"asks for keys and values that wait on the host, and {why}; leave it out"
     if options.get("stop_strings") and load_tokenizer(ModelSource.of(model)) is None:
         yield "stop_strings", "needs a tokenizer, and the checkpoint has none; set model.tokenizer"
@@ -195,17 +196,6 @@ def _unguessable(
             guessing[-1],
             f"asks for several forwards over one cache, and {why}; leave it out, or set generate.speculation=batched",
         )
-
-
-def _why_not_on_host(model: Mapping[str, Any]) -> str | None:
-    """Return why a cache of the model can't wait on the host; null where it can."""
-    name = _architecture(model)
-    kind = getattr(transformers, name, None)
-    if "Whisper" in name:
-        return f"{name} has one for each part of a recording, and begins them itself"
-    if kind is not None and not kind._supports_default_dynamic_cache():
-        return f"{name} has a cache of a kind of its own"
-    return None
 
 
 def _untold(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -27,7 +27,6 @@ CACHE, OFFLOADED = "cache_implementation", "offloaded"
 """The option that says which cache there is, and its value for one that waits on the host."""
 KEPT_POSITIONS = 64
 """Of a cache on the host memory is taken for so many positions at once."""
-
 _ONE_CACHE = ("static", "offloaded_static")
 """The values of ``cache_implementation`` of which a model has one."""
 
@@ -127,6 +126,14 @@ class GenerateOptions:
 
 OWN_KEYS = tuple(name for name in key_names([GenerateOptions]) if name != "options")
 """The keys of ``generate`` that are ours."""
+
+
+def decoder_start(*, with_media: bool) -> int:
+    """Return with how many tokens a decoder beside an encoder begins at most.
+
+    Of a recording these are Whisper's: the start, the language, the task, and whether times are told.
+    """
+    return 4 if with_media else 1
 
 
 def read_generate(generate: Mapping[str, Any]) -> GenerateOptions:

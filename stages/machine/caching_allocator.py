@@ -82,6 +82,11 @@ class CachingAllocator:
         block.is_free = True
         self._keep(block)
 
+    def has_free(self, size: int, stream: int = COMPUTING) -> bool:
+        """Return whether ``stream`` has a free block of ``size`` bytes in the segments that are there."""
+        blocks = self._free.get((stream, size <= SMALL_BYTES), [])
+        return bool(blocks) and blocks[-1][0] >= size
+
     def _fitting(self, pool: tuple[int, bool], size: int) -> Block | None:
         """Return the smallest free block of ``pool`` that has ``size`` bytes."""
         blocks = self._free.get(pool, [])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from offstage.stages.machine.caching_allocator import (
     COMPUTING,
     LARGE_SEGMENT,
+    LEAST_OWN_SEGMENT,
     SMALL_BYTES,
     SMALL_SEGMENT,
     UNPACKING,
@@ -27,7 +28,9 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.units import DeviceId
 
 _IN_PART = 2
-"""The large segments that activations fill in part: the last one, and that of what is freed and taken again."""
+"""The segments of a size that activations fill in part: the last one, and that of what is freed and taken again."""
+_ROOMY = 2.5
+"""With so many times the bytes that activations have at once, what is freed in between is found again in one piece."""
 
 Asked = tuple[int, int]
 """So many bytes, asked for by a stream."""
@@ -44,9 +47,22 @@ def reserved_beside(asked: Iterable[Asked], activation_bytes: int) -> int:
         if size:
             allocator.allocate(size, stream)
             wanted += size
-    in_part = min(1, activation_bytes) * SMALL_SEGMENT
-    in_part += _IN_PART * LARGE_SEGMENT if activation_bytes > SMALL_BYTES else 0
+    in_part = min(1, activation_bytes) * _IN_PART * SMALL_SEGMENT + _large_in_part(allocator, activation_bytes)
     return allocator.reserved - wanted + in_part
+
+
+def _large_in_part(allocator: CachingAllocator, activation_bytes: int) -> int:
+    """Return what is reserved for the large blocks of activations beside their bytes, ``allocator`` having all else.
+
+    Few of them share one segment, or what weights have left of one.
+    """
+    roomy = round(_ROOMY * activation_bytes)
+    if activation_bytes <= SMALL_BYTES:
+        return 0
+    if roomy > LARGE_SEGMENT:
+        return _IN_PART * LARGE_SEGMENT
+    is_left = roomy < LEAST_OWN_SEGMENT and allocator.has_free(roomy, COMPUTING)
+    return 0 if is_left else LARGE_SEGMENT
 
 
 def allocator_bytes(layout: Layout, device: DeviceId, *, caches: Iterable[BlockCache], activation_bytes: int) -> int:

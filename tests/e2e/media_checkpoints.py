@@ -132,8 +132,8 @@ def save(folder: Path, made: str | tuple[Any, Any]) -> Path:
     return folder
 
 
-def tell_languages(folder: Path) -> None:
-    """Have the whisper in ``folder`` be one of several languages and tasks, as its generation config says."""
+def tell_languages(folder: Path) -> Path:
+    """Have the whisper in ``folder`` be one of several languages and tasks, as its config says; return the folder."""
     number = hf.AutoProcessor.from_pretrained(folder).tokenizer.convert_tokens_to_ids
     file = folder / "generation_config.json"
     spoken = {
@@ -142,6 +142,7 @@ def tell_languages(folder: Path) -> None:
     }  # fmt: skip
     defaults = {name: value for name, value in json.loads(file.read_text()).items() if name != "_from_model_config"}
     file.write_text(json.dumps(defaults | spoken))
+    return folder
 
 
 def picture(file: Path, size: tuple[int, int] = (60, 40), seed: int = 0) -> Path:

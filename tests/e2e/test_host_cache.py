@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, LlamaConfig, T5Config
 
 from tests.e2e.conftest import Finished
+from tests.e2e.media_checkpoints import recording, save, tell_languages, whisper
 from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
@@ -145,6 +146,21 @@ def test_the_host_has_the_bytes_of_both_of_a_decoders_caches(offstage_here: Run,
     assert waiting["devices"]["0"]["ledger"]["cache"] == 2 * layer
     assert 3 * layer * 400 / 512 < there["devices"]["0"]["ledger"]["cache"] <= 4 * layer
     assert waiting["forecast"]["cache_bytes_per_token"] == 4 * layer
+
+
+def test_what_is_heard_waits_there_too(offstage_here: Run, tmp_path: Path) -> None:
+    wide = {"d_model": 128, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_target_positions": 128}
+    folder = tell_languages(save(tmp_path / "whisper", whisper(**wide)))
+    given = (
+        f"model.path={folder}", f"generate.prompts=[{{audio: [{recording(tmp_path / 'a.wav', seconds=9)}]}}]",
+        "generate.max_new_tokens=61", "+generate.min_new_tokens=59", "hardware.devices=[{memory: 1GB}]",
+        f"max_memory={{0: {(folder / 'model.safetensors').stat().st_size // 2}, cpu: 20MB}}", RATES,
+    )  # fmt: skip
+    expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)
+    assert expected.code == 0, expected.err
+    assert (found.code, found.tokens) == (0, expected.tokens), found.err
+    held = planned(offstage_here, *given, ON_HOST)["devices"]["cpu"]["ledger"]["cache"]
+    assert held == 2 * (128 + 1536) * 2 * 128 * 4, "the decoder begins with tokens of its own"
 
 
 def test_on_the_host_alone_it_changes_nothing(offstage_here: Run, checkpoint: Path) -> None:

@@ -29,7 +29,7 @@ class SimulatedMemory(TorchDispatchMode):
             self._allocator.free(self._gone.popleft())
         there = {_storage(tensor)._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         found = func(*args, **(kwargs or {}))
-        for tensor in filter(lambda each: isinstance(each, torch.Tensor), tree_leaves(found)):
+        for tensor in filter(lambda each: isinstance(each, torch.Tensor) and not each.is_meta, tree_leaves(found)):
             storage = _storage(tensor)
             if storage.nbytes() and storage._cdata not in there:
                 there.add(storage._cdata)

@@ -29,7 +29,15 @@ from offstage.stages.checkpoints.tokenizers import check_tokenizer
 from offstage.stages.checkpoints.weight_files import weight_files
 from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.inputs.finetune_options import FinetuneOptions, Learns
-from offstage.stages.inputs.generate_options import AUTO, GUESSED, GUESSES, GenerateOptions, count_of, read_generate
+from offstage.stages.inputs.generate_options import (
+    AUTO,
+    GUESSED,
+    GUESSES,
+    GenerateOptions,
+    count_of,
+    decoder_start,
+    read_generate,
+)
 from offstage.stages.inputs.prompts import Prompt, read_prompts
 from offstage.stages.inputs.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
 from offstage.stages.plan.request.choose import MOST_TOGETHER, batch_sizes, lockstep_sizes
@@ -139,6 +147,7 @@ def _answers(
 
     Each prompt is answered by its own options over those of all.
     """
+    begun = decoder_start(with_media=tokens is not None)
     if tokens is None:
         tokens = max(_tokens(prompt, model) for prompt in prompts)
     asked = [given.of_prompt(prompt.options) for prompt in prompts]
@@ -149,7 +158,7 @@ def _answers(
         keeps_logits(one.options, guesses=one.guesses_ahead and not one.judges_exactly) for one in asked
     )
     guesses = max(one.most_guesses for one in asked)
-    prompt, both, answer = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new, 1 + new))
+    prompt, both, answer = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new, begun + new))
     length = answer if has_encoder else both  # the prompt's positions are then the encoder's
     is_cached = all(one.options.get("use_cache") is not False for one in asked)
     second = assistant_bytes(given.assistant_model, prompt=prompt, length=both)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers.cache_utils import DynamicLayer
 
+from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.transfer.arena import HostMemory
 from offstage.stages.dispatch.transfer.link import Event, Piece
 from offstage.stages.dispatch.transfer.links import SynchronousLink
-from offstage.stages.generate.host_cache import HostLayer, HostRoom, LayerOrder, host_cache
+from offstage.stages.generate.host_cache import HostLayer, HostRoom, LayerOrder, host_cache, why_not_on_host
 from offstage.stages.inputs.generate_options import KEPT_POSITIONS
 from offstage.stages.machine.aligned_memory import Bytes, private_bytes
+from tests.e2e.media_checkpoints import whisper
 from tests.stages.plan.cache_models import build, inputs_of
 
 
@@ -105,9 +110,75 @@ def test_models_with_all_kinds_of_layers_decode_the_same(name: str, beams: int) 
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     expected = model.generate(**given, **options)
     link = CountingLink()
-    cache = host_cache(model, HostRoom(96, private_bytes, lambda _: link))
-    whole = next(iter(cache.values()))
-    halves = (whole.self_attention_cache, whole.cross_attention_cache) if model.config.is_encoder_decoder else (whole,)
-    assert all(any(isinstance(layer, HostLayer) for layer in half.layers) == (name != "mistral") for half in halves)
-    assert torch.equal(model.generate(**given, **options, **cache), expected)
+    with host_cache(model, HostRoom(96, private_bytes, lambda _: link)) as cache:
+        whole = next(iter(cache.values()))
+        two = model.config.is_encoder_decoder
+        halves = (whole.self_attention_cache, whole.cross_attention_cache) if two else (whole,)
+        assert all(any(isinstance(layer, HostLayer) for layer in half.layers) == (name != "mistral") for half in halves)
+        assert torch.equal(model.generate(**given, **options, **cache), expected)
     assert (link.copies > 0) == (name != "mistral"), "layers come ahead of their use"
+
+
+def test_a_generate_that_decodes_each_part_of_a_recording_begins_with_an_empty_cache_in_the_same_memory() -> None:
+    torch.manual_seed(0)
+    model, processor = whisper()
+    sound = torch.randn(65 * 16000).numpy()
+    given = processor(
+        sound, sampling_rate=16000, return_tensors="pt", truncation=False, padding="longest", return_attention_mask=True
+    )
+    model.generation_config.no_timestamps_token_id = len(processor.tokenizer) - 1
+    options = {"max_new_tokens": 9, "do_sample": False, "return_timestamps": True}
+    expected, sizes = model.generate(**given, **options), list[int]()
+
+    def allocate(size: int) -> Bytes:
+        sizes.append(size)
+        return private_bytes(size)
+
+    with host_cache(model, HostRoom(9, allocate)) as cache:
+        assert torch.equal(model.generate(**given, **options, **cache), expected)
+    assert expected.shape[1] > 2 * 9, "of more parts than one"
+    layer = 2 * KEPT_POSITIONS * 32 * 4, 2 * (1500 // KEPT_POSITIONS + 1) * KEPT_POSITIONS * 32 * 4
+    assert sum(sizes) == 2 * sum(layer)
+    assert not model.get_encoder()._forward_pre_hooks
+
+
+def test_a_call_that_has_its_encoder_called_leaves_the_caches_of_others_as_they_are() -> None:
+    model: Any = build("t5")
+    given = inputs_of("t5", sequences=1, length=5)
+    with host_cache(model, HostRoom(9, private_bytes)) as one:
+        model.generate(**given, max_new_tokens=3, min_new_tokens=3, **one)
+        with host_cache(model, HostRoom(9, private_bytes)):
+            model.get_encoder()(**given)
+        kept = next(iter(one.values()))
+        assert kept.get_seq_length() == 3
+        model.get_encoder()(**given)
+        assert kept.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ("LlamaForCausalLM", None),
+        ("T5ForConditionalGeneration", None),
+        ("WhisperForConditionalGeneration", None),
+        ("RwkvForCausalLM", "has a cache of a kind of its own"),
+        ("BlipForConditionalGeneration", "takes no cache from whoever calls it"),
+        ("MoshiForConditionalGeneration", "has a generate of its own, and no encoder"),
+        ("OfSomebodysCode", None),
+    ],
+)
+def test_what_stands_in_the_way_is_told_by_how_a_model_decodes(
+    architecture: str, words: str | None, tmp_path: Path
+) -> None:
+    told = {"architectures": [architecture], "is_encoder_decoder": architecture.startswith(("T5", "Whisper"))}
+    tmp_path.joinpath("config.json").write_text(json.dumps(told))
+    assert (words or "") in (why_not_on_host(architecture, tmp_path) or "")
+    assert (words is None) == (why_not_on_host(architecture, tmp_path) is None)
+
+
+def test_a_model_that_takes_no_cache_is_refused_when_it_would_decode() -> None:
+    with (
+        pytest.raises(ConfigError, match="Linear takes no cache"),
+        host_cache(nn.Linear(1, 1), HostRoom(1, private_bytes)),
+    ):
+        pass

@@ -13,6 +13,7 @@ import offstage
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.dispatch.streaming.streamer import streamer_of
 from offstage.stages.empty_init.init import init_empty_weights
+from offstage.stages.machine.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT
 from offstage.stages.plan import allocator
 from offstage.stages.plan.plan import DevicePlan
 from tests.e2e.fp8_checkpoints import save_fp8
@@ -72,6 +73,14 @@ def test_a_generation_fits_where_the_plan_says_so_by_the_allocators_rules(
     beside = generate(checkpoint, rows=rows, prompt=prompt, new=new, **WHERE[where])
     with pytest.raises(BudgetError, match="out of memory"):
         generate(checkpoint, left=beside, rows=rows, prompt=prompt, new=new, **WHERE[where])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_few_activations_are_not_said_to_take_more_than_the_segments_that_they_share(
+    where: str, checkpoint: Path
+) -> None:
+    planned, reserved = held(checkpoint, left=0, rows=1, prompt=60, new=3, **WHERE[where])
+    assert reserved <= planned.own_bytes <= reserved + LARGE_SEGMENT + 2 * SMALL_SEGMENT
 
 
 def test_the_pool_of_the_stream_that_unpacks_is_counted(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from tests.stages.checkpoints.ggufs import dequantized, random_blocks
 pytest.importorskip("gguf")
 
 COLUMNS = 768
+OPERATOR = "offstage::multiply_packed"
 Weight = tuple[PackedMatrix, list[Tensor]]
 Make = Callable[[Path, int, int], Weight]
 """Makes a weight of so many rows and columns at random, in a folder: what it is, and what it rests in."""
@@ -301,3 +302,10 @@ def test_what_has_no_product_is_told_apart(tmp_path: Path) -> None:
     over = PackedTensor(table_codes((0.5,) * 16, 64, None, ("bfloat16",)), file_of_codes, "bfloat16", (2, 96))
     assert packed_matrix(over) is None, "runs of values go over from row to row"
     assert packed_matrix(replace(over, shape=(3, 64))) is not None
+
+
+def test_loops_are_given_no_address_of_another_device_than_the_host() -> None:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    served = [key for key in ("CPU", "Meta", "CUDA", "XPU", "MPS", "PrivateUse1") if has_kernel(OPERATOR, key)]
+    assert served == ["CPU", "Meta"], "torch itself refuses operands that lie elsewhere, some of them or all"
+    assert not any(has_kernel(OPERATOR, f"Composite{how}Autograd") for how in ("Implicit", "Explicit"))
