@@ -129,13 +129,23 @@ static void fp8_numbers(const uint8_t *restrict codes, float scale, uint16_t *re
 }
 
 static int are_numbers(const uint8_t *codes, int64_t count) {
+    int64_t at = 0;
     uint8_t most = 0;
-    for (int64_t at = 0; at < count; at++) {
+#ifdef __AVX512BW__
+    const __m512i none = _mm512_set1_epi8(0x7f);
+    __mmask64 found = 0;
+    for (; at + 64 <= count; at += 64)
+        found |= _mm512_cmpeq_epi8_mask(_mm512_and_si512(_mm512_loadu_si512(codes + at), none), none);
+    most = found ? 0x7f : 0;
+#endif
+    for (; at < count; at++) {
         uint8_t size = codes[at] & 0x7f;
         most = size > most ? size : most;
     }
     return most < 0x7f;
 }
+
+INLINE int is_finite(float value) { return value - value == 0; }
 
 /* Float32 at any byte. */
 INLINE float float_at(const uint8_t *place) {
@@ -230,7 +240,7 @@ void unpack_scaled(const Work *all) {
             const uint8_t *codes = all->codes + at / per_byte;
             char *made = all->made + at * SIZE_OF(all->dtype);
             float scale = scale_at(all, above, block);
-            if (numbers && scale - scale == 0) /* which is finite */
+            if (numbers && is_finite(scale))
                 fp8_numbers(codes, scale, (uint16_t *)made, count);
             else if (run)
                 run(codes, scale, made, count);
@@ -593,17 +603,14 @@ INLINE void add_q6_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart
     }
 }
 
-INLINE __m512 sixteen_fp8(const uint8_t *codes) { /* a half has one bit of exponent more, and all that FP8 has */
-    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)codes));
-    __m256i size = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
-    __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(size, sign)), _mm512_set1_ps(256));
-}
-
-/* Of FP8, all of them numbers. */
+/* Of FP8, all of them numbers: a half has one bit of exponent more, and all that FP8 has, in a 256th. Scales times 256
+   are exact, as long as they are small enough. */
 INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
-    return (Lanes){_mm512_mul_ps(sixteen_fp8(codes), _mm512_set1_ps(low)),
-                   _mm512_mul_ps(sixteen_fp8(codes + 16), _mm512_set1_ps(high))};
+    __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes)); /* the sign is in both of its places */
+    __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xbf80));
+    __m512 first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    __m512 second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+    return (Lanes){_mm512_mul_ps(first, _mm512_set1_ps(low * 256)), _mm512_mul_ps(second, _mm512_set1_ps(high * 256))};
 }
 
 /* Of four bits, which are numbers of sixteen values; of the two in a byte the upper or the lower comes first. */
@@ -867,7 +874,7 @@ INLINE Lanes of_scaled(int64_t kind, const uint8_t *codes, const float *values, 
     return of_nibbles(codes, values, kind == TABLE, low, high);
 }
 
-/* The same of FP8, some of which are no numbers. */
+/* The same of FP8, some of which are no numbers, or whose scales are beyond all use. */
 static Lanes of_strange(const uint8_t *codes, float low, float high) {
     float values[LANES];
     fp8_float32(codes, low, values, 16);
@@ -891,7 +898,7 @@ INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, const 
             int64_t rest = work->columns - begin, most = halves ? LANES : width;
             float low = scale_at(work, above, block), high = halves ? scale_at(work, above, block + 1) : low;
             count = rest < most ? rest : most;
-            int strange = kind == FP8 && !are_numbers(codes, count);
+            int strange = kind == FP8 && !(are_numbers(codes, count) && is_finite(256 * low) && is_finite(256 * high));
             for (int64_t at = 0; at < count; at += LANES, codes += LANES / each, column += LANES) {
                 fetch(codes + AHEAD, LANES / each);
                 Lanes values = strange ? of_strange(codes, low, high) : of_scaled(kind, codes, all->values, low, high);
@@ -905,12 +912,35 @@ INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, const 
     return sum_of(&lanes);
 }
 
-INLINE float scaled_row(const Product *all, int64_t row, const float *given, float *room) {
+/* Functions of their own, which a compiler does well by: all in one it may run out of registers. */
+#define SCALED_ROW(name, kind)                                                                                        \
+    static __attribute__((noinline)) float product_of_##name(const Product *all, int64_t row, const float *given) {   \
+        return row_of_scaled(all, row, kind, given, 0);                                                               \
+    }                                                                                                                 \
+    static __attribute__((noinline)) void unpack_##name(const Product *all, int64_t row, float *room) {               \
+        row_of_scaled(all, row, kind, 0, room);                                                                       \
+    }
+
+SCALED_ROW(fp8, FP8)
+SCALED_ROW(int8, INT8)
+SCALED_ROW(nibbles, FP4)
+SCALED_ROW(table, TABLE)
+
+static float product_of_scaled(const Product *all, int64_t row, const float *given) {
     switch (all->work->kind) {
-        case FP8: return row_of_scaled(all, row, FP8, given, room);
-        case INT8: return row_of_scaled(all, row, INT8, given, room);
-        case TABLE: return row_of_scaled(all, row, TABLE, given, room);
-        default: return row_of_scaled(all, row, FP4, given, room);
+        case FP8: return product_of_fp8(all, row, given);
+        case INT8: return product_of_int8(all, row, given);
+        case TABLE: return product_of_table(all, row, given);
+        default: return product_of_nibbles(all, row, given);
+    }
+}
+
+static void unpack_scaled_row(const Product *all, int64_t row, float *room) {
+    switch (all->work->kind) {
+        case FP8: unpack_fp8(all, row, room); break;
+        case INT8: unpack_int8(all, row, room); break;
+        case TABLE: unpack_table(all, row, room); break;
+        default: unpack_nibbles(all, row, room);
     }
 }
 
@@ -926,12 +956,12 @@ static void multiply_rows(const Product *all, int64_t row, int64_t some, const f
             if (products)
                 products[0](work->codes + row * width, width, work->columns, given, made);
             else
-                *made = scaled_row(all, row, given, 0);
+                *made = product_of_scaled(all, row, given);
 }
 
 static void unpack_row(const Product *all, int64_t row, float *room) {
     if (all->family == SCALED) {
-        scaled_row(all, row, 0, room);
+        unpack_scaled_row(all, row, room);
         return;
     }
     const Format *form = &FORMAT[all->work->kind];

@@ -94,19 +94,27 @@ def grouped(kind: str, scales: torch.dtype = torch.float16) -> Make:
     return make
 
 
-def codes(code: str, block: tuple[int, int], scales: str = "float32", *, strange: bool = False) -> Make:
-    """Random codes of one byte, all of them numbers unless ``strange``, and scales of an FP8 checkpoint."""
+def codes(
+    code: str, block: tuple[int, int], scales: str = "float32", *, strange: bool = False, extreme: bool = False
+) -> Make:
+    """Random codes of one byte, all of them numbers unless ``strange``, and scales of an FP8 checkpoint.
+
+    ``extreme`` ones are near the largest of all numbers, of codes so small that no product is beyond these.
+    """
 
     def make(folder: Path, rows: int, columns: int) -> Weight:
         draw = torch.Generator().manual_seed(rows)
         found = torch.randint(0, 256, (rows, columns // (2 if code == "fp4" else 1)), dtype=torch.uint8, generator=draw)
         if not strange and code == "fp8":
             found[(found & 0x7F) == 0x7F] = 0x7E
+        found &= 0x87 if extreme else 0xFF
         grid = -(-rows // block[0]), -(-columns // block[1])
         if scales in ("uint8", "float8_e8m0fnu"):
             factors = torch.randint(118, 122, grid, dtype=torch.uint8, generator=draw)
         else:
             factors = (torch.rand(grid, generator=draw) * 0.01 + 1e-3).to(getattr(torch, scales))
+            factors *= 2.0**100 if extreme else 1
+            factors *= 2.0**34 if extreme else 1
         return ScaledMatrix(rows, columns, code, *block, scales), [found, factors]
 
     return make
@@ -121,6 +129,7 @@ WEIGHTS: Mapping[str, tuple[Make, int, int]] = {
     "fp8 in blocks cut short": (codes("fp8", (128, 128)), 130, 224),
     "fp8, one row": (codes("fp8", (1, 32)), 1, 32),
     "fp8 in runs of 32": (codes("fp8", (1, 32), "float8_e8m0fnu"), 9, 96),
+    "fp8, extreme scales": (codes("fp8", (1, 32), extreme=True), 12, 96),
     "fp8, some no numbers": (codes("fp8", (16, 128), strange=True), 75, COLUMNS),
     "fp4 of experts": (codes("fp4", (1, 32), "uint8"), 75, COLUMNS),
     **{f"compressed-tensors, {name}": (compressed(name), 64, 96) for name in test_compressed_tensors.SCHEMES},
