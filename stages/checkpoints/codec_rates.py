@@ -1,9 +1,11 @@
-"""How fast what rests packed is unpacked: measured once for each codec, and kept beside the cache."""
+"""How fast what rests packed is unpacked, or multiplied as it rests: measured once for each codec, and kept beside the
+cache.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module, metadata
@@ -11,17 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offstage.pipeline.environment import allowed_cores
+from offstage.stages.checkpoints.multiplying_probe import FAMILIES, multiplying_speed
 from offstage.stages.machine import kernels
 from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.probes import READERS, READING_THREADS
-from offstage.stages.machine.rates import FILE_NAME, coarse_rate
+from offstage.stages.machine.rates import DECODING_NAME, FILE_NAME, coarse_rate
 
 if TYPE_CHECKING:
     from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
     from offstage.stages.machine.aligned_memory import Bytes
 
-_FAMILIES = ("scaled_codes", "grouped_integers", "gguf", "planes")
-"""The modules that have samples of the codecs which they name."""
 _MEASURING_SECONDS, _TURNS = 0.3, 3
 """For how long it is measured again and again, and how often a sample is unpacked each time."""
 
@@ -32,14 +33,31 @@ def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
 
     A rate is that of all reading threads together, as many as compute at once on this machine's cores.
     """
-    if not names:
+    said, probes = f"by all threads for {_MEASURING_SECONDS} s", {name: partial(_measured, name) for name in names}
+    return _rates(folder, FILE_NAME, {name: (f"unpacking {name}, {said}", probe) for name, probe in probes.items()})
+
+
+def multiplying_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
+    """Return the rates of the codecs ``names`` likewise at which products with one row read what rests in them.
+
+    They are of bytes at rest, measured in processes of their own, and kept for the user too.
+    """
+    probes = {name: partial(multiplying_speed, name) for name in names}
+    return _rates(folder, DECODING_NAME, {name: (f"multiplying {name}", probe) for name, probe in probes.items()})
+
+
+def _rates(folder: Path, file: str, probes: Mapping[str, tuple[str, Callable[[], int | None]]]) -> dict[str, int]:
+    """Return what ``probes`` of codecs measure, by name, each with what it is called in ``file`` of ``folder``."""
+    if not probes:
         return {}
     from offstage.stages.checkpoints.codecs import loops  # a run that has nothing packed needs no numpy to plan
 
     loops.build()
     machine = f"{loops.identity()}; numpy {metadata.version('numpy')}; {kernels.identity()}"
-    keys = {name: f"unpacking {name}, by all threads for {_MEASURING_SECONDS} s; {machine}" for name in names}
-    found = {name: KeptFigure(FILE_NAME, key, partial(_measured, name)).get(folder) for name, key in keys.items()}
+    found = {
+        name: KeptFigure(file, f"{said}; {machine}", probe, of_user=file == DECODING_NAME).get(folder)
+        for name, (said, probe) in probes.items()
+    }
     return {name: coarse_rate(rate) for name, rate in found.items() if rate}
 
 
@@ -54,7 +72,7 @@ def mean_rate(rates: Mapping[str, int], used_bytes: Mapping[str, int]) -> int | 
 
 
 def _measured(name: str) -> int | None:
-    families = (import_module(f"offstage.stages.checkpoints.codecs.{module}") for module in _FAMILIES)
+    families = (import_module(f"offstage.stages.checkpoints.codecs.{module}") for module in (*FAMILIES, "planes"))
     sample = next((family.sample(name) for family in families if name in family.NAMES), None)
     return None if sample is None else measure(*sample)
 

@@ -45,10 +45,7 @@ def describe(
     borrowers = _borrowers(seen, tied) if seen else _likely_borrowers(model)
     return Skeleton(
         tensors=tuple(_tensors(model)),
-        modules=tuple(
-            ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding), _multiplies(module))
-            for name, module in model.named_modules(remove_duplicate=False)
-        ),
+        modules=tuple(_module(name, module) for name, module in model.named_modules(remove_duplicate=False)),
         tied=tuple(tuple(group) for group in tied),
         no_split=tuple(sorted(declared or ())),
         order=tuple(seen.order) if seen else tuple(names),
@@ -82,9 +79,19 @@ def _called_once(model: nn.Module, seen: Rehearsal | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in called if name not in again)) if again else ()
 
 
+def _module(name: str, module: nn.Module) -> ModuleSpec:
+    looks_up, multiplies = isinstance(module, nn.Embedding), _multiplies(module)
+    return ModuleSpec(name, type(module).__name__, looks_up, multiplies, _codec(module))
+
+
 def _multiplies(module: nn.Module) -> bool:
     """Return whether a call of ``module`` is a linear layer's, and nothing else."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _codec(module: nn.Module) -> str | None:
+    """Return what ``module`` multiplies by as it rests, null where that is as it is used."""
+    return module.kind if getattr(module, "multiplies_packed", False) else None  # type: ignore[return-value]
 
 
 def _experts(

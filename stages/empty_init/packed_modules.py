@@ -77,6 +77,8 @@ class PackedLinear(nn.Module):
     Products are added up in float32, the bias too, and rounded once to the dtype of what is given.
     """
 
+    multiplies_packed = True
+
     def __init__(self, linear: nn.Linear, stack: Stack) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -119,6 +121,8 @@ class PackedExperts(nn.Module):
     An expert multiplies the tokens that are routed to it as a linear layer would. What comes of them is weighted, and
     added up for each token in float32, in the order of its choices.
     """
+
+    multiplies_packed = True
 
     def __init__(self, experts: Any, stacks: Mapping[str, Stack]) -> None:
         super().__init__()

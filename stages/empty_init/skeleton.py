@@ -76,13 +76,15 @@ class ModuleSpec:
     """One module: its dotted ``name`` (``""`` is the model) and the name of its class.
 
     ``looks_up`` says that it is an embedding: a call reads a few rows of its weight. ``multiplies`` says that it is a
-    linear layer: each number of its result depends on one row of its weight.
+    linear layer: each number of its result depends on one row of its weight. ``codec`` is what its weights rest in and
+    are multiplied in, quantised; null: they are multiplied as numbers.
     """
 
     name: str
     class_name: str
     looks_up: bool = False
     multiplies: bool = False
+    codec: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

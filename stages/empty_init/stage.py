@@ -115,7 +115,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     name = "empty_init"
     doing = "imports torch and the model's code, and reads its shapes"
-    version = 19
+    version = 20
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

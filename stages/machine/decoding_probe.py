@@ -46,7 +46,7 @@ def decoding_speed() -> dict[str, int] | None:
     all that one takes beside its calls. Null where memory is too short for a second process, or where that fails.
     """
     _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
-    found: dict[str, int] | None = measure_apart("decoding_probe", beside=BYTES)
+    found: dict[str, int] | None = measure_apart("machine.decoding_probe", beside=BYTES)
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from offstage.pipeline.errors import Fault, closest
 from offstage.stages.machine.hosts import AUTO, EXACT_KEY, KEY
-from offstage.stages.machine.rates import DEVICE_RATES, RATES, parse_rate
+from offstage.stages.machine.rates import DEVICE_RATES, OPTIONAL_RATES, RATES, parse_rate
 from offstage.stages.units import parse_size
 
 _KEYS = ("devices", "host", "rates", "hosts", "exact_hosts", "network")
@@ -106,7 +106,7 @@ def _rate_faults(place: str, rates: object, known: Collection[str]) -> Iterator[
         return
     for name, rate in rates.items():
         if name in known:
-            yield from () if (name, rate) == ("root", None) else _wrong(f"{place}.{name}", parse_rate, rate)
+            yield from () if rate is None and name in OPTIONAL_RATES else _wrong(f"{place}.{name}", parse_rate, rate)
         elif name in RATES:
             yield Fault(
                 f"{place}.{name}",

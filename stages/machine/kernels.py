@@ -71,7 +71,7 @@ def local_kernels(folder: Path) -> Kernels:
 
     Where the system doesn't tell a process its peak they are ``NOMINAL``.
     """
-    apart = partial(measure_apart, "kernels", here=measure)
+    apart = partial(measure_apart, "machine.kernels", here=measure)
     found = KeptFigure(FILE_NAME, identity(), apart, NOMINAL, of_user=True).get(folder)
     return {kernel: tuple(factors) for kernel, factors in found.items()}
 

@@ -26,7 +26,8 @@ def has_room(beside: int = 0) -> bool:
 def measure_apart(
     module: str, *arguments: str, beside: int = 0, folder: Path | None = None, here: Callable[[], Any] | None = None
 ) -> Any:
-    """Return what ``measure`` of ``module`` returns of ``arguments`` in a process of its own, in ``folder``.
+    """Return what ``measure`` of ``module``, named below ``stages``, returns of ``arguments`` in a process of its own,
+    in ``folder``.
 
     Null where it fails. Where there is no memory for a second process and so many bytes ``beside``, it is what is found
     ``here``; null without.
@@ -48,7 +49,7 @@ def answer() -> None:
     """Be the process that is asked: print the answer, as JSON in the last line."""
     be_expendable(parent=int(sys.argv.pop(1)))
     module = sys.argv.pop(1)
-    found = import_module(f"offstage.stages.machine.{module}").measure(*sys.argv[1:])
+    found = import_module(f"offstage.stages.{module}").measure(*sys.argv[1:])
     sys.stdout.write(f"\n{json.dumps(found)}\n")
 
 

@@ -127,7 +127,9 @@ def _measure_apart(accelerator: str) -> dict[str, int] | None:
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
     with TemporaryDirectory(prefix="offstage-") as folder:
         beside = (NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL).host
-        found: dict[str, int] | None = measure_apart("process_memory", accelerator, beside=beside, folder=Path(folder))
+        found: dict[str, int] | None = measure_apart(
+            "machine.process_memory", accelerator, beside=beside, folder=Path(folder)
+        )
         return found
 
 

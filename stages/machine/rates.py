@@ -35,6 +35,7 @@ class Rates:
     that read unpack together what rests packed, in bytes as they are used. ``launches`` is how many modules that hold
     weights are called in a second where an accelerator computes them: what the host does to have that done, however
     small they are.
+    ``multiplying`` is how fast products read weights that they multiply quantised, as these rest; null: as others.
     ``root`` is what all links bring together, where they share one; null: each brings what it can.
     ``links`` and ``devices`` have the link and the memory of each accelerator by its index, where they are unlike;
     empty: all are as ``host_to_device`` and ``device`` say.
@@ -48,6 +49,7 @@ class Rates:
     calls: int = 15_000
     loops: int = 700
     launches: int = 8_000
+    multiplying: int | None = None
     root: int | None = None
     links: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
@@ -81,6 +83,8 @@ class Rates:
 
 RATES = tuple(field.name for field in fields(Rates) if field.name not in ("links", "devices"))
 """The rates of a machine, by name."""
+OPTIONAL_RATES = ("root", "multiplying")
+"""Those that may be null."""
 DEVICE_RATES = ("host_to_device", "device")
 """Those that an accelerator may have of its own."""
 
@@ -145,7 +149,7 @@ def local_rates(
     if sample is not None:
         wanted["storage"] = f"storage {sample.stat().st_dev} again", lambda: probes.read_speed(sample)
     if accelerators:
-        measured_apart = lru_cache(partial(measure_apart, "probes"))
+        measured_apart = lru_cache(partial(measure_apart, "machine.probes"))
         for name in (*DEVICE_RATES, "launches"):
             wanted[name] = f"{name} {accelerators[0]}", partial(_of, measured_apart, name)
     given = _read(pinned or {})

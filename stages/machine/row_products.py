@@ -58,7 +58,7 @@ def exact_dtypes(folder: Path, dtypes: Iterable[str]) -> frozenset[str]:
 
 
 def _figure(dtype: str) -> KeptFigure:
-    apart = partial(measure_apart, "row_products", dtype, here=partial(measure, dtype))
+    apart = partial(measure_apart, "machine.row_products", dtype, here=partial(measure, dtype))
     return KeptFigure(FILE_NAME, f"{dtype}; {identity()}", apart, of_user=True)
 
 

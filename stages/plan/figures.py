@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from offstage.pipeline.stage import MEASURED, Config
-from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
+from offstage.stages.checkpoints.codec_rates import mean_rate, multiplying_rates, unpacking_rates
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.machine.hardware import Hardware, hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES
@@ -124,8 +124,9 @@ def machine_rates(
 ) -> Rates:
     """Return the rates that the config gives, the others as they are measured on the checkpoint's largest file.
 
-    Those of a machine that is described and isn't this one are nominal where they aren't given. That of unpacking is
-    of the codecs which tensors of ``outline`` rest in. Of a ``light`` model's host only calls are measured.
+    Those of a machine that is described and isn't this one are nominal where they aren't given. Those of dequantising
+    and multiplying are of the codecs which tensors of ``outline`` rest in. Of a ``light`` model's host only calls are
+    measured.
     """
     described = config.get("hardware") or {}
     if described.get("devices") is not None:
@@ -135,13 +136,18 @@ def machine_rates(
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}
     rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light)
-    if outline is None or "dequantising" in pinned:
+    if outline is None:
         return rates
-    used: Counter[str] = Counter()
-    for name, packed in outline.packed.items():
-        used[packed.codec] += outline.sizes[name]
-    unpacking = mean_rate(unpacking_rates(cache / MEASURED, used), used)
-    return rates if unpacking is None else replace(rates, dequantising=coarse_rate(unpacking))
+    unpacked = {name: packed.codec for name, packed in outline.packed.items()}
+    quantised = {"dequantising": (unpacked, unpacking_rates), "multiplying": (outline.multiplied, multiplying_rates)}
+    found = {rate: getattr(rates, rate) for rate in quantised}
+    for rate, (codecs, measure) in quantised.items():
+        sizes: Counter[str] = Counter()
+        for name, codec in codecs.items() if rate not in pinned else ():
+            sizes[codec] += outline.sizes[name]
+        mean = mean_rate(measure(cache / MEASURED, sizes), sizes)
+        found |= {} if mean is None else {rate: coarse_rate(mean)}
+    return replace(rates, dequantising=found["dequantising"], multiplying=found["multiplying"])
 
 
 def host_kernels(config: Config, cache: Path) -> Kernels:

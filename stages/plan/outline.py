@@ -80,6 +80,13 @@ class Outline:
         return {tensor.name: tensor.packed for tensor in self.skeleton.tensors if tensor.packed is not None}
 
     @cached_property
+    def multiplied(self) -> dict[str, str]:
+        """The codec of every tensor, by name, that is multiplied as it rests."""
+        codecs = {module.name: module.codec for module in self.skeleton.modules if module.codec is not None}
+        named = ((tensor.name, codecs.get(parent(tensor.name))) for tensor in self.skeleton.tensors if codecs)
+        return {name: codec for name, codec in named if codec is not None}
+
+    @cached_property
     def rest_sizes(self) -> dict[str, int]:
         """Bytes of every tensor by name, as it rests on disk."""
         return self.sizes | {name: packed.bytes for name, packed in self.packed.items()}

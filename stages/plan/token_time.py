@@ -80,17 +80,19 @@ class PassTraffic:
     so much of them is ``experts_used``. Of ``caches`` that wait on the host so many bytes come to each device, each
     block's as it computes.
 
-    A token reads what is ``held`` on each device that computes with it. Where accelerators compute and the host beside
-    them, that reads ``host_read`` of it, else null, and activations go there or come back in so many ``crossings``,
-    each time ``output_bytes``. So many ``host_calls`` of modules that hold weights, and ``device_calls`` of those that
-    accelerators compute, each take the host a while, however few these are, and so does what is around a token's calls:
-    so many ``loops``, none where it is counted with an accelerator's calls. The tokens of a member's pass have
-    ``computed`` with so many bytes on each device, each token counted; none where one does, while they are read.
+    A token reads what is ``held`` on each device that computes with it. So much of what the host reads is
+    ``multiplied`` quantised, as it rests. Where accelerators compute and the host beside them, that reads ``host_read``
+    of it, else null, and activations go there or come back in so many ``crossings``, each time ``output_bytes``. So
+    many ``host_calls`` of modules that hold weights, and ``device_calls`` of those that accelerators compute, each take
+    the host a while, however few these are, and so does what is around a token's calls: so many ``loops``, none where
+    it is counted with an accelerator's calls. The tokens of a member's pass have ``computed`` with so many bytes on
+    each device, each token counted; none where one does, while they are read.
     """
 
     members: float = 1
     reserves: Mapping[DeviceId, int] | None = None
     held: Mapping[DeviceId, int] = field(default_factory=dict)
+    multiplied: float = 0
     host_read: float | None = None
     crossings: int = 0
     output_bytes: int = 0
@@ -205,7 +207,7 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
         HOST_TO_DEVICE: link_seconds(brought, rates) / members + caches,
-        HOST: (there + brought.used.get(CPU, 0)) / rates.host + calls,
+        HOST: _read_on_host(there + brought.used.get(CPU, 0), brought, rates) + calls,
         HOST_CORES: cores + calls,
         DEVICE: _read_on_devices(brought, rates) / rates.device,
         DEVICE_CORES: apart / DEVICE_TOKENS,
@@ -217,6 +219,12 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
         ROUTED: brought.when_called / rates.storage / members,
         DEQUANTISING_ROUTED: brought.unpacked_when_called / rates.dequantising / members,
     }
+
+
+def _read_on_host(count: float, brought: PassTraffic, rates: Rates) -> float:
+    """Return how long the host's products take to read so many bytes, ``multiplied`` ones at their own rate."""
+    multiplied = min(count, brought.multiplied)
+    return (count - multiplied) / rates.host + multiplied / (rates.multiplying or rates.host)
 
 
 def crossing_seconds(output_bytes: int, rates: Rates) -> float:

@@ -107,7 +107,16 @@ def traffic(layout: Layout, step: Step) -> PassTraffic:
         if (device := layout.block_device(cache.block)) != CPU:
             found.caches[device] += cache.finished
     found.held = _held_bytes(layout, step, found)
+    found.multiplied = _multiplied_bytes(layout, step)
     return found
+
+
+def _multiplied_bytes(layout: Layout, step: Step) -> float:
+    """Return the bytes that a token multiplies by on the host as they rest, wherever they are until then."""
+    multiplied = layout.outline.multiplied
+    leaders = {line.leader for line in layout.lines if line.computes == CPU and line.name in multiplied}
+    read = (line for line in _needed(layout, step) if line.name in leaders)
+    return step.forwards * sum(line.used * step.routing.share(line.routed) for line in read)
 
 
 def _held_bytes(layout: Layout, step: Step, brought: PassTraffic) -> dict[DeviceId, int]:
@@ -185,6 +194,8 @@ class Forecast:
         if brought.unpacked:
             found["quantised_bytes_per_token"] = round(brought.packed / members)
             found["dequantised_bytes_per_token"] = round(brought.unpacked / members)
+        if brought.multiplied:
+            found["multiplied_bytes_per_token"] = round(brought.multiplied)
         if brought.moved:
             found["device_dequantised_bytes_per_token"] = round(brought.unpacked_there / members)
             found["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
@@ -235,6 +246,7 @@ def lower_bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: flo
         members, held=plan.used_bytes, at_rest=streamed, packed=packed, unpacked=unpacked, used=computed
     )
     found.unpacked_there, found.saved = unpacked_there, saved
+    found.multiplied = float(plan.forecast.get("multiplied_bytes_per_token", 0))
     found.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
     found.runs = [(device, count * ahead) for device, count in computed.items()]
     found.caches[plan.main_device] = round(float(plan.forecast.get("cache_bytes_per_token", 0)) * members)

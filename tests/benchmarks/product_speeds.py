@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from offstage.stages.checkpoints.codecs import gguf, grouped_integers, loops, scaled_codes
-from offstage.stages.checkpoints.codecs.packed_matrices import as_text, packed_matrix
+from offstage.stages.checkpoints.codecs.packed_matrices import as_text, packed_matrix, parts_of
 from offstage.stages.checkpoints.codecs.products import multiply_packed
-from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.packed import PackedTensor
 from tests.benchmarks.offload import say
 
@@ -51,7 +50,7 @@ def speeds(name: str, rounds: int) -> list[tuple[float, float]]:
     tensor, _, data = SAMPLES[name](name)
     matrix = packed_matrix(tensor)
     assert matrix is not None
-    told, parts = as_text(matrix), [_part(tensor, at, part) for at, part in enumerate(data)]
+    told, parts = as_text(matrix), parts_of(tensor, data)
     plain = matrix.values(parts, 0, matrix.rows).bfloat16()
     found = []
     for count in COUNTS:
@@ -61,13 +60,6 @@ def speeds(name: str, rounds: int) -> list[tuple[float, float]]:
         theirs = _least(lambda rounded=rounded: torch.nn.functional.linear(rounded, plain), rounds)
         found.append((ours / plain.numel() * 1e9, theirs / plain.numel() * 1e9))
     return found
-
-
-def _part(tensor: PackedTensor, at: int, data: object) -> Tensor:
-    """Return the bytes ``data`` of a tensor's part as numbers of its dtype and shape; of one byte, as bytes."""
-    part = tensor.parts[at]
-    kind, found = torch_dtype(part.dtype), torch.as_tensor(data)
-    return found.view(torch.uint8 if kind.itemsize == 1 else kind).view(part.shape)
 
 
 def _least(call: Callable[[], Tensor], rounds: int) -> float:

@@ -17,7 +17,7 @@ import offstage
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
-from offstage.stages.empty_init.packed_modules import PackedEmbedding, packed_modules
+from offstage.stages.empty_init.packed_modules import PackedEmbedding, PackedLinear, packed_modules
 from offstage.stages.shard_load.stage import ShardLoadStage
 
 pytest.importorskip("gguf")
@@ -85,6 +85,8 @@ def test_a_plan_counts_packed_bytes_where_they_lie(tmp_path: Path) -> None:
         assert {name: lines[f"{name}.weight"].bytes for name in packed} == held
         assert {module.kind for module in packed.values()} <= set(FORMATS_OF_LOOPS)
         fused = loaded.plan.devices["cpu"].weights
+        multiplied = [held[name] for name, module in packed.items() if isinstance(module, PackedLinear)]
+        assert loaded.plan.forecast["multiplied_bytes_per_token"] == sum(multiplied)
     entries = open_checkpoint(path).entries.values()
     assert set(held.values()) <= {entry.bytes for entry in entries}
     with load(path, "exact", device_map={"": "cpu"}) as loaded:

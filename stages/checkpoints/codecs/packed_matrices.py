@@ -9,7 +9,7 @@ as text, since that takes no objects.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Self
@@ -241,6 +241,15 @@ def packed_matrix(source: AtRest) -> PackedMatrix | None:
     if isinstance(codec, GgufCodec):
         return GgmlMatrix.of(source, codec)
     return GroupedMatrix.of(source, codec) if isinstance(codec, GroupedIntegers) else None
+
+
+def parts_of(tensor: PackedTensor, data: Sequence[object]) -> list[Tensor]:
+    """Return the bytes ``data`` of the parts of ``tensor`` as products take them: numbers, of one byte as bytes."""
+    kinds = [torch_dtype(part.dtype) for part in tensor.parts]
+    return [
+        torch.as_tensor(found).view(torch.uint8 if kind.itemsize == 1 else kind).view(part.shape)
+        for part, kind, found in zip(tensor.parts, kinds, data, strict=True)
+    ]
 
 
 def stacked(matrix: PackedMatrix, pieces: int) -> PackedMatrix | None:

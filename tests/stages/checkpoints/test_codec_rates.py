@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
+from offstage.stages.checkpoints.codec_rates import mean_rate, multiplying_rates, unpacking_rates
 
 
 def test_a_rate_is_measured_once_and_kept_by_the_codecs_name(tmp_path: Path) -> None:
@@ -43,3 +43,11 @@ def test_codecs_that_unpack_nothing_have_no_rate(count: int) -> None:
 def test_to_plan_what_is_not_packed_neither_numpy_nor_torch_is_imported() -> None:
     script = "import sys, offstage.stages.plan.stage; assert not {'numpy', 'torch', 'ctypes'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_codec_with_products_has_a_rate_of_these_and_others_have_none(tmp_path: Path) -> None:
+    names = ["q8_0", "fp8", "awq4"]
+    found = multiplying_rates(tmp_path, [*names, "zstd", "unheard of"])
+    assert list(found) == names
+    assert all(10**7 < rate < 10**12 for rate in found.values()), "bytes at rest a second, of a few cores"
+    assert multiplying_rates(tmp_path, ["fp8"]) == {"fp8": found["fp8"]}

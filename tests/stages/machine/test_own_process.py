@@ -14,14 +14,14 @@ from offstage.stages.machine.own_process import has_room, measure_apart
 
 
 def test_what_it_prints_is_heard_and_of_one_that_fails_nothing() -> None:
-    assert measure_apart("row_products", "float32") in (True, False)
-    assert measure_apart("row_products", "no dtype") is None
+    assert measure_apart("machine.row_products", "float32") in (True, False)
+    assert measure_apart("machine.row_products", "no dtype") is None
     assert measure_apart("no probe") is None
 
 
 def test_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_process, "_SECONDS", 0.01)
-    assert measure_apart("row_products", "float32") is None
+    assert measure_apart("machine.row_products", "float32") is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="the system ranks no processes")
@@ -38,5 +38,5 @@ def test_there_is_room_for_what_is_available_and_no_more() -> None:
     available = host_memory().available_bytes
     assert has_room((available - 2 * PROCESS_BYTES) // 2)
     assert not has_room(available)
-    assert measure_apart("row_products", "float32", beside=available) is None
-    assert measure_apart("row_products", "float32", beside=available, here=lambda: "here") == "here"
+    assert measure_apart("machine.row_products", "float32", beside=available) is None
+    assert measure_apart("machine.row_products", "float32", beside=available, here=lambda: "here") == "here"

@@ -144,9 +144,9 @@ def test_a_peak_is_weights_reserve_cache_activations_and_the_process() -> None:
     caches = tuple(BlockCache(name, 100, 90) for name in names)
     plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), MemoryNeeds(7, caches=caches), Rates())
     of_budget, one = {"weights": 10, "reserve": 10, "cache": 300, "activations": 7}, 2 * 2**20
-    assert plan.predicted[0] == {**of_budget, "allocator": 2 * one - 320}, "and a segment that activations have in part"
+    assert plan.predicted[0] == {**of_budget, "allocator": 3 * one - 320}, "with two segments that are filled in part"
     of_budget = {"weights": 10, "reserve": 0, "cache": 100, "activations": 7}
-    assert plan.predicted[1] == {**of_budget, "allocator": 2 * one - 110}
+    assert plan.predicted[1] == {**of_budget, "allocator": 3 * one - 110}
     assert plan.predicted["cpu"]["process"] == PROCESS_BYTES
     assert plan.predicted["cpu"]["weights"] == 20
 

@@ -85,6 +85,12 @@ def test_calls_take_the_host_a_while_however_few_weights_there_are() -> None:
     assert token_seconds(around, replace(rates, loops=4))[HOST] == 3.25, "each of several in lockstep has one"
 
 
+def test_what_is_multiplied_quantised_is_read_at_a_rate_of_its_own() -> None:
+    read, rates = PassTraffic(held={CPU: 100}, multiplied=80), Rates(host=100)
+    assert token_seconds(read, rates)[HOST] == 1
+    assert token_seconds(read, replace(rates, multiplying=400))[HOST] == pytest.approx(0.4)
+
+
 def test_an_accelerator_waits_for_the_host_to_give_it_work_however_little_that_is() -> None:
     rates = Rates(device=100, host_to_device=10, launches=10)
     waits = token_seconds(PassTraffic(held={0: 100}, device_calls=20), rates)

@@ -1,0 +1,52 @@
+"""Measuring how fast products read weights that they multiply quantised, as these rest: one row at a time, from memory.
+
+What no cache holds is read as a model's weights are, one after the other; it is so large that a call takes no time to
+speak of.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+
+from offstage.stages.machine.own_process import measure_apart
+
+FAMILIES = ("scaled_codes", "grouped_integers", "gguf")
+"""The modules with codecs that have products, and samples of these."""
+BYTES = 192 * 2**20
+"""What weights take, at most."""
+_TIMES, _ROUNDS = 8, 5
+
+
+def multiplying_speed(name: str) -> int | None:
+    """Return what ``measure`` does in a process of its own: what it takes of memory is no part of a run's peak."""
+    found: int | None = measure_apart("checkpoints.multiplying_probe", name, beside=BYTES)
+    return found
+
+
+def measure(name: str) -> int | None:
+    """Return the bytes at rest a second that products with one row read of weights in the codec ``name``.
+
+    The best of some rounds: what else the machine does only ever makes one slower. Null where it has no products.
+    """
+    import torch
+
+    from offstage.stages.checkpoints.codecs.packed_matrices import as_text, packed_matrix, parts_of
+    from offstage.stages.checkpoints.codecs.products import multiply_packed
+
+    families = (import_module(f"offstage.stages.checkpoints.codecs.{module}") for module in FAMILIES)
+    sample = next((family.sample(name, times=_TIMES) for family in families if name in family.NAMES), None)
+    matrix = None if sample is None else packed_matrix(sample[0])
+    if sample is None or matrix is None:
+        return None
+    tensor, _, data = sample
+    parts, told, given = parts_of(tensor, data), as_text(matrix), torch.ones(1, matrix.columns)
+    each = sum(part.nbytes for part in parts)
+    weights = [[part.clone() for part in parts] for _ in range(max(1, BYTES // each))]
+    taken = []
+    for _ in range(_ROUNDS):
+        begun = time.perf_counter()
+        for weight in weights:
+            multiply_packed(given, weight, told)
+        taken.append(time.perf_counter() - begun)
+    return round(len(weights) * each / min(taken))
