@@ -23,6 +23,7 @@ PLAN_METRICS = (
     _predicted("streamed_bytes_per_token", "bytes", "streamed a token", of="streamed_bytes_per_token"),
     _predicted("quantised_bytes_per_token", "bytes"),
     _predicted("dequantised_bytes_per_token", "bytes"),
+    _predicted("multiplied_bytes_per_token", "bytes"),
     _predicted("device_dequantised_bytes_per_token", "bytes"),
     _predicted("device_moved_bytes_per_token", "bytes"),
     _predicted("expert_bytes_per_token", "bytes"),
