@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 from offstage.pipeline.call_frames import with_frame_room
@@ -27,7 +28,8 @@ def with_room() -> int:
 
 def in_lockstep() -> int:
     found: list[int] = []
-    Lockstep(1, ModuleState(nn.Module())).run([lambda: found.append(most_faults())])
+    with torch.no_grad():
+        Lockstep(1, ModuleState(nn.Module())).run([lambda: found.append(most_faults())])
     return found[0]
 
 
