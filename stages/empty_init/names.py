@@ -21,6 +21,7 @@ from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.packed_matrices import BESIDE
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.empty_init.siblings import missing_sibling, unlike_sibling
 
 
 class Converter(Protocol):
@@ -179,8 +180,7 @@ def _step(
     try:
         shapes = {name: tuple(tensor.shape) for name, tensor in convert(rehearsed, target, rename.model).items()}
     except CheckpointError as error:
-        folder = entries[sources[0][1]].file.path.parent
-        raise CheckpointError(f"{folder}: {error}; get the checkpoint again") from error
+        raise _unmade(target, sources, entries, error) from error
     if list(shapes) == [target] and _only_moves(converter):
         rename.shapes[look] = shapes[target]
     return NamingStep(shapes, tuple(sources), converter)
@@ -191,6 +191,16 @@ def _only_moves(converter: Any) -> bool:
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     return all(type(operation) in (Concatenate, MergeModulelist, Transpose) for operation in converter.operations)
+
+
+def _unmade(
+    target: str, sources: list[tuple[str, str]], entries: Mapping[str, AtRest], error: CheckpointError
+) -> CheckpointError:
+    """Return an error that names the one of ``sources`` by which ``target`` can't be made; else says ``error``."""
+    missing, unlike, path = missing_sibling(sources), unlike_sibling(sources, entries), entries[sources[0][1]].file.path
+    wrong = unlike or (f"{missing!r} is missing" if missing else None)
+    said = str(error) if wrong is None else f"{wrong}, so {target!r} can't be made"
+    return CheckpointError(f"{path.parent}: {said}; get the checkpoint again")
 
 
 def convert(converter: Converter, target: str, model: Any) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ from offstage.stages.empty_init.adapted_model import Unadapted, without_adapter
 from offstage.stages.empty_init.merges import sources_in_order
 from offstage.stages.empty_init.names import Naming, NamingStep, ignorable, name_tensors
 from offstage.stages.empty_init.packed_modules import as_they_rest, packed_modules
+from offstage.stages.empty_init.siblings import missing_sibling
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 
 _log = logging.getLogger(__name__)
@@ -220,7 +221,9 @@ def _check_fit(
     """Add to ``unfit`` what is wrong with the tensor that ``step`` makes for ``spec``."""
     shape = step.targets[target]
     if shape != spec.shape:
-        unfit["of another shape"].append(f"{spec.name!r} is {list(shape)} instead of {list(spec.shape)}")
+        missing = missing_sibling(step.sources) if step.converter else None
+        without = f" (there is no {missing!r})" if missing else ""
+        unfit["of another shape"].append(f"{spec.name!r} is {list(shape)} instead of {list(spec.shape)}{without}")
     miscast = [name for name in step.source_names if _kind(entries[name].dtype) != _kind(spec.dtype)]
     if miscast:
         whose = spec.name if step.converter is None else miscast[0]

@@ -87,7 +87,7 @@ def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Ru
 
 
 def test_a_plan_that_an_accelerator_cannot_hold_is_refused_before_a_weight_is_read(offstage_here: Run) -> None:
-    done = offstage_here(machine(memory="24MB"), budgets("2.4MB", "2MB"), "device_map=balanced", TOKENS)
+    done = offstage_here(machine(memory="26MB"), budgets("2.4MB", "2MB"), "device_map=balanced", TOKENS)
     assert done.code == BUDGET_EXIT
     assert "max_memory.0: the plan takes" in done.err
     assert "the most that works is" in done.err

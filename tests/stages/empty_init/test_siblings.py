@@ -1,4 +1,4 @@
-"""A checkpoint that holds experts one by one, and one of them is wrong: the error names what can't be made."""
+"""A checkpoint that holds experts one by one, and one of them is wrong: the error names that one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offstage.pipeline.errors import CheckpointError
+from offstage.stages.empty_init.siblings import missing_sibling
 from tests.stages.shard_load.test_rows import make_mixture, offloaded
 
 EXPERTS = "model.layers.0.block_sparse_moe.experts"
@@ -25,11 +26,19 @@ def changed(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
 FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "one of an expert's tensors is missing": (
         without(f"{EXPERTS}.2.w1.weight"),
-        r"tensor 'model.layers.0.mlp.experts.gate_up_proj' can't be made from the checkpoint's tensors: Sizes",
+        f"'{EXPERTS}.2.w1.weight' is missing, so 'model.layers.0.mlp.experts.gate_up_proj' can't be made",
     ),
     "one that is alone in its row is missing": (
         without(f"{EXPERTS}.2.w2.weight"),
-        r"down_proj' is \[5, 32, 24\] instead of \[6, 32, 24\]",
+        rf"down_proj' is \[5, 32, 24\] instead of \[6, 32, 24\] \(there is no '{EXPERTS}.2.w2.weight'\)",
+    ),
+    "an expert is missing": (
+        without(*(f"{EXPERTS}.2.{part}.weight" for part in ("w1", "w2", "w3"))),
+        rf"gate_up_proj' is \[5, 48, 32\] instead of \[6, 48, 32\] \(there is no '{EXPERTS}.2.w1.weight'\)",
+    ),
+    "the last expert is missing": (
+        without(*(f"{EXPERTS}.5.{part}.weight" for part in ("w1", "w2", "w3"))),
+        r"gate_up_proj' is \[5, 48, 32\] instead of \[6, 48, 32\],",
     ),
     "all are missing": (
         without(*(f"{EXPERTS}.{expert}.w2.weight" for expert in range(6))),
@@ -37,7 +46,7 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "one is of another shape": (
         changed(f"{EXPERTS}.2.w1.weight", torch.zeros(24, 33, dtype=torch.bfloat16)),
-        r"tensor 'model.layers.0.mlp.experts.gate_up_proj' can't be made",
+        rf"'{EXPERTS}.2.w1.weight' is \[24, 33\] where others like it are \[24, 32\], so 'model.layers.0.mlp.experts",
     ),
     "one is of another kind of number": (
         changed(f"{EXPERTS}.2.w1.weight", torch.zeros(24, 32, dtype=torch.int8)),
@@ -54,7 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_made_is_named_in_one_line(fault: str, saved: Path, tmp_path: Path) -> None:
+def test_the_expert_that_is_wrong_is_named_in_one_line(fault: str, saved: Path, tmp_path: Path) -> None:
     change, words = FAULTS[fault]
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_bytes((saved / "config.json").read_bytes())
@@ -74,3 +83,21 @@ def test_an_expert_of_another_float_type_is_cast_with_the_others(saved: Path, tm
     assert weights.extents.keys() & weights.rows.keys() == {"model.layers.0.mlp.experts.gate_up_proj"}
     row = weights["model.layers.0.mlp.experts.gate_up_proj"][2]
     assert torch.equal(row, torch.cat([tensors[name], tensors[f"{EXPERTS}.2.w3.weight"]]))
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["a.0.w", "a.2.w"], "a.1.w"),
+        (["a.1.w", "a.2.w"], None),
+        (["a.10.w", "a.9.w", "a.12.w"], "a.11.w"),
+        (["0", "2"], "1"),
+        (["a.0.w", "b.2.w"], None),
+        (["a.x.w", "a.y.w"], None),
+        (["a.0.w", "a.2"], None),
+        (["a.0.w"], None),
+        ([], None),
+    ],
+)
+def test_a_gap_in_the_numbers_tells_the_name(names: list[str], missing: str | None) -> None:
+    assert missing_sibling([("a.*.w", name) for name in names]) == missing
