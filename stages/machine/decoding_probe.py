@@ -5,9 +5,9 @@ bytes that are read each module takes the time of its call and of what it comput
 too, however narrow. Two decoders tell both: one has next to no bytes, and one is as wide as those of a billion
 parameters. What a token takes around the layers, what a model does once for it and what chooses it, is the rest.
 
-All are in bfloat16, in a process of their own: what it takes of memory is no part of a run's peak. Weights begin where
-those of most safetensors files do, at a multiple of eight bytes and no larger one: from there products read them up to
-a fifth slower than from a cache line's beginning.
+All are in the dtype that is asked for, in a process of their own: what it takes of memory is no part of a run's peak.
+Weights begin where those of most safetensors files do, at a multiple of eight bytes and no larger one: from there
+products read them up to a fifth slower than from a cache line's beginning, where dequantised ones begin.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from offstage.stages.machine.own_process import measure_apart
+from offstage.stages.units import DTYPE_BYTES
 
 _log = logging.getLogger("offstage")
 
@@ -30,7 +31,7 @@ _LAYERS, _WORDS = 2, 32000
 _WIDE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
 _NARROW = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 BYTES = 320 * 2**20
-"""What the decoders' weights take, at most."""
+"""What the decoders' weights take in two bytes each, at most."""
 _OFFSET = 8
 _ROUNDS, _TOKENS = 24, 8
 _MOST_SECONDS, _NARROW_SECONDS = 4.0, 0.5
@@ -38,7 +39,31 @@ _DISTURBED = 1.125
 """By how much a span is longer than the least of its kind only where something else had the processor."""
 
 
-def decoding_speed() -> dict[str, int] | None:
+@dataclass(frozen=True, slots=True)
+class HostWeights:
+    """The weights that a host's products read: their ``dtype``, and whether they are ``aligned``, as dequantised ones
+    are.
+    """
+
+    dtype: str = "bfloat16"
+    aligned: bool = False
+
+    @property
+    def offset(self) -> int:
+        """How far after a cache line's beginning they begin, in bytes."""
+        return 0 if self.aligned else _OFFSET
+
+    @property
+    def name(self) -> str:
+        """What figures of them are kept under."""
+        return f"{self.dtype}{', aligned' if self.aligned else ''}"
+
+
+OF_FILES = HostWeights()
+"""Those of most safetensors files."""
+
+
+def decoding_speed(weights: HostWeights = OF_FILES) -> dict[str, int] | None:
     """Return the bytes of weights that products of the ``host`` read in a second, how many ``calls`` it makes, and how
     many ``loops``.
 
@@ -46,13 +71,18 @@ def decoding_speed() -> dict[str, int] | None:
     all that one takes beside its calls. Null where memory is too short for a second process, or where that fails.
     """
     _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
-    found: dict[str, int] | None = measure_apart("machine.decoding_probe", beside=BYTES)
+    asked, beside = [weights.dtype, str(weights.offset)], round(BYTES * DTYPE_BYTES[weights.dtype] / 2)
+    found: dict[str, int] | None = measure_apart("machine.decoding_probe", *asked, beside=beside)
     return found
 
 
-def measure(layers: int = _LAYERS, rounds: int = _ROUNDS) -> dict[str, int]:
-    """Return the figures of two decoders of so many ``layers``, which decode by turns."""
-    narrow, wide = (_Spans(_decoder(shape, _WORDS, layers)) for shape in (_NARROW, _WIDE))
+def measure(dtype: str, offset: str, layers: int = _LAYERS, rounds: int = _ROUNDS) -> dict[str, int]:
+    """Return the figures of two decoders of so many ``layers``, which decode by turns: their weights are of ``dtype``,
+    and begin so many bytes after a cache line's beginning.
+    """
+    narrow, wide = (
+        _Spans(_decoder(shape, _WORDS, layers, dtype=dtype, offset=int(offset))) for shape in (_NARROW, _WIDE)
+    )
     _decode([narrow, wide], rounds, seconds=_MOST_SECONDS)
     few, many = narrow.layers, wide.layers
     host = (many.reads - few.reads) / max(many.seconds - few.seconds, many.seconds / 2)
@@ -105,8 +135,10 @@ def _decode(decoders: Sequence[_Spans], rounds: int, *, seconds: float) -> None:
             break
 
 
-def _decoder(shape: Mapping[str, int], words: int, layers: int) -> Any:
-    """Return a decoder of that ``shape``, its weights where those of a file would be."""
+def _decoder(
+    shape: Mapping[str, int], words: int, layers: int, *, dtype: str = "bfloat16", offset: int = _OFFSET
+) -> Any:
+    """Return a decoder of that ``shape``, its weights so many bytes after a cache line's beginning."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,11 +146,11 @@ def _decoder(shape: Mapping[str, int], words: int, layers: int) -> Any:
 
     config = LlamaConfig(**shape, vocab_size=words, num_hidden_layers=layers, tie_word_embeddings=True)
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
     model = model.to_empty(device="cpu").eval()
     model.tie_weights()
     for parameter in model.parameters():
-        parameter.data = room_for(tuple(parameter.shape), parameter.dtype, offset=_OFFSET).tensor
+        parameter.data = room_for(tuple(parameter.shape), parameter.dtype, offset=offset).tensor
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(0.01)  # nothing is drawn; and the system has one page for all memory never written to
     return model

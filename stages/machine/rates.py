@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage.stages.machine import probes
-from offstage.stages.machine.decoding_probe import decoding_speed, narrow_speed
+from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights, decoding_speed, narrow_speed
 from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.own_process import measure_apart
@@ -136,6 +136,7 @@ def local_rates(
     *,
     pinned: Mapping[str, Any] | None = None,
     light: bool = False,
+    weights: HostWeights = OF_FILES,
 ) -> Rates:
     """Return this machine's rates, coarsely: those kept in ``folder``, or measured now and kept there.
 
@@ -143,7 +144,8 @@ def local_rates(
     of its own. ``accelerators`` are the names of those that are here; the first one's link and memory are measured, and
     how fast it is given work. What can't be measured keeps its nominal value; those that are ``pinned`` (``{storage:
     3GB}``) aren't measured, nor are loops where calls needn't be. For a ``light`` model, whose tokens are calls and
-    little else, how many of them the host makes is measured in a moment, and how fast it reads is nominal.
+    little else, how many of them the host makes is measured in a moment, and how fast it reads is nominal; that of
+    others is how fast it reads such ``weights``.
     """
     wanted: dict[str, tuple[str, Callable[[], int | None]]] = {}
     if sample is not None:
@@ -156,7 +158,7 @@ def local_rates(
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
     found = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
     if not given.keys() >= ({"calls"} if light else {"host", "calls"}):
-        found |= light_rates(folder) if light else host_rates(folder)
+        found |= light_rates(folder) if light else host_rates(folder, weights)
     measured = {name: coarse_rate(speed) for name, speed in found.items() if speed}
     return known_rates({**measured, **given}, {})
 
@@ -165,13 +167,14 @@ def _of(measured_apart: Callable[[], dict[str, int] | None], name: str) -> int |
     return (measured_apart() or {}).get(name)
 
 
-def host_rates(folder: Path) -> dict[str, int]:
-    """Return how fast the host decodes, by name: as ``folder`` or this user keeps it, or as it is measured now.
+def host_rates(folder: Path, weights: HostWeights) -> dict[str, int]:
+    """Return how fast the host decodes with such ``weights``, by name: as ``folder`` or this user keeps it, or as it is
+    measured now.
 
     It hangs on what chooses the kernels, and on how many threads run them. None where it can't be measured.
     """
-    key = f"wide decoder; {identity()}"
-    return dict(KeptFigure(DECODING_NAME, key, decoding_speed, nominal={}, of_user=True).get(folder))
+    key, probe = f"wide decoder of {weights.name}; {identity()}", partial(decoding_speed, weights)
+    return dict(KeptFigure(DECODING_NAME, key, probe, nominal={}, of_user=True).get(folder))
 
 
 def light_rates(folder: Path) -> dict[str, int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from offstage.pipeline.stage import MEASURED, Config
 from offstage.stages.checkpoints.codec_rates import mean_rate, multiplying_rates, unpacking_rates
 from offstage.stages.checkpoints.model_source import ModelSource
+from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
 from offstage.stages.machine.hardware import Hardware, hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
@@ -32,6 +33,7 @@ _LIGHT_SHARE = 1 / 3
 _NOMINAL = Rates()
 _CALLS_A_LAYER = 9
 """Of modules that hold weights: seven products, as most decoders have, and two norms."""
+_MULTIPLIED_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def is_light(outline: Outline, config: Config) -> bool:
@@ -135,7 +137,8 @@ def machine_rates(
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}
-    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light)
+    weights = OF_FILES if outline is None else _host_weights(outline)
+    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light, weights=weights)
     if outline is None:
         return rates
     unpacked = {name: packed.codec for name, packed in outline.packed.items()}
@@ -148,6 +151,15 @@ def machine_rates(
         mean = mean_rate(measure(cache / MEASURED, sizes), sizes)
         found |= {} if mean is None else {rate: coarse_rate(mean)}
     return replace(rates, dequantising=found["dequantising"], multiplying=found["multiplying"])
+
+
+def _host_weights(outline: Outline) -> HostWeights:
+    """Return what most weights of ``outline`` are to products that read them as numbers."""
+    sizes: Counter[HostWeights] = Counter()
+    for spec in outline.skeleton.unique:
+        if spec.dtype in _MULTIPLIED_DTYPES and spec.name not in outline.tables:
+            sizes[HostWeights(spec.dtype, aligned=spec.packed is not None)] += spec.bytes
+    return max(sizes, key=sizes.__getitem__, default=OF_FILES)
 
 
 def host_kernels(config: Config, cache: Path) -> Kernels:

@@ -248,7 +248,7 @@ def test_guesses_that_are_judged_in_lockstep_have_a_layers_keys_and_values_each_
 
 def keep_decoding(folder: Path, host: int = 10_200_000_000, calls: int = 10_200) -> None:
     kept = {"host": host, "calls": calls, "loops": 1_000}
-    write_sealed(folder / DECODING_NAME, {f"wide decoder; {identity()}": kept})
+    write_sealed(folder / DECODING_NAME, {f"wide decoder of bfloat16; {identity()}": kept})
 
 
 def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_memory_is_that_of_a_few_bands_however_large_a_weight(kind: str, tmp_pat
     command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large"), kind]
     done = subprocess.run(command, capture_output=True, check=False, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) * 1024 < 48 * 2**20 < weight.nbytes / 2
+    assert int(done.stdout) * 1024 < 60 * 2**20 < weight.nbytes / 2
 
 
 def test_a_second_run_quantises_nothing_in_any_dtype_and_placement(tmp_path: Path) -> None:
