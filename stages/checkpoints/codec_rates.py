@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offstage.pipeline.environment import allowed_cores
-from offstage.stages.checkpoints.multiplying_probe import FAMILIES, multiplying_speed
+from offstage.stages.checkpoints.multiplying_probe import FAMILIES, multiplying_speed, sample_of
 from offstage.stages.machine import kernels
 from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.probes import READERS, READING_THREADS
@@ -72,8 +72,7 @@ def mean_rate(rates: Mapping[str, int], used_bytes: Mapping[str, int]) -> int | 
 
 
 def _measured(name: str) -> int | None:
-    families = (import_module(f"offstage.stages.checkpoints.codecs.{module}") for module in (*FAMILIES, "planes"))
-    sample = next((family.sample(name) for family in families if name in family.NAMES), None)
+    sample = sample_of(name, (*FAMILIES, "planes"))
     return None if sample is None else measure(*sample)
 
 

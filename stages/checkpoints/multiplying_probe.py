@@ -7,15 +7,29 @@ speak of.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from offstage.stages.machine.own_process import measure_apart
+
+if TYPE_CHECKING:
+    from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+    from offstage.stages.machine.aligned_memory import Bytes
+
+    Sample = tuple[PackedTensor, PackedBlock, list[Bytes]]
 
 FAMILIES = ("scaled_codes", "grouped_integers", "gguf")
 """The modules with codecs that have products, and samples of these."""
 BYTES = 192 * 2**20
 """What weights take, at most."""
 _TIMES, _ROUNDS = 8, 5
+
+
+def sample_of(name: str, families: Sequence[str] = FAMILIES, **asked: int) -> Sample | None:
+    """Return the sample of the codec ``name`` that one of ``families`` makes, as is ``asked``; null where none does."""
+    modules = (import_module(f"offstage.stages.checkpoints.codecs.{family}") for family in families)
+    return next((module.sample(name, **asked) for module in modules if name in module.NAMES), None)
 
 
 def multiplying_speed(name: str) -> int | None:
@@ -34,8 +48,7 @@ def measure(name: str) -> int | None:
     from offstage.stages.checkpoints.codecs.packed_matrices import as_text, packed_matrix, parts_of
     from offstage.stages.checkpoints.codecs.products import multiply_packed
 
-    families = (import_module(f"offstage.stages.checkpoints.codecs.{module}") for module in FAMILIES)
-    sample = next((family.sample(name, times=_TIMES) for family in families if name in family.NAMES), None)
+    sample = sample_of(name, times=_TIMES)
     matrix = None if sample is None else packed_matrix(sample[0])
     if sample is None or matrix is None:
         return None

@@ -83,7 +83,7 @@ class Rates:
 
 RATES = tuple(field.name for field in fields(Rates) if field.name not in ("links", "devices"))
 """The rates of a machine, by name."""
-OPTIONAL_RATES = ("root", "multiplying")
+OPTIONAL_RATES = tuple(field.name for field in fields(Rates) if field.default is None)
 """Those that may be null."""
 DEVICE_RATES = ("host_to_device", "device")
 """Those that an accelerator may have of its own."""

@@ -155,11 +155,11 @@ def machine_rates(
 
 def _host_weights(outline: Outline) -> HostWeights:
     """Return what most weights of ``outline`` are to products that read them as numbers."""
-    sizes: Counter[HostWeights] = Counter()
+    sizes: Counter[tuple[str, bool]] = Counter()
     for spec in outline.skeleton.unique:
         if spec.dtype in _MULTIPLIED_DTYPES and spec.name not in outline.tables:
-            sizes[HostWeights(spec.dtype, aligned=spec.packed is not None)] += spec.bytes
-    return max(sizes, key=sizes.__getitem__, default=OF_FILES)
+            sizes[spec.dtype, spec.packed is not None] += spec.bytes
+    return HostWeights(*max(sizes, key=sizes.__getitem__)) if sizes else OF_FILES
 
 
 def host_kernels(config: Config, cache: Path) -> Kernels:

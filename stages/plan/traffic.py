@@ -114,6 +114,8 @@ def traffic(layout: Layout, step: Step) -> PassTraffic:
 def _multiplied_bytes(layout: Layout, step: Step) -> float:
     """Return the bytes that a token multiplies by on the host as they rest, wherever they are until then."""
     multiplied = layout.outline.multiplied
+    if not multiplied:  # a search asks for each placement that it tries
+        return 0.0
     leaders = {line.leader for line in layout.lines if line.computes == CPU and line.name in multiplied}
     read = (line for line in _needed(layout, step) if line.name in leaders)
     return step.forwards * sum(line.used * step.routing.share(line.routed) for line in read)

@@ -947,16 +947,17 @@ static void unpack_scaled_row(const Product *all, int64_t row, float *room) {
 /* One row given times some of the weight's, one or SIDE, from row on. */
 static void multiply_rows(const Product *all, int64_t row, int64_t some, const float *given, float *made) {
     const Work *work = all->work;
-    int64_t width = all->family == GGML ? work->columns * FORMAT[work->kind].bytes : 0;
-    const RowProduct *products = all->family == GGML ? ROW_PRODUCTS[work->kind] : 0;
-    if (products && products[1] && some == SIDE)
-        products[1](work->codes + row * width, width, work->columns, given, made);
+    if (all->family == SCALED) {
+        for (int64_t at = 0; at < some; at++) made[at] = product_of_scaled(all, row + at, given);
+        return;
+    }
+    const RowProduct *products = ROW_PRODUCTS[work->kind];
+    int64_t width = work->columns * FORMAT[work->kind].bytes;
+    const uint8_t *packed = work->codes + row * width;
+    if (products[1] && some == SIDE)
+        products[1](packed, width, work->columns, given, made);
     else
-        for (int64_t end = row + some; row < end; row++, made++)
-            if (products)
-                products[0](work->codes + row * width, width, work->columns, given, made);
-            else
-                *made = product_of_scaled(all, row, given);
+        for (int64_t at = 0; at < some; at++) products[0](packed + at * width, width, work->columns, given, made + at);
 }
 
 static void unpack_row(const Product *all, int64_t row, float *room) {

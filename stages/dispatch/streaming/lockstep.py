@@ -354,7 +354,12 @@ class Lockstep(Turns):
 
 def _thread(task: Task) -> greenlet.greenlet:
     """Return what carries ``task`` out; its frames are in pieces of its own, and a model's calls go deep."""
-    return greenlet.greenlet(with_frame_room(lambda: task()))
+    return greenlet.greenlet(partial(_carry_out, task))
+
+
+@with_frame_room
+def _carry_out(task: Task) -> None:
+    task()
 
 
 def check_gradients() -> None:
