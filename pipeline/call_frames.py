@@ -2,8 +2,7 @@
 
 CPython (3.11 and later) keeps frames in pieces of 16 kB, and maps and unmaps a piece at each call that goes over the
 end of the last: 6 µs, two hundred times what a call takes, for every call of a loop that happens to run at such a
-depth. A token of a model of 155 products took 46 ms so, and 36 at another depth. A piece is as large as its first frame
-needs, to a power of two.
+depth. A piece is as large as its first frame needs, to a power of two.
 """
 
 from __future__ import annotations
