@@ -297,41 +297,42 @@ void merge_planes(const uint8_t *restrict low, const uint8_t *restrict high, uin
 
 /* ggml's blocks, as ggml_blocks.py has them. */
 
-/* 32 codes of five bits, of which the fifth lie in four bytes of their own. */
-INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int8_t *codes) {
-    uint32_t bits;
-    memcpy(&bits, fifth, sizeof bits);
+/* 32 codes of four bits, the lower ones of all bytes and then the upper ones; or of five, of which the fifth lie in four
+   bytes of their own. All are less by a number. */
 #ifdef __AVX2__
+INLINE __m256i nibbles_of(const uint8_t *packed) {
+    __m128i bytes = _mm_loadu_si128((const __m128i *)packed), mask = _mm_set1_epi8(15);
+    return _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
+}
+
+INLINE void keep_less(__m256i all, int less, int8_t *codes) {
+    _mm256_storeu_si256((__m256i *)codes, _mm256_sub_epi8(all, _mm256_set1_epi8((char)less)));
+}
+
+INLINE void four_bits(const uint8_t *packed, int less, int8_t *codes) { keep_less(nibbles_of(packed), less, codes); }
+
+INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int less, int8_t *codes) {
     const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i own = _mm256_set1_epi64x((int64_t)0x8040201008040201u);
-    __m128i bytes = _mm_loadu_si128((const __m128i *)packed), mask = _mm_set1_epi8(15);
-    __m256i four = _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
-    __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)bits), places), own);
+    int32_t bits;
+    memcpy(&bits, fifth, sizeof bits);
+    __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), places), own);
     __m256i set = _mm256_and_si256(_mm256_cmpeq_epi8(spread, own), _mm256_set1_epi8(16));
-    _mm256_storeu_si256((__m256i *)codes, _mm256_or_si256(four, set));
+    keep_less(_mm256_or_si256(nibbles_of(packed), set), less, codes);
+}
 #else
+INLINE void four_bits(const uint8_t *packed, int less, int8_t *codes) {
     for (int at = 0; at < 16; at++) {
-        codes[at] = (int8_t)((packed[at] & 15) | (bits >> at & 1) << 4);
-        codes[16 + at] = (int8_t)(packed[at] >> 4 | (bits >> (16 + at) & 1) << 4);
+        codes[at] = (int8_t)((packed[at] & 15) - less);
+        codes[16 + at] = (int8_t)((packed[at] >> 4) - less);
     }
+}
+
+INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int less, int8_t *codes) {
+    four_bits(packed, less, codes);
+    for (int at = 0; at < 32; at++) codes[at] = (int8_t)(codes[at] + 16 * (fifth[at / 8] >> at % 8 & 1));
+}
 #endif
-}
-
-static void q4_0(const uint8_t *block, float *restrict values) {
-    float scale = half_at(block);
-    for (int at = 0; at < 16; at++) {
-        values[at] = (float)((block[2 + at] & 15) - 8) * scale;
-        values[16 + at] = (float)((block[2 + at] >> 4) - 8) * scale;
-    }
-}
-
-static void q4_1(const uint8_t *block, float *restrict values) {
-    float scale = half_at(block), more = half_at(block + 2);
-    for (int at = 0; at < 16; at++) {
-        values[at] = (float)(block[4 + at] & 15) * scale + more;
-        values[16 + at] = (float)(block[4 + at] >> 4) * scale + more;
-    }
-}
 
 /* Eight numbers of a byte each, times one. */
 INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
@@ -589,8 +590,10 @@ INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_fir
                    _mm512_mul_ps(_mm512_permutexvar_ps(second, table), _mm512_set1_ps(high))};
 }
 #else
+typedef float Octet __attribute__((vector_size(32)));
+
 typedef struct {
-    float of[LANES];
+    Octet of[LANES / 8];
 } Lanes;
 
 INLINE Lanes values_at(const float *values) {
@@ -605,38 +608,58 @@ typedef const float *Shared;
 
 INLINE Shared shared_at(int way, const void *given) { return (void)way, given; }
 
+/* Products added to sums, each rounded once. */
+INLINE Octet octet_added(Octet values, const float *given, Octet sums) {
+#ifdef __FMA__
+    return (Octet)_mm256_fmadd_ps((__m256)values, _mm256_loadu_ps(given), (__m256)sums);
+#else
+    for (int at = 0; at < 8; at++) sums[at] = __builtin_fmaf(values[at], given[at], sums[at]);
+    return sums;
+#endif
+}
+
 INLINE void add_shared(int way, Lanes *lanes, Lanes values, Shared given) {
     if (way & KEPT)
         memcpy((void *)given, values.of, sizeof values.of);
     else
-        for (int at = 0; at < LANES; at++) lanes->of[at] = __builtin_fmaf(values.of[at], given[at], lanes->of[at]);
+        for (int at = 0; at < LANES / 8; at++) lanes->of[at] = octet_added(values.of[at], given + 8 * at, lanes->of[at]);
 }
 
 INLINE float sum_of(const Lanes *lanes) {
-    Lanes sums = *lanes;
+    float sums[LANES];
+    memcpy(sums, lanes->of, sizeof sums);
     for (int half = LANES / 2; half; half /= 2)
-        for (int at = 0; at < half; at++) sums.of[at] += sums.of[at + half];
-    return sums.of[0];
+        for (int at = 0; at < half; at++) sums[at] += sums[at + half];
+    return sums[0];
 }
 
-INLINE void scale_halves(float *values, float low, float high) {
-    for (int at = 0; at < 16; at++) values[at] *= low;
-    for (int at = 16; at < LANES; at++) values[at] *= high;
+INLINE Lanes scaled(Lanes values, float low, float high) {
+    for (int at = 0; at < LANES / 8; at++) values.of[at] *= at < LANES / 16 ? low : high;
+    return values;
+}
+
+INLINE Octet octet_of(const int8_t *codes) {
+#ifdef __AVX2__
+    return (Octet)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+#else
+    Octet made;
+    for (int at = 0; at < 8; at++) made[at] = (float)codes[at];
+    return made;
+#endif
 }
 
 INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *more) {
     Lanes made;
-    for (int at = 0; at < LANES; at++) made.of[at] = (float)codes[at];
-    scale_halves(made.of, low, high);
-    for (int at = 0; more && at < LANES; at++) made.of[at] += *more;
+    for (int at = 0; at < LANES / 8; at++) made.of[at] = octet_of(codes + 8 * at);
+    made = scaled(made, low, high);
+    for (int at = 0; more && at < LANES / 8; at++) made.of[at] += *more;
     return made;
 }
 
 INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
-    Lanes made;
-    for (int at = 0; at < LANES; at++) made.of[at] = of_fp8_number(codes[at]);
-    scale_halves(made.of, low, high);
-    return made;
+    float found[LANES];
+    for (int at = 0; at < LANES; at++) found[at] = of_fp8_number(codes[at]);
+    return scaled(values_at(found), low, high);
 }
 
 #ifdef __AVX2__
@@ -668,10 +691,9 @@ INLINE void look_up(const uint8_t *codes, const float *values, int upper_first, 
 #endif
 
 INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_first, float low, float high) {
-    Lanes made;
-    look_up(codes, values, upper_first, made.of);
-    scale_halves(made.of, low, high);
-    return made;
+    float found[LANES];
+    look_up(codes, values, upper_first, found);
+    return scaled(values_at(found), low, high);
 }
 #endif
 
@@ -688,18 +710,31 @@ INLINE void add_q8_0(int way, int some, Lanes *lanes, const uint8_t *block, int6
     }
 }
 
+INLINE void add_q4_0(int way, Lanes *lanes, const uint8_t *block, const void *given) {
+    float scale = half_at(block);
+    int8_t codes[32];
+    four_bits(block + 2, 8, codes);
+    add_values(way, lanes, of_codes(codes, scale, scale, 0), given);
+}
+
+INLINE void add_q4_1(int way, Lanes *lanes, const uint8_t *block, const void *given) {
+    float scale = half_at(block), more = half_at(block + 2);
+    int8_t codes[32];
+    four_bits(block + 4, 0, codes);
+    add_values(way, lanes, of_codes(codes, scale, scale, &more), given);
+}
+
 INLINE void add_q5_0(int way, Lanes *lanes, const uint8_t *block, const void *given) {
     float scale = half_at(block);
     int8_t codes[32];
-    five_bits(block + 6, block + 2, codes);
-    for (int at = 0; at < 32; at++) codes[at] = (int8_t)(codes[at] - 16);
+    five_bits(block + 6, block + 2, 16, codes);
     add_values(way, lanes, of_codes(codes, scale, scale, 0), given);
 }
 
 INLINE void add_q5_1(int way, Lanes *lanes, const uint8_t *block, const void *given) {
     float scale = half_at(block), more = half_at(block + 2);
     int8_t codes[32];
-    five_bits(block + 8, block + 4, codes);
+    five_bits(block + 8, block + 4, 0, codes);
     add_values(way, lanes, of_codes(codes, scale, scale, &more), given);
 }
 
@@ -788,17 +823,6 @@ typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks,
         for (int row = 0; row < some && !(way & KEPT); row++) made[row] = sum_of(lanes + row);                   \
     }
 
-#define ADD_UNPACKED(format, count)                                                              \
-    INLINE void add_##format(int way, Lanes *lanes, const uint8_t *block, const void *given) {   \
-        float values[count];                                                                     \
-        format(block, values);                                                                   \
-        for (int at = 0; at < count; at += LANES)                                                \
-            add_values(way, lanes, values_at(values + at), given_at(way, given, at));            \
-    }
-
-ADD_UNPACKED(q4_0, 32)
-ADD_UNPACKED(q4_1, 32)
-
 #define ONE(way, format, count, size) \
     ROW_PRODUCT(row_of_##format##_##way, way, 1, count, size, add_##format(way, lanes, packed, these))
 #define ONE_OF_MANY(way, format, count, size) \
@@ -855,7 +879,8 @@ static const Format FORMAT[] = {{32, 18}, {32, 20}, {32, 22}, {32, 24}, {32, 34}
 
 STORE(bfloat16, uint16_t)
 STORE(float16, uint16_t)
-STORE(float32, float)
+
+enum { MOST = 1024 };
 
 /* Rows of blocks, columns of them, of a format, which is their kind; each goes to the row of made that table tells;
    null: one after the other. */
@@ -863,15 +888,15 @@ void unpack_ggml(const Work *all) {
     const Format *form = &FORMAT[all->kind];
     const uint8_t *packed = all->codes;
     const int64_t *places = all->table;
-    float values[256];
+    float values[MOST];
     for (int64_t row = 0; row < all->rows; row++) {
         int64_t place = places ? places[row] : row;
-        for (int64_t block = 0; block < all->columns; block++, packed += form->bytes) {
+        for (int64_t block = 0, some; block < all->columns; block += some, packed += some * form->bytes) {
+            some = all->columns - block < MOST / form->values ? all->columns - block : MOST / form->values;
             char *target = all->made + (place * all->columns + block) * form->values * SIZE_OF(all->dtype);
-            ROW[KEPT][all->kind](packed, 0, 1, values, 0);
-            if (all->dtype == BFLOAT16) store_bfloat16(values, target, form->values);
-            if (all->dtype == FLOAT16) store_float16(values, target, form->values);
-            if (all->dtype == FLOAT32) store_float32(values, target, form->values);
+            ROW[KEPT][all->kind](packed, 0, some, all->dtype == FLOAT32 ? (float *)target : values, 0);
+            if (all->dtype == BFLOAT16) store_bfloat16(values, target, some * form->values);
+            if (all->dtype == FLOAT16) store_float16(values, target, some * form->values);
         }
     }
 }
