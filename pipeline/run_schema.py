@@ -1,7 +1,7 @@
 """The one schema of ``run.json``: what a run's record says, as frozen data that is read by its types.
 
-``offstage.pipeline.record`` reads and writes it; ``.github/run.schema.json`` is made from it. A record of an older
-release lacks sections, and has their defaults; a stage of another package may report more than is named here.
+``offstage.pipeline.record`` reads and writes it; ``.github/run.schema.json`` is made from it. A record
+may lack sections, and has their defaults; a stage of another package may report more than is named here.
 """
 
 from __future__ import annotations
