@@ -30,7 +30,7 @@ from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
 RECORD, HOSTS = "run.json", ".hosts"
 """A run's record in its folder, and where the other hosts have their folders that run a sweep's job with it."""
-_ROWS = ("outputs", "repeats", "steps", "hosts")
+_ROWS = ("outputs", "repeats", "steps", "hosts", "layers")
 """The sections that have rows, maybe millions: those of the last stage that reports any."""
 _LISTED = 8
 """How many jobs of a sweep an error names."""
@@ -220,9 +220,9 @@ class RunRecord:
         """Add what ``stage`` reports, over what it reported before.
 
         A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``repeats``,
-        ``steps``, ``hosts`` and ``model`` are those of the last stage that has any. Raises ``ConfigError`` where a
-        value isn't of the type that it has in a record: only code can mend that, and a record that nobody can read
-        isn't written.
+        ``steps``, ``hosts``, ``layers`` and ``model`` are those of the last stage that has any. Raises ``ConfigError``
+        where a value isn't of the type that it has in a record: only code can mend that, and a record that nobody can
+        read isn't written.
         """
         known, told = self._content, dict[str, Any]()
         seen: dict[str, list[Any]] = {section: [] for section in _ROWS}  # rows that are there were looked at already

@@ -7,27 +7,60 @@ doesn't say has no part in it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offstage.pipeline.report.differences import Spread, spread
+from offstage.pipeline.report.differences import ABSENT, Spread, spread
 from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import Run
 from offstage.pipeline.stage import model_name
 
-_MACHINE = ("cpu", "cores", "cores_allowed", "core_quota", "memory_limit_bytes", "memory_bytes", "accelerators")
-_COMMIT = "git_commit"
-_PLATFORM = "platform"
-_NONE = "nothing"
+_MACHINE: Mapping[str, str] = {
+    "cpu": "{}",
+    "cores": "{} cores",
+    "cores_allowed": "{} of them allowed",
+    "core_quota": "a quota of {} cores",
+    "memory_bytes": "{} of memory",
+    "memory_limit_bytes": "{} of it allowed",
+    "jobs_beside": "jobs beside it at most: {}, so that seconds are contended",
+}
+"""What is told of the machine, by the keys of a record's environment."""
+_NO_PACKAGES = ("cpu", "platform", "git_commit")
 _SHORT = 12
 """So many characters of a commit tell it from others."""
 
 
 def conditions(jobs: Sequence[Job]) -> tuple[Spread, ...]:
     """Return what was measured and on what: the model, what was asked of it, the machine and the versions."""
-    told = (_condition(title, jobs, told) for title, told in _TOLD.items())
-    return tuple(entry for entry in (*told, *_simulated(jobs), *_versions(jobs), _dates(jobs)) if entry.values)
+    told = spread({job.name: _told(job.run) for job in jobs})
+    known = (Spread(one.key, tuple(each for each in one.values if each[0] != ABSENT)) for one in told)
+    return (*known, *_versions(jobs), *_dates(jobs))
+
+
+def _told(run: Run) -> dict[str, str]:
+    """Return what the record of ``run`` says of its conditions, each in words; what it doesn't say isn't there."""
+    stages, asked = run.config.get("stages"), str(run.config.get("dtype") or "")
+    count = f"{tell(run.model.count, 'parameters')} parameters" if run.model.count else ""
+    size = tell(run.model.bytes, "bytes") if run.model.bytes else ""
+    dtypes = sorted(run.model.parameters, key=lambda name: -(run.model.parameters[name] or 0))
+    hosts = Counter(host.cpu or ("an unknown processor" if host.record else "planned for") for host in run.hosts)
+    told = {
+        "model": _joined(run.model.class_name, count),
+        "checkpoint": _checkpoint(run.config.get("model")),
+        "dtype": _joined(*dtypes, size) if dtypes else asked if run.status == "completed" else "",
+        "last stage": str(stages[-1]) if isinstance(stages, list) and stages else "",
+        "prompts": _prompts(run),
+        "machine": _machine(run.environment),
+        "hosts": ", ".join(f"{each}x {cpu}" for cpu, each in hosts.items()),
+        "platform": str(run.environment.get("platform") or ""),
+        "repository": _commit(run.environment.get("repository")),
+    }
+    return {name: words for name, words in told.items() if words}
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
 
 
 def told_differences(entries: Sequence[Spread]) -> str:
@@ -40,58 +73,23 @@ def told_differences(entries: Sequence[Spread]) -> str:
     return f"The jobs differ in {names}: each value has its jobs behind it."
 
 
-def _condition(title: str, jobs: Sequence[Job], told: Callable[[Run], str]) -> Spread:
-    values: dict[str, list[str]] = {}
-    for job in jobs:
-        value = told(job.run)
-        if value:
-            values.setdefault(value, []).append(job.name)
-    return Spread(title, tuple((value, tuple(names)) for value, names in values.items()))
-
-
-def _model(run: Run) -> str:
-    counted = f"{_rounded(run.model.count)} parameters" if run.model.count else ""
-    return ", ".join(filter(None, (run.model.class_name, counted)))
-
-
-def _checkpoint(run: Run) -> str:
-    node = run.config.get("model")
+def _checkpoint(node: object) -> str:
     if not isinstance(node, dict):
         return ""
-    more = [f"{key} {node[key]}" for key in ("revision", "adapter") if node.get(key)]
-    return ", ".join([model_name({"model": node}), *more])
-
-
-def _dtype(run: Run) -> str:
-    """Return the dtypes of the model, the one with the most parameters first; of older records what was asked for."""
-    counts = run.model.parameters
-    dtypes = ", ".join(sorted(counts, key=lambda name: -(counts[name] or 0)))
-    size = f", {tell(run.model.bytes, 'bytes')}" if run.model.bytes else ""
-    asked = str(run.config.get("dtype") or "") if run.status == "completed" else ""
-    return f"{dtypes}{size}" if dtypes else asked
-
-
-def _work(run: Run) -> str:
-    stages = run.config.get("stages")
-    last = str(stages[-1]) if isinstance(stages, list) and stages else ""
-    return {"plan": "a plan alone: nothing ran", "generate": "generation"}.get(last, last)
+    return _joined(
+        model_name({"model": node}), *(f"{key} {node[key]}" for key in ("revision", "adapter") if node.get(key))
+    )
 
 
 def _prompts(run: Run) -> str:
-    lengths = [answer.prompt_tokens for answer in run.outputs if answer.token_ids and answer.prompt_tokens is not None]
-    prompts = len({answer.title for answer in run.outputs if answer.token_ids})
-    if not prompts:
+    """Return how many prompts were answered, how long they are, and how many tokens each got."""
+    answers = [answer for answer in run.outputs if answer.token_ids]
+    if not answers:
         return ""
-    of = f" of {_from_to(lengths)} token{'s' * (max(lengths) > 1)}" if lengths else ""
-    return f"{prompts:,} prompt{'s' * (prompts > 1)}{of}"
-
-
-def _new_tokens(run: Run) -> str:
-    lengths = [len(answer.token_ids) for answer in run.outputs if answer.token_ids]
-    if not lengths:
-        return ""
-    total = f", {sum(lengths):,} in all" if len(lengths) > 1 else ""
-    return f"{_from_to(lengths)} for each{total}" if total else _from_to(lengths)
+    lengths = [answer.prompt_tokens for answer in answers if answer.prompt_tokens is not None]
+    of = f", of {_from_to(lengths)} tokens" if lengths else ""
+    new = _from_to([len(answer.token_ids or ()) for answer in answers])
+    return f"{len({answer.title for answer in answers}):,}{of}, answered by {new} new ones"
 
 
 def _from_to(counts: Sequence[int]) -> str:
@@ -99,66 +97,20 @@ def _from_to(counts: Sequence[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def _machine(run: Run) -> str:
-    known = {key: run.environment.get(key) for key in _MACHINE}
-    cores, allowed, quota = known["cores"], known["cores_allowed"], known["core_quota"]
-    parts = [str(known["cpu"] or ""), f"{cores} cores" if cores else ""]
-    parts += [f"{allowed} of them allowed"] * (allowed is not None and allowed != cores)
-    parts += [f"a quota of {quota} cores"] * (quota is not None)
-    parts += [f"{_size(known['memory_bytes'])} of memory"] * (known["memory_bytes"] is not None)
-    parts += [f"{_size(known['memory_limit_bytes'])} of it allowed"] * (known["memory_limit_bytes"] is not None)
-    beside = run.environment.get("jobs_beside")
-    parts += [f"shared with up to {beside} other job{'s' * (beside != 1)}: seconds are contended"] * bool(beside)
-    told = ", ".join(filter(None, parts))
-    return f"{told}; {_accelerators(known['accelerators'])}" if told else ""
-
-
-def _hosts(run: Run) -> str:
-    """Return of which processors the hosts are that a run was divided among, equal ones once with their count.
-
-    Of those that a run came to nothing on, or that aren't there, only the plan is known.
-    """
-    counts = Counter(host.cpu or ("an unknown processor" if host.record else "planned for") for host in run.hosts)
-    return ", ".join(f"{count}x {cpu}" for cpu, count in counts.items())
-
-
-def _accelerators(every: object) -> str:
-    """Return the names of the accelerators, equal ones once with their count."""
-    listed = every if isinstance(every, list) else []
-    names = [
-        f"{one.get('name')} ({_size(one.get('memory_bytes'))})" if isinstance(one, dict) else str(one) for one in listed
-    ]
-    return ", ".join(f"{count}x {name}" for name, count in Counter(names).items()) or "no accelerator"
-
-
-def _simulated(jobs: Sequence[Job]) -> list[Spread]:
-    """Return which jobs had accelerators that aren't there, nothing where none had."""
-    found = _condition("simulated", jobs, lambda run: _count_simulated(run) if run.config else "")
-    return [found] if any(value != _NONE for value, _ in found.values) else []
-
-
-def _count_simulated(run: Run) -> str:
-    hardware = run.config.get("hardware")
-    devices = hardware.get("devices") if isinstance(hardware, dict) else None
-    count = len(devices) if isinstance(devices, list | dict) else 0
-    several = "s" * (count > 1)
-    return f"{count} accelerator{several}, times are those of the cpu" if count else _NONE
-
-
-def _platform(run: Run) -> str:
-    return str(run.environment.get(_PLATFORM) or "")
+def _machine(environment: Mapping[str, Any]) -> str:
+    known = {key: environment.get(key) for key in _MACHINE}
+    known["cores_allowed"] = None if known["cores_allowed"] == known["cores"] else known["cores_allowed"]
+    values = {key: _size(value) if "bytes" in key else value for key, value in known.items() if value}
+    told = _joined(*(_MACHINE[key].format(value) for key, value in values.items()))
+    listed = environment.get("accelerators")
+    every = [one if isinstance(one, dict) else {"name": one} for one in (listed if isinstance(listed, list) else ())]
+    names = Counter(f"{one.get('name')} ({_size(one.get('memory_bytes'))})" for one in every)
+    accelerators = ", ".join(f"{count}x {name}" for name, count in names.items()) or "no accelerator"
+    return f"{told}; {accelerators}" if told else ""
 
 
 def _size(value: Any) -> str:
     return tell(value, "bytes") if isinstance(value, int | float) else str(value)
-
-
-def _rounded(count: float) -> str:
-    """Return a count of parameters as the field writes it: 1.10B, 7.48M."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:,.0f}"
 
 
 def _versions(jobs: Sequence[Job]) -> list[Spread]:
@@ -172,47 +124,22 @@ def _versions(jobs: Sequence[Job]) -> list[Spread]:
 
 def _packages(run: Run) -> dict[str, str]:
     """Return package → version of those that are installed, offstage's with its commit."""
-    commit = run.environment.get(_COMMIT)
-    found = {
-        name: version
-        for name, version in run.environment.items()
-        if isinstance(version, str) and name not in (*_MACHINE, _PLATFORM, _COMMIT)
-    }
-    if isinstance(commit, str) and "offstage" in found:
-        found["offstage"] += f" at {commit[:_SHORT]}{_changed(run.environment.get('git_dirty'))}"
+    said = run.environment
+    found = {name: one for name, one in said.items() if isinstance(one, str) and name not in _NO_PACKAGES}
+    if "offstage" in found and (commit := _commit({"commit": said.get("git_commit"), "dirty": said.get("git_dirty")})):
+        found["offstage"] += f" at {commit}"
     return found
 
 
-def _repository(run: Run) -> str:
-    """Return the commit of the checkout that the run was started in, where it is another than offstage's."""
-    noted = run.environment.get("repository")
-    state = noted if isinstance(noted, dict) else {}
-    return f"{str(state['commit'])[:_SHORT]}{_changed(state.get('dirty'))}" if state.get("commit") else ""
+def _commit(state: object) -> str:
+    """Return the commit of a checkout, and whether its files were changed."""
+    noted = state if isinstance(state, dict) else {}
+    changed = " with changes" * (noted.get("dirty") is True)
+    return f"{str(noted['commit'])[:_SHORT]}{changed}" if noted.get("commit") else ""
 
 
-def _changed(is_dirty: object) -> str:
-    return " with changes" * (is_dirty is True)
-
-
-def _dates(jobs: Sequence[Job]) -> Spread:
+def _dates(jobs: Sequence[Job]) -> list[Spread]:
     """Return when the first job began and when the last one did: these differ in any sweep, and make no difference."""
     begun = sorted((job.run.started[:16].replace("T", " "), job.name) for job in jobs if job.run.started)
-    if not begun:
-        return Spread("begun", ())
-    first, last = begun[0][0], begun[-1][0]
-    told = f"{first} UTC" if first == last else f"{first} to {last} UTC"
-    return Spread("begun", ((told, tuple(name for _, name in begun)),))
-
-
-_TOLD: Mapping[str, Callable[[Run], str]] = {
-    "model": _model,
-    "checkpoint": _checkpoint,
-    "dtype": _dtype,
-    "work": _work,
-    "prompts": _prompts,
-    "new tokens": _new_tokens,
-    "machine": _machine,
-    "hosts": _hosts,
-    "platform": _platform,
-    "repository": _repository,
-}
+    ends = dict.fromkeys(when for when, _ in (begun[:1] + begun[-1:]))
+    return [Spread("begun", ((f"{' to '.join(ends)} UTC", tuple(name for _, name in begun)),))] if begun else []

@@ -19,7 +19,7 @@ def test_the_losses_of_trainings_are_drawn_and_stand_in_the_json(tmp_path: Path)
     assert "Loss of each step" in page
     (line,) = figures(tmp_path / "report.html")["losses"]["data"]
     assert (line["x"], line["y"]) == ([1, 2], [4.5, 4.0])
-    assert [job["losses"] for job in told["jobs"]] == [[4.5, 4.0], [None], []]
+    assert [[step["loss"] for step in job["steps"]] for job in told["jobs"]] == [[4.5, 4.0], [None], []]
 
 
 def test_without_a_training_there_is_no_such_plot(tmp_path: Path) -> None:
