@@ -54,7 +54,8 @@ def one_line(error: Exception) -> str:
     texts = list(dict.fromkeys(str(each) for each in (error, error.__cause__) if each is not None))
     lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
     said = "\n".join(lines)
-    found = (say(match) for pattern, say in _SAID if (match := re.search(pattern, said)))
+    matched = ((match, say) for pattern, say in _SAID if (match := re.search(pattern, said)))
+    found = (say.format("", *match.groups()) if isinstance(say, str) else say(match) for match, say in matched)
     told = next(found, None) or next(filter(None, map(_said_of, causes)), None)
     return told or "; ".join(dict.fromkeys(line.rstrip(":") for line in lines if not line.startswith(_NOISE)))
 
@@ -161,10 +162,6 @@ def _said_of_root_key(found: re.Match[str]) -> str:
     return f"{_said_of_key(found)}{said_of_variables(found[1])}"
 
 
-def _said_of_device(found: re.Match[str]) -> str:
-    return f"max_memory.{found[1]}: {found[1]!r} is no device; {DEVICES}"
-
-
 def _said_of_choice(found: re.Match[str]) -> str:
     """Return what is wrong with the choice of a file that there isn't, among those of its group or in no group."""
     where, (group, _, name), said = found[1], found[2].rpartition("/"), found.string
@@ -199,64 +196,34 @@ def _said_of_place(found: re.Match[str]) -> str:
     return f"--config-dir: {found[1]!r} is {kind}; give the folder that has your experiment/, model/ or hardware/ in it"
 
 
-def _said_of_slash(found: re.Match[str]) -> str:
-    return (
-        f"{found[1]}: 'override {found[2]}' in its defaults means a group below its own; one of the root begins with a "
-        f"slash: - override /{found[2]}: NAME"
-    )
-
-
-def _said_of_second_choice(found: re.Match[str]) -> str:
-    group, name = found.groups()
-    return f"{group}: its file is chosen twice; a choice that replaces another is - override /{group}: {name}"
-
-
-def _said_of_several(found: re.Match[str]) -> str:
-    key, values = found.groups()
-    return (
-        f"{key}: {values!r} is several values; one job each is offstage -m {key}={values}, a list {key}=[{values}], a "
-        f"text with commas \"{key}='{values}'\""
-    )
-
-
-def _said_of_added_key(found: re.Match[str]) -> str:
-    return f"+{found[1]}: the config has that key; {found[1]}=VALUE, without '+', changes it"
-
-
 def _said_of_deleted_key(found: re.Match[str]) -> str:
     return f"~{found[1]}: the config has no such key{closest_key(found[1])}; {SHOWS_KEYS}"
 
 
-def _said_of_group(found: re.Match[str]) -> str:
-    return (
-        f"a group of files, as model or stages, is given a value of type {found[1]}; give the name of a file of it, as "
-        "model=tiny"
-    )
-
-
-def _said_of_sweeper(_found: re.Match[str]) -> str:
-    return (
-        "hydra/sweeper: a sweeper of another package starts jobs by a launcher, and offstage has none; give basic or "
-        "optuna"
-    )
-
-
-_SAID: Sequence[tuple[str, Callable[[re.Match[str]], str]]] = (
-    (r"In '(.*)': Could not override '.*/(\w+)@.*'", _said_of_slash),
+_SAID: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
+    (r"In '(.*)': Could not override '.*/(\w+)@.*'",
+     "{1}: 'override {2}' in its defaults means a group below its own; one of the root begins with a slash: - override "
+     "/{2}: NAME"),
     (r"Could not override '(.*?)'", _said_of_key),
     (r"Key '(.*)' not in 'Schema'", _said_of_root_key),
     (r"Key '.*' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_key),
-    (r"Key '(.*)' is incompatible with the enum type 'Device'", _said_of_device),
+    (r"Key '(.*)' is incompatible with the enum type 'Device'", f"max_memory.{{1}}: {{1!r}} is no device; {DEVICES}"),
     (r"In '(.*)': Could not (?:find|load) '(.*?)'", _said_of_choice),
     (r"Additional config directory '(.*)' not found", _said_of_place),
-    (r"Multiple values for (\S+)\. To override a value use 'override \S+: (.+)'", _said_of_second_choice),
-    (r"Ambiguous value for argument '(.*?)=(.*)'", _said_of_several),
-    (r"An item is already at '(.*)'", _said_of_added_key),
+    (r"Multiple values for (\S+)\. To override a value use 'override \S+: (.+)'",
+     "{1}: its file is chosen twice; a choice that replaces another is - override /{1}: {2}"),
+    (r"Ambiguous value for argument '(.*?)=(.*)'",
+     "{1}: {2!r} is several values; one job each is offstage -m {1}={2}, a list {1}=[{2}], a text with commas "
+     "\"{1}='{2}'\""),
+    (r"An item is already at '(.*)'", "+{1}: the config has that key; {1}=VALUE, without '+', changes it"),
     (r"Could not delete from config\. '(.*)' does not exist", _said_of_deleted_key),
-    (r"Invalid plugin 'offstage\.", _said_of_sweeper),
-    (r"Config group override must be a string or a list\. Got (\w+)", _said_of_group),
-)
-"""What a message is known by, and what is said in its place."""
+    (r"Invalid plugin 'offstage\.",
+     "hydra/sweeper: a sweeper of another package starts jobs by a launcher, and offstage has none; give basic or "
+     "optuna"),
+    (r"Config group override must be a string or a list\. Got (\w+)",
+     "a group of files, as model or stages, is given a value of type {1}; give the name of a file of it: model=tiny"),
+)  # fmt: skip
+"""What a message is known by, and what is said in its place, of what it matched or by a function of the match."""
 
 
 def closest_key(dotted: str) -> str:

@@ -10,7 +10,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from offstage.pipeline.signatures import is_signed, sign
 
 SWEEP = "sweep.json"
 _VERSION = 2
+_SHORT = 12
+"""So many characters of a fingerprint tell it from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,40 +115,46 @@ class SweepRecord:
 
     def refuse_other(self, folder: Path, other: SweepRecord) -> None:
         """Raise a ``ConfigError`` with the first thing in which ``other`` isn't this sweep, that of ``folder``."""
-        difference = self._difference(other)
-        if difference:
-            raise _other_sweep(folder, difference)
+        if self.foreseen and len(self.jobs) != len(other.jobs):
+            raise _other_sweep(folder, f"{len(self.jobs)} jobs there, {len(other.jobs)} here")
+        # of a sweep that was moved with its project relative paths mean the same
+        known = self if Path(self.cwd).is_dir() else replace(self, cwd=other.cwd)
+        count = min(len(self.jobs), len(other.jobs))  # those of a search come one by one
+        _refuse_differing(folder, known._compared(count), other._compared(count))
 
     def refuse_job(self, folder: Path, job: SweepJob) -> None:
         """Raise a ``ConfigError`` where this sweep, that of ``folder``, has another job of the number of ``job``."""
-        difference = next((_difference(known, job) for known in self.jobs if known.number == job.number), "")
-        if difference:
-            raise _other_sweep(folder, difference)
+        for known in self.jobs:
+            if known.number == job.number:
+                _refuse_differing(folder, _typed(known) | _composed(known), _typed(job) | _composed(job))
 
-    def _difference(self, other: SweepRecord) -> str:
-        """Return the first thing in which two sweeps differ, empty where nothing does: what was typed comes first."""
-        pairs = list(zip(self.jobs, other.jobs, strict=False))
-        typed = (_differing_overrides(then, now) for then, now in pairs)
-        change = next(changes(self.base, other.base), None)
-        found = [
-            f"hydra.sweeper is {self.sweeper} there, {other.sweeper} here" if self.sweeper != other.sweeper else "",
-            f"{len(self.jobs)} jobs there, {len(other.jobs)} here" if self._has_others(other) else "",
-            next(filter(None, typed), ""),
-            f"{change.place} is {change.then!r} there, {change.now!r} here" if change is not None else "",
-            f"its command ran in {self.cwd}, this one runs in {other.cwd}" if self._ran_elsewhere(other) else "",
-            next(filter(None, (_difference(then, now) for then, now in pairs)), ""),
-        ]
-        return next(filter(None, found), "")
-
-    def _has_others(self, other: SweepRecord) -> bool:
-        return self.foreseen and len(self.jobs) != len(other.jobs)
-
-    def _ran_elsewhere(self, other: SweepRecord) -> bool:
-        """Whether relative paths mean others; of a sweep that was moved with its project they mean the same."""
-        return self.cwd != other.cwd and Path(self.cwd).is_dir()
+    def _compared(self, count: int) -> dict[str, Any]:
+        """Return what another sweep is held against, with the first ``count`` jobs: what was typed comes first."""
+        found: dict[str, Any] = {"hydra.sweeper": self.sweeper}
+        for job in self.jobs[:count]:
+            found |= _typed(job)
+        found |= {**self.base, "the folder that its command ran in": self.cwd}
+        for job in self.jobs[:count]:
+            found |= _composed(job)
+        return found
 
     def _text(self) -> str:
-        return json.dumps({"schema_version": _VERSION, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"schema_version": _VERSION, **asdict(self)}, indent=1, default=str) + "\n"
+
+
+def _typed(job: SweepJob) -> dict[str, Any]:
+    return {f"job {job.number}": job.overrides}
+
+
+def _composed(job: SweepJob) -> dict[str, Any]:
+    composed = f"the config of job {job.number}, of files that changed since,"
+    return {composed: job.config[:_SHORT], f"the folder of job {job.number}": job.folder}
+
+
+def _refuse_differing(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    for first in islice(changes(there, here), 1):
+        then, now = (" ".join(one) if isinstance(one, tuple) else repr(one) for one in (first.then, first.now))
+        raise _other_sweep(folder, f"{first.place} is {then} there, {now} here")
 
 
 def _other_sweep(folder: Path, difference: str) -> ConfigError:
@@ -154,25 +162,6 @@ def _other_sweep(folder: Path, difference: str) -> ConfigError:
         f"hydra.sweep.dir: {folder} holds another sweep: {difference}; choose another folder, or go on with that one: "
         f"offstage-sweep resume {folder}"
     )
-
-
-def _difference(then: SweepJob, now: SweepJob) -> str:
-    """Return the first thing in which two jobs of one number differ, empty where nothing does."""
-    found = _differing_overrides(then, now)
-    if not found and then.config != now.config:
-        return f"job {then.number} has another config, from files that changed since"
-    if not found and then.folder != now.folder:
-        return f"job {then.number} lies in {then.folder} there, in {now.folder} here"
-    return found
-
-
-def _differing_overrides(then: SweepJob, now: SweepJob) -> str:
-    for old, new in zip_longest(then.overrides, now.overrides):
-        if old is None or new is None:
-            return f"job {then.number} has {new or old} {'there' if new is None else 'here'} alone"
-        if old != new:
-            return f"job {then.number} has {old} there, {new} here"
-    return ""
 
 
 def own_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:

@@ -86,10 +86,10 @@ class JobSweeper(Sweeper):
         if keys._target_ == SLURM:
             from offstage.pipeline.sweeps.slurm_jobs import SlurmJobs
 
-            return SlurmJobs(keys, show_all=self.task.show_all).run
+            return SlurmJobs(keys).run
         from offstage.pipeline.sweeps.local_jobs import LocalJobs
 
-        return LocalJobs(self.config, show_all=self.task.show_all).run
+        return LocalJobs(self.config).run
 
     def _run(
         self, sweep: Sweep, rounds: Iterator[Sequence[ComposedJob]], run: Where, ended: dict[int, JobEnd],
