@@ -72,7 +72,7 @@ def _compose_and_run(started: float, resumed: SweepRecord | None) -> int:
     from offstage.pipeline.errors import ConfigError, named
     from offstage.pipeline.hydra_arguments import gather_overrides, refuse_arguments
     from offstage.pipeline.hydra_composing import composed_once, noted_files
-    from offstage.pipeline.hydra_errors import composing
+    from offstage.pipeline.hydra_messages import composing
     from offstage.pipeline.hydra_task import Task
     from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 

@@ -16,7 +16,7 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import last_resort
 from offstage.pipeline.config import resolve
 from offstage.pipeline.environment import environment
-from offstage.pipeline.hydra_errors import composing
+from offstage.pipeline.hydra_messages import composing
 from offstage.pipeline.job import perform
 from offstage.pipeline.objective import require_numbers
 from offstage.pipeline.record import RunRecord, never_left_running

@@ -21,8 +21,7 @@ from offstage.pipeline.decoding import Reading, decode, encode
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.peers import own_rank
-from offstage.pipeline.plain_data import as_json
-from offstage.pipeline.printable_text import printable_data
+from offstage.pipeline.plain_data import as_json, printable_data
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.run_schema import SCHEMA_VERSION, Enforcement, HostRun, Run, RunError, StageRun, Status
 from offstage.pipeline.signatures import is_own_config, sign_config

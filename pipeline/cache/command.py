@@ -23,7 +23,7 @@ from offstage.pipeline.cache.housekeeping import CacheEntry
 from offstage.pipeline.cache.sealed_files import move_aside
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.errors import ConfigError, StorageError
-from offstage.pipeline.printable_text import printable
+from offstage.pipeline.plain_data import printable
 from offstage.pipeline.terminal import Screen, plain_table
 
 NAME = "offstage-cache"

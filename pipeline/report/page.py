@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
-from offstage.pipeline.report.conditions import told_differences
+from offstage.pipeline.report.differences import told_differences
 from offstage.pipeline.report.exports import defused
 from offstage.pipeline.report.figures import Picture, linked
 from offstage.pipeline.report.plots.layers import placement_picture

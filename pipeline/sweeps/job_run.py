@@ -23,7 +23,7 @@ from offstage.pipeline.command_exit import INTERRUPTED, last_resort, run_command
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.hydra_errors import composing
+from offstage.pipeline.hydra_messages import composing
 from offstage.pipeline.hydra_task import run_tracked
 from offstage.pipeline.job import configure_log
 from offstage.pipeline.job_folder import JobFolder, completed

@@ -9,9 +9,8 @@ from collections.abc import Collection
 from datetime import datetime
 
 from offstage.pipeline.run_schema import Run
-from offstage.pipeline.sweeps.record import own_overrides
+from offstage.pipeline.sweeps.record import Sweep, own_overrides
 from offstage.pipeline.sweeps.results import begun, settled, told
-from offstage.pipeline.sweeps.sweep import Sweep
 from offstage.pipeline.terminal import shorten, show_line
 
 _REFRESH_SECONDS = 1.0

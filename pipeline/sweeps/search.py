@@ -22,9 +22,8 @@ from offstage.pipeline.sweeps.sweeper import JobSweeper
 if TYPE_CHECKING:
     from offstage.pipeline.objective import Objective
     from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
-    from offstage.pipeline.sweeps.record import SweepJob
+    from offstage.pipeline.sweeps.record import Sweep, SweepJob
     from offstage.pipeline.sweeps.search_study import Direction, SearchStudy, Tried
-    from offstage.pipeline.sweeps.sweep import Sweep
 
 
 class OptunaSearch(JobSweeper):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offstage.pipeline.sweeps.job_run import JobEnd
     from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
     from offstage.pipeline.sweeps.progress import SweepProgress
-    from offstage.pipeline.sweeps.sweep import Sweep
+    from offstage.pipeline.sweeps.record import Sweep
     from offstage.pipeline.tracking.trackers import SweepTracking
 
     Ended = Callable[[ComposedJob, JobEnd], None]
@@ -62,7 +62,7 @@ class JobSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Run the jobs that ``arguments``, those of the command line, come to, as far as they aren't done."""
         from offstage.pipeline.sweeps.jobs import SweepComposition, describe_sweep
-        from offstage.pipeline.sweeps.sweep import Sweep
+        from offstage.pipeline.sweeps.record import Sweep
         from offstage.pipeline.tracking.trackers import SweepTracking
 
         run = self._where()

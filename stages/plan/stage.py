@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError, Fault
-from offstage.pipeline.garbage import uncollected
+from offstage.pipeline.interpreter import uncollected
 from offstage.pipeline.peers import started_together
 from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
 from offstage.pipeline.typed_config import read

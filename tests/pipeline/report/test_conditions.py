@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offstage.pipeline.report.command import run
-from offstage.pipeline.report.conditions import conditions, told_differences
+from offstage.pipeline.report.differences import conditions, told_differences
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import write_failure, write_run

@@ -10,7 +10,7 @@ import pytest
 
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps.progress import SweepProgress, duration
-from offstage.pipeline.sweeps.sweep import Sweep
+from offstage.pipeline.sweeps.record import Sweep
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 

@@ -12,8 +12,7 @@ import pytest
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps.command import main
-from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
-from offstage.pipeline.sweeps.sweep import Sweep
+from offstage.pipeline.sweeps.record import SWEEP, Sweep, SweepRecord
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 

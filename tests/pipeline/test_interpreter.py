@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from offstage.pipeline import garbage
-from offstage.pipeline.garbage import uncollected
+from offstage.pipeline.interpreter import uncollected
 
 
 @pytest.fixture(autouse=True)
