@@ -24,7 +24,6 @@ from offstage.pipeline.report.plots.memory import memory_picture, timeline_pictu
 from offstage.pipeline.report.plots.repeats import repeat_picture
 from offstage.pipeline.report.plots.speed import pareto_picture, speed_picture
 from offstage.pipeline.report.plots.stage_times import stage_picture
-from offstage.pipeline.report.plots.training import loss_picture
 from offstage.pipeline.report.quantities import MISSING, listed
 from offstage.pipeline.report.run_folders import natural
 from offstage.pipeline.report.summary import Fact, Summary, group_facts, headline
@@ -146,7 +145,6 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
         placement_picture(group.placements, jobs, names),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs, names),
-        loss_picture(jobs, names),
         stage_picture(jobs, names, most=MOST_ROWS),
     ]
     return [picture for picture in drawn if picture]
