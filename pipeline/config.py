@@ -24,7 +24,7 @@ from offstage.pipeline.installed_stages import stage_configs
 from offstage.pipeline.measure import MeasureConfig, check_measure
 from offstage.pipeline.objective import ObjectiveConfig, check_objective
 from offstage.pipeline.plain_data import LARGEST, unrecordable, walk
-from offstage.pipeline.standard_input import SIGN, read_lines
+from offstage.pipeline.regular_files import SIGN, read_lines
 from offstage.pipeline.tracking.options import TrackerConfig, check_tracker, located
 from offstage.pipeline.typed_config import (
     KEYS,

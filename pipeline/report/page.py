@@ -21,9 +21,8 @@ from offstage.pipeline.report.exports import defused
 from offstage.pipeline.report.figures import Picture, linked
 from offstage.pipeline.report.plots.layers import placement_picture
 from offstage.pipeline.report.plots.memory import memory_picture, timeline_picture
-from offstage.pipeline.report.plots.repeats import repeat_picture
 from offstage.pipeline.report.plots.speed import pareto_picture, speed_picture
-from offstage.pipeline.report.plots.stage_times import stage_picture
+from offstage.pipeline.report.plots.times import repeat_picture, stage_picture
 from offstage.pipeline.report.quantities import MISSING, listed
 from offstage.pipeline.report.run_folders import natural
 from offstage.pipeline.report.summary import Fact, Summary, group_facts, headline

@@ -147,7 +147,7 @@ class SweepRecord:
 
 
 def _typed(job: SweepJob) -> dict[str, Any]:
-    return {f"job {job.number}": job.overrides}
+    return {f"override {place} of job {job.number}": given for place, given in enumerate(job.overrides, 1)}
 
 
 def _composed(job: SweepJob) -> dict[str, Any]:
@@ -157,8 +157,7 @@ def _composed(job: SweepJob) -> dict[str, Any]:
 
 def _refuse_differing(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for first in islice(changes(there, here), 1):
-        then, now = (" ".join(one) if isinstance(one, tuple) else repr(one) for one in (first.then, first.now))
-        raise _other_sweep(folder, f"{first.place} is {then} there, {now} here")
+        raise _other_sweep(folder, f"{first.place} is {first.then!r} there, {first.now!r} here")
 
 
 def _other_sweep(folder: Path, difference: str) -> ConfigError:

@@ -65,8 +65,8 @@ def changed_job(**changes: Any) -> SweepRecord:
     ("here", "words"),
     [
         (other(4), "3 jobs there, 4 here"),
-        (changed_job(overrides=("seed=7",)), "job 1 is seed=1 there, seed=7 here"),
-        (changed_job(overrides=("seed=1", "dtype=auto")), "job 1 is seed=1 there, seed=1 dtype=auto here"),
+        (changed_job(overrides=("seed=7",)), "override 1 of job 1 is 'seed=1' there, 'seed=7' here"),
+        (changed_job(overrides=("seed=1", "dtype=auto")), "override 2 of job 1 is None there, 'dtype=auto' here"),
         (other(base={"dtype": "auto", "model": {"path": "/else"}}), "model.path is '/ckpt' there, '/else' here"),
         (other(cwd="/"), "the folder that its command ran in is"),
         (changed_job(config="another"), "the config of job 1, of files that changed since, is"),
@@ -104,7 +104,7 @@ def test_jobs_that_follow_from_others_are_added_as_they_come(tmp_path: Path) -> 
     sweep.close()
     resumed = Sweep(tmp_path, replace(sweep_of(2), jobs=(), foreseen=False))
     resumed.expect(sweep_of(2).jobs[0])
-    with pytest.raises(ConfigError, match="job 0 is seed=0 there, seed=1 here"):
+    with pytest.raises(ConfigError, match="override 1 of job 0 is 'seed=0' there, 'seed=1' here"):
         resumed.expect(replace(sweep_of(2).jobs[1], number=0))
 
 
