@@ -45,7 +45,7 @@ def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(
     assert enter(fresh_folder, *JOBS, "seed=1,2,4") == 2
     assert capfd.readouterr() == ("", f"offstage: {REFUSED.format(lies, lies)}")
     assert enter(fresh_folder, *JOBS, "dtype=float32") == 2
-    assert "of job 0 is None there, 'dtype=float32' here" in capfd.readouterr().err
+    assert "dtype is 'auto' there, 'float32' here" in capfd.readouterr().err
     monkeypatch.chdir("/")
     assert resume(lies) == 0
     out = capfd.readouterr().out
