@@ -6,7 +6,6 @@ fault, with the exit code of its class. ``HYDRA_FULL_ERROR=1`` shows tracebacks 
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from offstage.pipeline.command_exit import (
-    FULL_ERROR,
     INTERRUPTED,
     discard_output,
     exit_with,
     heed_signals,
     last_resort,
-    shows_all,
 )
 from offstage.pipeline.peers import excuse_this, own_rank, started_together
 
@@ -38,14 +35,8 @@ def main(arguments: Sequence[str] | None = None, *, resumed: SweepRecord | None 
     if own_rank():
         discard_output()  # the first host shows what all come to
     sys.argv[1:] = prepare_arguments(sys.argv[1:] if arguments is None else arguments)
-    show_all = shows_all()
-    os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
-    try:
-        composed = partial(_compose_and_run, started, show_all=show_all, resumed=resumed)
-        exit_with("offstage", lambda: _excused(lambda: last_resort(composed, show_all=show_all)))
-    finally:
-        if not show_all:
-            os.environ.pop(FULL_ERROR, None)
+    composed = partial(_compose_and_run, started, resumed)
+    exit_with("offstage", lambda: _excused(lambda: last_resort(composed)))
 
 
 def _excused(work: Callable[[], int]) -> int:
@@ -73,7 +64,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     return [*given, "hardware.hosts=auto"] if started_together() > 1 and not says_hosts else given
 
 
-def _compose_and_run(started: float, *, show_all: bool, resumed: SweepRecord | None) -> int:
+def _compose_and_run(started: float, resumed: SweepRecord | None) -> int:
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
@@ -81,13 +72,13 @@ def _compose_and_run(started: float, *, show_all: bool, resumed: SweepRecord | N
     from offstage.pipeline.errors import ConfigError, named
     from offstage.pipeline.hydra_arguments import gather_overrides, refuse_arguments
     from offstage.pipeline.hydra_composing import composed_once, noted_files
-    from offstage.pipeline.hydra_errors import composing
+    from offstage.pipeline.hydra_messages import composing
     from offstage.pipeline.hydra_task import Task
     from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
     heed_signals()
     sys.argv[1:] = gather_overrides(sys.argv[1:])
-    task = Task(started, show_all, tuple(sys.argv[1:]), resumed)
+    task = Task(started, tuple(sys.argv[1:]), resumed)
     register_sweeps()
 
     with composing():

@@ -88,11 +88,8 @@ def shows_all() -> bool:
     return FULL_ERROR in os.environ
 
 
-def guarded(work: Callable[[], int], *, name: str = "offstage", show_all: bool | None = None) -> int:
-    """Return what ``work`` returns, or print the error that a user can mend and return its exit code.
-
-    With ``show_all`` (by default: as the environment says) the error is raised on.
-    """
+def guarded(work: Callable[[], int], *, name: str = "offstage") -> int:
+    """Return what ``work`` returns, or print the error that a user can mend and return its exit code."""
     from offstage.pipeline.atomic_files import mendable
     from offstage.pipeline.errors import OffstageError
 
@@ -100,24 +97,24 @@ def guarded(work: Callable[[], int], *, name: str = "offstage", show_all: bool |
         with mendable():
             return work()
     except OffstageError as error:
-        if shows_all() if show_all is None else show_all:
+        if shows_all():
             raise
         sys.stderr.writelines(f"{name}: {line}\n" for line in str(error).splitlines())
         return error.exit_code
 
 
-def last_resort(work: Callable[[], int], *, name: str = "offstage", show_all: bool | None = None) -> int:
+def last_resort(work: Callable[[], int], *, name: str = "offstage") -> int:
     """Return what ``work`` returns, ``guarded``; of what nobody foresaw one line says so and where its traceback lies.
 
     This is the only place where that ends: whoever else catches everything raises it on. An interrupt and a pipe that
     nobody reads are foreseen.
     """
     try:
-        return guarded(work, name=name, show_all=show_all)
+        return guarded(work, name=name)
     except (KeyboardInterrupt, SystemExit, GeneratorExit, BrokenPipeError):
         raise
     except BaseException as error:
-        if shows_all() if show_all is None else show_all:
+        if shows_all():
             raise
         from offstage.pipeline.errors import words_of
 

@@ -10,9 +10,8 @@ import gc
 from functools import partial
 from importlib import import_module
 
-from offstage.pipeline.call_frames import with_frame_room
 from offstage.pipeline.command_exit import exit_at_signals
-from offstage.pipeline.garbage import uncollected
+from offstage.pipeline.interpreter import uncollected, with_frame_room
 from offstage.pipeline.process_setup import set_up
 
 

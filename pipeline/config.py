@@ -6,14 +6,13 @@ the stages, not by the first line of code that trips over a value.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from importlib import resources
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only these
 
@@ -21,12 +20,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.errors import ConfigError, Fault, closest
-from offstage.pipeline.former_names import CONFIG_KEYS, CONFIG_VALUES, REMOVED, renamed
 from offstage.pipeline.installed_stages import stage_configs
 from offstage.pipeline.measure import MeasureConfig, check_measure
 from offstage.pipeline.objective import ObjectiveConfig, check_objective
 from offstage.pipeline.plain_data import LARGEST, unrecordable, walk
-from offstage.pipeline.standard_input import SIGN, read_lines
+from offstage.pipeline.regular_files import SIGN, read_lines
 from offstage.pipeline.tracking.options import TrackerConfig, check_tracker, located
 from offstage.pipeline.typed_config import (
     KEYS,
@@ -41,7 +39,6 @@ from offstage.pipeline.typed_config import (
     unknown_keys,
 )
 
-_log = logging.getLogger("offstage")
 _STAGE_LIST = re.compile(r"stages=\[([\w\s,-]*)\]")
 
 
@@ -74,8 +71,6 @@ def register() -> None:
     node = OmegaConf.structured(_schema())
     for kind in config_classes():  # a dotted override may add a key to a mapping: max_memory.1=3GB, generate.top_k=2
         _open_mappings(node, defaults(kind))
-    for group in {place.rpartition(".")[0] for place in CONFIG_KEYS if place.count(".") == 1}:
-        OmegaConf.set_struct(node[group], False)  # what isn't known there either is refused by ``check``
     ConfigStore.instance().store("schema", node)
     OmegaConf.register_new_resolver("offstage.pid", os.getpid, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("offstage.embedded", _embedded, replace=True)
@@ -142,11 +137,9 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     missing = sorted(str(key) for key in OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError("\n".join(f"{key}: no value; give one: {key}=…" for key in missing))
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(config, resolve=True)
     for place, why in unrecordable(plain):
         raise ConfigError(f"{place}: {why}")
-    plain = _with_names_of_today(plain)
     plain["max_memory"] = {key.name: str(value) for key, value in (plain["max_memory"] or {}).items()}
     for path_key in _paths():
         try:
@@ -156,22 +149,6 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     for name, key, lines in _read_from_standard_input(plain):
         plain[name][lines] = read_lines(f"{name}.{key}")
     return {str(key): value for key, value in plain.items()}
-
-
-def _with_names_of_today(given: Any) -> dict[str, Any]:
-    """Return a config with each key that was given by its name of before as it is called now, which is said once."""
-    try:
-        config, places = renamed(given, CONFIG_KEYS, CONFIG_VALUES)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    for before, now in places.items():
-        _say_once(f"{before}: this key is {now} now, and by its old name it goes for this release only; rename it")
-    return config
-
-
-@cache
-def _say_once(line: str) -> None:
-    _log.warning(line)
 
 
 def refuse_sharing(config: Mapping[str, Any]) -> None:
@@ -282,8 +259,7 @@ def _unless_sign(locate: Callable[[str], str], path: str) -> str:
 def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:
     """Yield what is wrong with the types of keys, whosever they are, and with the keys that belong to no stage."""
     kinds = config_classes()
-    given = {key: value for key, value in config.items() if key not in REMOVED}  # which records of before still have
-    yield from unknown_keys(given, key_names(kinds))
+    yield from unknown_keys(config, key_names(kinds))
     wrong = [fault for kind in kinds for fault in type_faults(kind, config)]
     yield from wrong
     if config.get("outputs") == "":

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from offstage.pipeline.cgroup_files import core_quota, memory_limits
 from offstage.pipeline.git_checkout import commit_of, git_state, is_dirty
+from offstage.pipeline.memory_cgroups import core_quota, memory_limits
 from offstage.pipeline.regular_files import read_regular
 
 _DISTRIBUTIONS = {

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offstage.pipeline.former_names import REMOVED
-
 PANIC = "PanicException"
 """The class of a panic in Rust, which has no other handle: each library that is built so has one of its own."""
 _REFUSED = frozenset(
@@ -178,8 +176,6 @@ def words_of(error: BaseException) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the known name closest to ``name``, or what became of it; else nothing."""
-    if name in REMOVED:
-        return f" (it was removed: {REMOVED[name]}; leave it out)"
+    """Return `` (did you mean 'x'?)`` for the known name that is closest to ``name``; nothing where none is."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra._internal import utils
 from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.types import RunMode
@@ -28,7 +29,7 @@ _IS_RUN = f"hydra.mode={RunMode.RUN.name}"
 
 @contextmanager
 def composed_once(refuse: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Have Hydra compose the config of a single run once while this is entered.
+    """Have Hydra compose the config of a single run once while this is entered, and raise its errors, not print them.
 
     ``refuse`` raises what it has against the files that were read for it, before Hydra carries out what they say.
     Raises a ``ConfigError`` where the user's own files are why nothing can be composed, or not what they mean.
@@ -53,14 +54,16 @@ def composed_once(refuse: Callable[[], None] = lambda: None) -> Iterator[None]:
         return mode
 
     hydra_class: Any = Hydra
-    hydra_class.get_mode = get_mode
+    hydra_utils: Any = utils
+    reported, hydra_class.get_mode = hydra_utils.run_and_report, get_mode
+    hydra_utils.run_and_report = lambda work: work()
     try:
         yield
     except COMPOSING_ERRORS as error:
         _refuse_files(asked, error)
         raise
     finally:
-        hydra_class.get_mode = ask
+        hydra_class.get_mode, hydra_utils.run_and_report = ask, reported
 
 
 @contextmanager

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -20,7 +24,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError, YAMLError
 
-from offstage.pipeline.errors import ConfigError, closest
+from offstage.pipeline.errors import ConfigError, closest, words_of
 from offstage.pipeline.typed_config import DEVICES, NO_DEVICE, VARIABLES
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
@@ -54,7 +58,8 @@ def one_line(error: Exception) -> str:
     texts = list(dict.fromkeys(str(each) for each in (error, error.__cause__) if each is not None))
     lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
     said = "\n".join(lines)
-    found = (say(match) for pattern, say in _SAID if (match := re.search(pattern, said)))
+    matched = ((match, say) for pattern, say in _SAID if (match := re.search(pattern, said)))
+    found = (say.format("", *match.groups()) if isinstance(say, str) else say(match) for match, say in matched)
     told = next(found, None) or next(filter(None, map(_said_of, causes)), None)
     return told or "; ".join(dict.fromkeys(line.rstrip(":") for line in lines if not line.startswith(_NOISE)))
 
@@ -161,10 +166,6 @@ def _said_of_root_key(found: re.Match[str]) -> str:
     return f"{_said_of_key(found)}{said_of_variables(found[1])}"
 
 
-def _said_of_device(found: re.Match[str]) -> str:
-    return f"max_memory.{found[1]}: {found[1]!r} is no device; {DEVICES}"
-
-
 def _said_of_choice(found: re.Match[str]) -> str:
     """Return what is wrong with the choice of a file that there isn't, among those of its group or in no group."""
     where, (group, _, name), said = found[1], found[2].rpartition("/"), found.string
@@ -199,64 +200,34 @@ def _said_of_place(found: re.Match[str]) -> str:
     return f"--config-dir: {found[1]!r} is {kind}; give the folder that has your experiment/, model/ or hardware/ in it"
 
 
-def _said_of_slash(found: re.Match[str]) -> str:
-    return (
-        f"{found[1]}: 'override {found[2]}' in its defaults means a group below its own; one of the root begins with a "
-        f"slash: - override /{found[2]}: NAME"
-    )
-
-
-def _said_of_second_choice(found: re.Match[str]) -> str:
-    group, name = found.groups()
-    return f"{group}: its file is chosen twice; a choice that replaces another is - override /{group}: {name}"
-
-
-def _said_of_several(found: re.Match[str]) -> str:
-    key, values = found.groups()
-    return (
-        f"{key}: {values!r} is several values; one job each is offstage -m {key}={values}, a list {key}=[{values}], a "
-        f"text with commas \"{key}='{values}'\""
-    )
-
-
-def _said_of_added_key(found: re.Match[str]) -> str:
-    return f"+{found[1]}: the config has that key; {found[1]}=VALUE, without '+', changes it"
-
-
 def _said_of_deleted_key(found: re.Match[str]) -> str:
     return f"~{found[1]}: the config has no such key{closest_key(found[1])}; {SHOWS_KEYS}"
 
 
-def _said_of_group(found: re.Match[str]) -> str:
-    return (
-        f"a group of files, as model or stages, is given a value of type {found[1]}; give the name of a file of it, as "
-        "model=tiny"
-    )
-
-
-def _said_of_sweeper(_found: re.Match[str]) -> str:
-    return (
-        "hydra/sweeper: a sweeper of another package starts jobs by a launcher, and offstage has none; give basic or "
-        "optuna"
-    )
-
-
-_SAID: Sequence[tuple[str, Callable[[re.Match[str]], str]]] = (
-    (r"In '(.*)': Could not override '.*/(\w+)@.*'", _said_of_slash),
+_SAID: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
+    (r"In '(.*)': Could not override '.*/(\w+)@.*'",
+     "{1}: 'override {2}' in its defaults means a group below its own; one of the root begins with a slash: - override "
+     "/{2}: NAME"),
     (r"Could not override '(.*?)'", _said_of_key),
     (r"Key '(.*)' not in 'Schema'", _said_of_root_key),
     (r"Key '.*' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_key),
-    (r"Key '(.*)' is incompatible with the enum type 'Device'", _said_of_device),
+    (r"Key '(.*)' is incompatible with the enum type 'Device'", f"max_memory.{{1}}: {{1!r}} is no device; {DEVICES}"),
     (r"In '(.*)': Could not (?:find|load) '(.*?)'", _said_of_choice),
     (r"Additional config directory '(.*)' not found", _said_of_place),
-    (r"Multiple values for (\S+)\. To override a value use 'override \S+: (.+)'", _said_of_second_choice),
-    (r"Ambiguous value for argument '(.*?)=(.*)'", _said_of_several),
-    (r"An item is already at '(.*)'", _said_of_added_key),
+    (r"Multiple values for (\S+)\. To override a value use 'override \S+: (.+)'",
+     "{1}: its file is chosen twice; a choice that replaces another is - override /{1}: {2}"),
+    (r"Ambiguous value for argument '(.*?)=(.*)'",
+     "{1}: {2!r} is several values; one job each is offstage -m {1}={2}, a list {1}=[{2}], a text with commas "
+     "\"{1}='{2}'\""),
+    (r"An item is already at '(.*)'", "+{1}: the config has that key; {1}=VALUE, without '+', changes it"),
     (r"Could not delete from config\. '(.*)' does not exist", _said_of_deleted_key),
-    (r"Invalid plugin 'offstage\.", _said_of_sweeper),
-    (r"Config group override must be a string or a list\. Got (\w+)", _said_of_group),
-)
-"""What a message is known by, and what is said in its place."""
+    (r"Invalid plugin 'offstage\.",
+     "hydra/sweeper: a sweeper of another package starts jobs by a launcher, and offstage has none; give basic or "
+     "optuna"),
+    (r"Config group override must be a string or a list\. Got (\w+)",
+     "a group of files, as model or stages, is given a value of type {1}; give the name of a file of it: model=tiny"),
+)  # fmt: skip
+"""What a message is known by, and what is said in its place, of what it matched or by a function of the match."""
 
 
 def closest_key(dotted: str) -> str:
@@ -269,3 +240,91 @@ def closest_key(dotted: str) -> str:
             break
         beside = beside[part]
     return closest(part, beside if isinstance(beside, dict) else ())
+
+
+NULL_IN_A_FILE = (
+    "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"
+)
+
+_COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
+_MANY_FRAMES = 100
+"""Calls of what reads a config that are under way where it recurses, at the least; around a stage it is a dozen."""
+_MANY_BRACKETS = 20
+
+
+@contextmanager
+def composing() -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise in the block, for something of a user's, into a ``ConfigError``."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except COMPOSING_ERRORS as error:
+        raise ConfigError(one_line(error)) from error
+    except UnboundLocalError as error:
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise error.__context__ from None  # Hydra closes what it couldn't open
+    except (AttributeError, AssertionError) as error:
+        if _comes_from_an_override(error):
+            raise ConfigError(NULL_IN_A_FILE) from error
+        _refuse_file(error)
+        raise
+    except RecursionError as error:
+        if not _recursed_in_composing(error):
+            raise
+        raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from error
+    except YAMLError as error:
+        raise ConfigError(said_of_yaml(error)) from error
+    except (ValueError, RuntimeError) as error:
+        _refuse_file(error)
+        module = _module_that_raised(error)
+        if not module.startswith(("hydra.", "logging.")):
+            raise
+        about = "hydra.job_logging: " if module.startswith("logging.") else ""
+        raise ConfigError(f"{about}{one_line(error)}") from error
+
+
+def _comes_from_an_override(error: Exception) -> bool:
+    """Return whether Hydra tripped as it applied an override: over a null that something was to be added to."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "_apply_overrides_to_config" for frame in frames)
+
+
+def _recursed_in_composing(error: RecursionError) -> bool:
+    """Return whether it was what reads a config that came to the end of Python's stack, and not a stage's code."""
+    raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__", "")) for frame in (*raised, *_frames_up(raised[-1]))]
+    return sum(module.startswith(_COMPOSERS) for module in modules) > _MANY_FRAMES
+
+
+def _frames_up(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _most_nested(arguments: Sequence[str]) -> str:
+    """Return the key of the argument with the most brackets, where that is many: else it stands in a file."""
+    deepest = max(arguments, key=_brackets, default="")
+    return deepest.partition("=")[0] if _brackets(deepest) > _MANY_BRACKETS else "a config file"
+
+
+def _brackets(text: str) -> int:
+    return text.count("[") + text.count("{")
+
+
+def _refuse_file(error: Exception) -> None:
+    """Raise a ``ConfigError`` about the config file that Hydra was looking for, or reading, when ``error`` came."""
+    file = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "load_config":
+            file = str(frame.f_locals.get("full_path", frame.f_locals["config_path"]))
+    if file is not None:
+        raise ConfigError(f"{file!r} can't be read as a config file in UTF-8: {words_of(error)}") from error
+
+
+def _module_that_raised(error: Exception) -> str:
+    """Return the name of the module whose code raised ``error``: what Hydra or logging says no to, it was given."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", ""))

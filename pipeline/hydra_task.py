@@ -16,7 +16,7 @@ from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import last_resort
 from offstage.pipeline.config import resolve
 from offstage.pipeline.environment import environment
-from offstage.pipeline.hydra_errors import composing
+from offstage.pipeline.hydra_messages import composing
 from offstage.pipeline.job import perform
 from offstage.pipeline.objective import require_numbers
 from offstage.pipeline.record import RunRecord, never_left_running
@@ -35,7 +35,6 @@ class Task:
     """
 
     started: float
-    show_all: bool = False
     command: Sequence[str] = ()
     resumed: SweepRecord | None = None
     files: dict[str, str] = field(default_factory=dict)
@@ -43,7 +42,7 @@ class Task:
 
     def __call__(self, config: DictConfig) -> None:
         """Carry out a run. What a user can mend is printed, not raised."""
-        self.code = last_resort(lambda: self._run(config), show_all=self.show_all)
+        self.code = last_resort(lambda: self._run(config))
 
     def refuse_changed(self) -> None:
         """Raise a ``ConfigError`` where a config file that was read isn't what it was for the sweep that is resumed."""
@@ -64,7 +63,7 @@ class Task:
         from offstage.pipeline.job_process import supervise
 
         logged = json.dumps(OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True))
-        return supervise(record, capped=True, options=["--logging", logged], show_all=self.show_all)
+        return supervise(record, capped=True, options=["--logging", logged])
 
 
 def _start_record(config: DictConfig) -> RunRecord:

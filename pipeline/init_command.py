@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from offstage.pipeline.atomic_files import create_file, mendable
@@ -46,23 +45,15 @@ def write_tree(folder: Path) -> list[Path]:
     A file that is there already is left as it is, and is a ``ConfigError`` before any is written; so is a ``folder``
     that is none. What can't be written is a ``StorageError``.
     """
-    source = resources.files("offstage.pipeline") / "init_templates"
-    templates = {folder / place: text for place, text in _templates(source)}
+    with resources.as_file(resources.files("offstage.pipeline") / "init_templates") as source:
+        found = [path for path in sorted(source.rglob("*")) if path.is_file()]
+        templates = {folder / path.relative_to(source): path.read_text(encoding="utf-8") for path in found}
     _refuse([path for path in templates if os.path.lexists(path)], folder)
     with mendable(folder):
         for path, text in templates.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             create_file(path, text)
     return list(templates)
-
-
-def _templates(root: Traversable, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the place of each file below ``root``, and its text."""
-    for each in sorted(root.iterdir(), key=lambda each: each.name):
-        if each.is_dir():
-            yield from _templates(each, f"{above}{each.name}/")
-        else:
-            yield above + each.name, each.read_text(encoding="utf-8")
 
 
 def _refuse(there: Sequence[Path], folder: Path) -> None:

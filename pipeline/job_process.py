@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from offstage.pipeline.command_exit import FULL_ERROR, INTERRUPTED, heeded_signals
+from offstage.pipeline.command_exit import INTERRUPTED, heeded_signals
 from offstage.pipeline.errors import KilledError
 from offstage.pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 from offstage.pipeline.process_setup import own_command
@@ -29,14 +29,14 @@ _log = logging.getLogger("offstage")
 
 
 def supervise(
-    record: RunRecord, *, capped: bool = False, options: Sequence[str] = (), show_all: bool = False,
+    record: RunRecord, *, capped: bool = False, options: Sequence[str] = (),
     lock: int | None = None, signals: PassedSignals | None = None, output: Path | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> int:  # fmt: skip
     """Run the job of ``record`` in a fresh process and return its exit code; ``record`` isn't current afterwards.
 
     ``capped`` puts it under a memory cap where this process may; ``options`` go to the job's command line;
-    ``show_all`` has it show tracebacks; the descriptor ``lock`` stays open in it, so that what it locks is locked until
+    the descriptor ``lock`` stays open in it, so that what it locks is locked until
     both have ended. From ``signals`` one learns which came to this process meanwhile. What the job prints is added to
     the file ``output``, by default it is seen where this process's is; ``meanwhile`` is called each second.
 
@@ -52,7 +52,7 @@ def supervise(
         with signals or PassedSignals() as signals, _opened(output) as stream:
             # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
             process = subprocess.Popen(
-                command, process_group=0, env=_environment(show_all=show_all),
+                command, process_group=0,
                 pass_fds=() if lock is None else (lock,), stdout=stream, stderr=stream,
             )  # fmt: skip
             signals.pass_to(process)
@@ -74,11 +74,6 @@ def _wait(process: subprocess.Popen[bytes], meanwhile: Callable[[], object] | No
         except subprocess.TimeoutExpired:
             meanwhile()
     return process.wait()
-
-
-def _environment(*, show_all: bool) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name != FULL_ERROR}
-    return {**inherited, FULL_ERROR: "1"} if show_all else inherited
 
 
 def _group(record: RunRecord) -> MemoryGroup | None:

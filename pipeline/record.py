@@ -19,11 +19,9 @@ from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.decoding import Reading, decode, encode
 from offstage.pipeline.errors import ConfigError, StorageError
-from offstage.pipeline.former_names import RECORD_KEYS, RECORD_VALUES, renamed
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.peers import own_rank
-from offstage.pipeline.plain_data import as_json
-from offstage.pipeline.printable_text import printable_data
+from offstage.pipeline.plain_data import as_json, printable_data
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.run_schema import SCHEMA_VERSION, Enforcement, HostRun, Run, RunError, StageRun, Status
 from offstage.pipeline.signatures import is_own_config, sign_config
@@ -31,9 +29,7 @@ from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
 RECORD, HOSTS = "run.json", ".hosts"
 """A run's record in its folder, and where the other hosts have their folders that run a sweep's job with it."""
-_FORMER_VERSION = SCHEMA_VERSION - 1
-"""That of records which are read by their names of before."""
-_ROWS = ("outputs", "repeats", "steps", "hosts")
+_ROWS = ("outputs", "repeats", "steps", "hosts", "layers")
 """The sections that have rows, maybe millions: those of the last stage that reports any."""
 _LISTED = 8
 """How many jobs of a sweep an error names."""
@@ -69,25 +65,10 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
         raise RecordError(path, f"no JSON that can be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         raise RecordError(path, "JSON, but no run record: it has no status")
-    version = content.get("schema_version", _FORMER_VERSION)
-    if version == SCHEMA_VERSION:
-        return content
-    if version != _FORMER_VERSION:
-        raise RecordError(
-            path, f"schema_version {version!r}; this offstage reads {_FORMER_VERSION} and {SCHEMA_VERSION}"
-        )
-    return _with_names_of_today(path, content)
-
-
-def _with_names_of_today(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Return what a record of the schema before says, by the names of this one; whose it was it stays."""
-    config, noted = content.get("config"), content.get("places")
-    is_own = isinstance(config, dict) and is_own_config(config, content.get("signature"), noted)
-    try:
-        today, _ = renamed({**content, "schema_version": SCHEMA_VERSION}, RECORD_KEYS, RECORD_VALUES)
-    except ValueError as error:
-        raise RecordError(path, f"damaged: {error}") from error
-    return {**today, "signature": sign_config(today["config"], noted)} if is_own else today
+    version = content.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise RecordError(path, f"schema_version {version!r}; this offstage reads {SCHEMA_VERSION}")
+    return content
 
 
 def _decoded(path: Path, content: Mapping[str, Any], reading: Reading) -> Run:
@@ -238,9 +219,9 @@ class RunRecord:
         """Add what ``stage`` reports, over what it reported before.
 
         A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``repeats``,
-        ``steps``, ``hosts`` and ``model`` are those of the last stage that has any. Raises ``ConfigError`` where a
-        value isn't of the type that it has in a record: only code can mend that, and a record that nobody can read
-        isn't written.
+        ``steps``, ``hosts``, ``layers`` and ``model`` are those of the last stage that has any. Raises ``ConfigError``
+        where a value isn't of the type that it has in a record: only code can mend that, and a record that nobody can
+        read isn't written.
         """
         known, told = self._content, dict[str, Any]()
         seen: dict[str, list[Any]] = {section: [] for section in _ROWS}  # rows that are there were looked at already

@@ -1,7 +1,7 @@
 """The one schema of ``run.json``: what a run's record says, as frozen data that is read by its types.
 
-``offstage.pipeline.record`` reads and writes it; ``.github/run.schema.json`` is made from it. A record of an older
-release lacks sections, and has their defaults; a stage of another package may report more than is named here.
+``offstage.pipeline.record`` reads and writes it; ``.github/run.schema.json`` is made from it. A record
+may lack sections, and has their defaults; a stage of another package may report more than is named here.
 """
 
 from __future__ import annotations
@@ -194,6 +194,16 @@ class Enforcement:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedLayers:
+    """So many layers that are executed one after another and lie alike, from ``first`` to ``last``, on ``devices``."""
+
+    devices: tuple[str, ...]
+    count: int
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostRun:
     """What one of several hosts came to that a run was divided among: ``record`` is where its own record lies.
 
@@ -238,7 +248,8 @@ class Run:
     this user is known, with the ``places`` that it notes: the folders that the run lay in and was started in.
     ``packages`` are the versions of all that was imported. ``metric_table`` says what each of the ``metrics`` is; one
     that the run didn't come to is null. ``experts`` has, layer by layer, what those of a mixture came to that wait,
-    ``steps`` those of a training, ``device_map`` where each module went, ``compared`` what a replay found of the files.
+    ``steps`` those of a training, ``device_map`` where each module went, ``layers`` where each layer lay, in the order
+    of execution, ``compared`` what a replay found of the files.
     """
 
     status: str = field(metadata={CHOICES: get_args(Status)})
@@ -263,6 +274,7 @@ class Run:
     repeats: tuple[Repeat, ...] = ()
     steps: tuple[RunStep, ...] = ()
     device_map: Mapping[str, Any] | None = None
+    layers: tuple[PlacedLayers, ...] = field(default=(), metadata=_SPARSE)
     enforcement: Enforcement | None = None
     compared: tuple[str, ...] = field(default=(), metadata=_SPARSE)
     hosts: tuple[HostRun, ...] = field(default=(), metadata=_SPARSE)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from offstage.pipeline.command_exit import discard_output
 from offstage.pipeline.measurements import measurements, remarks
-from offstage.pipeline.printable_text import printable
+from offstage.pipeline.plain_data import printable
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.stage import Report
 from offstage.pipeline.terminal import Screen, announce, plain_table

@@ -14,8 +14,8 @@ from typing import Any
 
 from offstage.pipeline.config import check, made_sound
 from offstage.pipeline.errors import Fault, raise_faults
-from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.installed_stages import any_measures, installed_stages, stage_class
+from offstage.pipeline.interpreter import uncollected
 from offstage.pipeline.measure import refuse_unmeasured
 from offstage.pipeline.memory_monitor import MemoryMonitor, Meter
 from offstage.pipeline.record import RunRecord

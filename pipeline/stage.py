@@ -81,16 +81,17 @@ class Artifact:
 class Report:
     """What a stage's artifact adds to the run record and to the summary on the screen.
 
-    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs``, ``experts``, ``repeats``, ``steps`` and
-    ``hosts`` go under those names of ``run.json``; ``screen`` is shown after the summary table, and ``remarks``, what
-    must be known of the metrics by who uses them, below these. ``experts`` is what those of each layer came to, where a
-    mixture's wait until they are wanted: layer → counts by name. ``repeats`` has each time that the
-    stage's work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of
-    it. ``steps`` are those of a training: loss, norm of the gradient, seconds and bytes held, in their order. ``hosts``
-    are those that the model is divided among, where there are several, each with what is known of it so far. ``model``
-    says what was run: its ``class``, how many ``parameters`` by dtype, and its ``bytes``. A metric that the stage
-    doesn't declare is kept as a number of nothing, and no table has it. Keys of ``outputs``, ``repeats`` and ``steps``
-    that ``offstage.pipeline.run_schema`` names are of its types; others are the stage's own.
+    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs``, ``experts``, ``repeats``, ``steps``, ``hosts``
+    and ``layers`` go under those names of ``run.json``; ``screen`` is shown after the summary table, and ``remarks``,
+    what must be known of the metrics by who uses them, below these. ``experts`` is what those of each layer came to,
+    where a mixture's wait until they are wanted: layer → counts by name. ``repeats`` has each time that the stage's
+    work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of it.
+    ``steps`` are those of a training: loss, norm of the gradient, seconds and bytes held, in their order. ``hosts`` are
+    those that the model is divided among, where there are several, each with what is known of it so far. ``layers``
+    says where the model's lie, those together that are executed one after another and lie alike. ``model`` says what
+    was run: its ``class``, how many ``parameters`` by dtype, and its ``bytes``. A metric that the stage doesn't declare
+    is kept as a number of nothing, and no table has it. Keys of ``outputs``, ``repeats`` and ``steps`` that
+    ``offstage.pipeline.run_schema`` names are of its types; others are the stage's own.
     """
 
     summary: str = ""
@@ -103,6 +104,7 @@ class Report:
     repeats: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[Mapping[str, Any], ...] = ()
     hosts: tuple[Mapping[str, Any], ...] = ()
+    layers: tuple[Mapping[str, Any], ...] = ()
     model: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -23,7 +23,7 @@ from offstage.pipeline.cache.housekeeping import CacheEntry
 from offstage.pipeline.cache.sealed_files import move_aside
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.errors import ConfigError, StorageError
-from offstage.pipeline.printable_text import printable
+from offstage.pipeline.plain_data import printable
 from offstage.pipeline.terminal import Screen, plain_table
 
 NAME = "offstage-cache"
@@ -93,21 +93,13 @@ def _list(root: Path, given: argparse.Namespace) -> int:
     if given.json:
         _say(json.dumps([_told(entry) for entry in found], indent=1))
         return 0
-    packs = any(entry.unpacked for entry in found)
-    headings = ["stage", "key", "model", "size", "last used", *["packed"] * packs]
-    table = plain_table((name, name == "size") for name in headings)
+    table = plain_table((name, name == "size") for name in ("stage", "key", "model", "size", "last used"))
     for entry in found:
         model = Path(entry.model).name if Path(entry.model).is_absolute() else entry.model
         used = f"{datetime.fromtimestamp(entry.used):%F %T}"
-        row = [entry.stage, entry.key[:16], escape(printable(model)), decimal(entry.bytes), used]
-        table.add_row(*row, *[_saving(entry)] * packs)
+        table.add_row(entry.stage, entry.key[:16], escape(printable(model)), decimal(entry.bytes), used)
     _print(table)
     return 0
-
-
-def _saving(entry: CacheEntry) -> str:
-    """Return what packing saves of reading, in words; nothing where nothing is packed."""
-    return f"{decimal(entry.unpacked)} in {decimal(entry.packed)}" if entry.unpacked else ""
 
 
 def _told(entry: CacheEntry) -> dict[str, str | int | None]:
@@ -115,8 +107,7 @@ def _told(entry: CacheEntry) -> dict[str, str | int | None]:
     used = datetime.fromtimestamp(entry.used, UTC).isoformat(timespec="seconds")
     folder, model = str(entry.folder.absolute()), entry.model or None
     told = {"stage": entry.stage, "key": entry.key, "model": model, "bytes": entry.bytes}
-    packed = {"packed_bytes": entry.packed, "unpacked_bytes": entry.unpacked} if entry.unpacked else {}
-    return {**told, **packed, "last_used": used, "folder": folder}
+    return {**told, "last_used": used, "folder": folder}
 
 
 def _du(root: Path, _given: argparse.Namespace) -> int:

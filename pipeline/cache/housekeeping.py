@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offstage.pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, find_store_damage
+from offstage.pipeline.cache.block_sums import MARKER_NAME, find_store_damage
 from offstage.pipeline.cache.locks import SHARED, lease_path, sole_use
 from offstage.pipeline.cache.sealed_files import (
     DAMAGED,
@@ -35,8 +35,7 @@ OFFLOAD = "offload"
 class CacheEntry:
     """One artifact, or one offload store: its size in bytes and when it was last used, in seconds of the epoch.
 
-    ``model`` is what the model goes by that it was made for, empty where that isn't known. Of tensors that rest packed
-    in a store ``unpacked`` is what they come to in bytes, and ``packed`` what of its size is theirs.
+    ``model`` is what the model goes by that it was made for, empty where that isn't known.
     """
 
     stage: str
@@ -45,8 +44,6 @@ class CacheEntry:
     bytes: int
     used: float
     model: str = ""
-    packed: int = 0
-    unpacked: int = 0
 
     @property
     def lease(self) -> Path:
@@ -78,17 +75,7 @@ def _measure(folder: Path) -> Iterator[CacheEntry]:
     if folder.parent.name == OFFLOAD:
         used = max([used, *(file.st_mtime for file in files)])
     model = str(read_object(folder / (MARKER_NAME if folder.parent.name == OFFLOAD else MANIFEST)).get("model", ""))
-    packed, unpacked = _packed(folder) if folder.parent.name == OFFLOAD else (0, 0)
-    size = sum(file.st_size for file in files)
-    yield CacheEntry(folder.parent.name, folder.name, folder, size, used, model, packed, unpacked)
-
-
-def _packed(folder: Path) -> tuple[int, int]:
-    """Return the bytes that a store's index tells of packed tensors: as they rest, and unpacked."""
-    entries = [entry for entry in read_object(folder / INDEX_NAME).values() if isinstance(entry, dict)]
-    sizes = [(entry.get("bytes"), entry.get("unpacked")) for entry in entries]
-    told = [(rest, used) for rest, used in sizes if type(rest) is int and type(used) is int]
-    return sum(rest for rest, _ in told), sum(used for _, used in told)
+    yield CacheEntry(folder.parent.name, folder.name, folder, sum(file.st_size for file in files), used, model)
 
 
 def choose(

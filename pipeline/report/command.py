@@ -115,16 +115,15 @@ def _compare(one: Path, other: Path, *, output: Path | None) -> None:
     _require_libraries()
     from offstage.pipeline.report.comparison import compare_runs
     from offstage.pipeline.report.exports import comparison_json
-    from offstage.pipeline.report.page import comparison_page
     from offstage.pipeline.report.run_folders import find_one
     from offstage.pipeline.report.terminal import show_comparison
 
     comparison = compare_runs(find_one(one), find_one(other))
     folder = _folder(one, output)
-    _write(folder, {"compare.html": comparison_page(comparison), "compare.json": comparison_json(comparison)})
+    _write(folder, {"compare.json": comparison_json(comparison)})
     screen = Screen()
     show_comparison(screen, comparison)
-    screen.print(f"\n{folder / 'compare.html'}", markup=False, soft_wrap=True)
+    screen.print(f"\n{folder / 'compare.json'}", markup=False, soft_wrap=True)
 
 
 def _require_libraries() -> None:

@@ -12,7 +12,6 @@ from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import Unit
 from offstage.pipeline.replay import Comparison, compare
 from offstage.pipeline.report.differences import as_text
-from offstage.pipeline.report.placements import read_layers
 from offstage.pipeline.report.quantities import MISSING, tell
 from offstage.pipeline.run_schema import Run
 
@@ -51,8 +50,7 @@ class RunComparison:
 def compare_runs(before: Run, after: Run) -> RunComparison:
     """Return what changed from ``before`` to ``after``."""
     runs, table = (before, after), metric_table(after).joined(metric_table(before))
-    plans = ({layer.name: " and ".join(layer.devices) for layer in read_layers(run)} for run in runs)
-    found = compare(*(replace(run, device_map=plan) for run, plan in zip(runs, plans, strict=True)))
+    found = compare(before, after)
     status = [(run.status, " ".join(run.reason.split())) for run in runs]
     ended = [
         Change(name, *pair) for name, *pair in zip(("status", "reason"), *status, strict=True) if len(set(pair)) > 1
@@ -63,7 +61,7 @@ def compare_runs(before: Run, after: Run) -> RunComparison:
         _section("Config", found.config),
         _section("Environment", found.environment),
         _section("Model", found.model, unit=lambda key, _: "bytes" if key == "bytes" else "count"),
-        _plan(found, before, after),
+        _section("Plan", found.moved),
         _section("Inputs", found.why),
         _section("Memory", held, unit=lambda place, _: table.unit(f"memory.{place}")),
         _section("Speed", found.metrics, unit=table.unit),
@@ -98,19 +96,6 @@ def _ratio(change: Change) -> str:
     if isinstance(one, str) or isinstance(other, str):
         return ""
     return f"{other / one:.2f}" if isinstance(one, int | float) and isinstance(other, int | float) and one else MISSING
-
-
-def _plan(found: Comparison, before: Run, after: Run) -> Section:
-    """Return the layers that lie elsewhere."""
-    plans = {name: read_layers(run) for name, run in (("A", before), ("B", after))}
-    gone = [name for name, layers in plans.items() if not layers]
-    if gone:
-        return Section("Plan", (), (f"The plan of {' and '.join(gone)} is not there: pruned, or never made.",))
-    section = _section("Plan", found.moved)
-    if not section.changes:
-        return section
-    count = len({layer.name for layers in plans.values() for layer in layers})
-    return Section("Plan", section.changes, (f"{len(section.changes)} of {count} layers lie elsewhere.",))
 
 
 def _outputs(found: Comparison, before: Run, after: Run) -> tuple[str, ...]:

@@ -9,19 +9,24 @@ from typing import Any
 
 import pandas
 
+from offstage.pipeline.decoding import encode
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.plain_data import as_json as json_text
 from offstage.pipeline.replay import MEMORY
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup
 from offstage.pipeline.report.comparison import RunComparison
 from offstage.pipeline.report.differences import Spread
-from offstage.pipeline.report.noise import FIRST_TOKEN, LEVEL, SECONDS
+from offstage.pipeline.report.noise import LEVEL
 from offstage.pipeline.report.placements import in_tier_order
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.summary import Summary
-from offstage.pipeline.run_schema import Output, Repeat, RunError
+from offstage.pipeline.run_schema import Output, RunError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+_SECTIONS = (
+    "status", "error", "overrides", "model", "memory", "metrics", "experts", "steps", "repeats", "hosts", "layers",
+)  # fmt: skip
+"""What of a record stands in the report as it stands there."""
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _FORMULA = re.compile(r"\s*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 """How a cell begins that a spreadsheet would compute: those signs, in their full width too, and what it skips."""
@@ -103,7 +108,6 @@ def _group(group: CheckpointGroup) -> dict[str, Any]:
         "jobs": [job.name for job in group.jobs],
         "seconds_per_token_by_budget": [asdict(series) for series in group.series],
         "pareto_front": [asdict(point) for point in group.front.best],
-        "placements": [asdict(plan) for plan in group.placements.plans],
         "answers": [
             {"jobs": list(names), "outputs": [_output(output) for output in job.run.outputs]}
             for job, names in group.answers
@@ -117,28 +121,16 @@ def _output(output: Output) -> dict[str, Any]:
 
 
 def _job(job: Job) -> dict[str, Any]:
-    run, table, error = job.run, metric_table(job.run), job.run.error or RunError()
+    run, table = job.run, metric_table(job.run)
     return {
         "job": job.name,
         "folder": str(run.folder),
-        "status": run.status,
-        "error": {"stage": error.stage or "", "type": error.type, "message": run.reason} if run.reason else None,
-        "overrides": list(run.overrides),
-        "model": {"class": run.model.class_name, "parameters": dict(run.model.parameters), "bytes": run.model.bytes},
-        "memory": {section: dict(getattr(run.memory, section)) for section in MEMORY},
-        "metrics": run.metrics,
-        "units": {name: table.unit(name, value) for name, value in run.metrics.items() if not isinstance(value, str)},
-        "experts": {layer: dict(use) for layer, use in run.experts.items()},
-        "losses": [step.loss for step in run.steps],
-        "repeats": [_repeat(repeat) for repeat in run.repeats],
+        "reason": run.reason,
         "provenance": run.provenance.told() if run.memory.measured else None,
+        **{section: encode(getattr(run, section)) for section in _SECTIONS},
+        "units": {name: table.unit(name, value) for name, value in run.metrics.items() if not isinstance(value, str)},
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
-
-
-def _repeat(repeat: Repeat) -> dict[str, Any]:
-    times = {"first_token_seconds": repeat.metric(FIRST_TOKEN), "token_seconds": repeat.metric(SECONDS)}
-    return {**times, "counts": repeat.counts, "earlier": repeat.earlier, "contended": repeat.is_contended}
 
 
 def _spreads(entries: Sequence[Spread]) -> list[dict[str, Any]]:

@@ -16,16 +16,13 @@ from plotly.offline import get_plotlyjs
 
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
-from offstage.pipeline.report.comparison import RunComparison
-from offstage.pipeline.report.conditions import told_differences
+from offstage.pipeline.report.differences import told_differences
 from offstage.pipeline.report.exports import defused
 from offstage.pipeline.report.figures import Picture, linked
-from offstage.pipeline.report.plots.layers import expert_picture, placement_picture
+from offstage.pipeline.report.plots.layers import placement_picture
 from offstage.pipeline.report.plots.memory import memory_picture, timeline_picture
-from offstage.pipeline.report.plots.repeats import repeat_picture
-from offstage.pipeline.report.plots.speed import lockstep_picture, pareto_picture, speed_picture
-from offstage.pipeline.report.plots.stage_times import stage_picture
-from offstage.pipeline.report.plots.training import loss_picture
+from offstage.pipeline.report.plots.speed import pareto_picture, speed_picture
+from offstage.pipeline.report.plots.times import repeat_picture, stage_picture
 from offstage.pipeline.report.quantities import MISSING, listed
 from offstage.pipeline.report.run_folders import natural
 from offstage.pipeline.report.summary import Fact, Summary, group_facts, headline
@@ -65,9 +62,13 @@ class CheckpointSection:
 
 
 def report_page(summary: Summary, heading: Heading) -> str:
-    """Return the report as HTML."""
-    return _render(
-        "report.html.jinja",
+    """Return the report as HTML: everything is escaped but the libraries' scripts and style."""
+    environment = Environment(
+        loader=PackageLoader("offstage.pipeline.report"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"listed": listed, "cut": _cut, "sha256": _sha256}
+    return environment.get_template("report.html.jinja").render(
         **asdict(heading),
         summary=summary,
         facts=headline(summary),
@@ -133,24 +134,16 @@ def _heading(column: Column) -> Markup:
     return Markup('{} <span class="unit">{}</span>').format(title, column.unit) if column.unit else title
 
 
-def comparison_page(comparison: RunComparison) -> str:
-    """Return what changed between two runs as HTML."""
-    return _render("compare.html.jinja", title="Two runs compared", comparison=comparison)
-
-
 def pictures(group: CheckpointGroup) -> Sequence[Picture]:
     """Return the plots that the records of one checkpoint have numbers for, in the order of the page."""
     jobs, names = group.jobs, group.labels
     drawn = [
         speed_picture(group.series, jobs),
-        lockstep_picture(jobs),
         repeat_picture(jobs, names, group.noise, most=MOST_ROWS),
         pareto_picture(group.front),
         placement_picture(group.placements, jobs, names),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs, names),
-        loss_picture(jobs, names),
-        expert_picture(jobs, names, most=MOST_ROWS),
         stage_picture(jobs, names, most=MOST_ROWS),
     ]
     return [picture for picture in drawn if picture]
@@ -165,20 +158,6 @@ def _sections(groups: Sequence[CheckpointGroup]) -> list[CheckpointSection]:
             drawn = [replace(one, name=f"{one.name}-{number}") for one in drawn] if number > 1 else drawn
             sections.append(CheckpointSection(group, group_facts(group), drawn))
     return sections
-
-
-def _render(template: str, **content: object) -> str:
-    """Fill in ``template``. Everything is escaped but the libraries' scripts and style."""
-    environment = Environment(
-        loader=PackageLoader("offstage.pipeline.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"listed": listed, "cut": _cut, "sha256": _sha256}
-    return environment.get_template(template).render(content)
 
 
 def _sha256(script: str) -> str:

@@ -1,17 +1,14 @@
-"""The numbers behind the plots of speed.
-
-They are seconds a token against the budget or against how many share a pass, and tokens a second against memory.
-"""
+"""The numbers behind the plots of speed: seconds a token against the budget, and tokens a second against memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offstage.pipeline.report.differences import ABSENT, Spread
 from offstage.pipeline.report.noise import SECONDS, token_times
 from offstage.pipeline.report.run_folders import Job
-from offstage.pipeline.run_schema import Bytes, Number, Run
+from offstage.pipeline.run_schema import Bytes, Number
 
 RATE = "decode_tokens_per_second"
 LOWER_BOUND_SECONDS = "lower_bound_seconds_per_token"
@@ -20,16 +17,13 @@ PREDICTED_BOTTLENECK = "predicted_bottleneck"
 DISK = "disk"
 MOST_SERIES = 6
 OTHERS = "all others"
-_BUDGET, _LOCKSTEP, _OUTPUTS = "max_memory", "generate.lockstep", "outputs"
-
-
-Axis = Callable[[Run], Number | None]
-"""What a run has for one axis of a plot, None where it isn't known."""
+_NO_SETTINGS = ("max_memory.", "outputs.")
+"""The keys of the config that are what a series is plotted against, or nothing that is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One job in a plot; ``x`` in bytes or how many share a pass, ``y`` in seconds a token or tokens a second.
+    """One job in a plot; ``x`` in bytes, ``y`` in seconds a token or tokens a second.
 
     ``least`` and ``largest`` are those of the repeats that ``y`` is the median of, where there are several. What was
     measured by an earlier run is ``cached``; ``contended`` says whether others used the processor meanwhile. ``link``
@@ -79,60 +73,32 @@ def speed_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Se
 
     Past ``MOST_SERIES`` settings the rest share one series: more colours than that can't be told apart.
     """
-    return _series_against(lambda run: total(run.memory.budget), jobs, _settings(jobs, differences, but=_BUDGET))
-
-
-def lockstep_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Series, ...]:
-    """Return likewise the seconds a token against how many batches share each pass."""
-    return _series_against(members, jobs, _settings(jobs, differences, but=_LOCKSTEP))
-
-
-def members(run: Run) -> Number | None:
-    """Return how many batches shared each pass of ``run``, as asked for or as its plan chose; None where it made no
-    tokens.
-    """
-    generate = run.config.get("generate")
-    asked = generate.get("lockstep") if isinstance(generate, dict) else None
-    chosen = run.metric("lockstep")
-    if run.metric(SECONDS) is None or (chosen is None and isinstance(asked, str)):
-        return None
-    return chosen if chosen is not None else asked or 1
-
-
-def _series_against(x: Axis, jobs: Sequence[Job], names: Mapping[str, str]) -> tuple[Series, ...]:
-    """Return ``x`` against seconds a token, a series for each of the settings that ``names`` has for the jobs."""
-    groups: dict[str, list[Job]] = {}
+    names, groups = _settings(jobs, differences), dict[str, list[Job]]()
     for job in jobs:
-        if _points([job], x, lambda run: run.metric(SECONDS)):
+        if _points([job], SECONDS):
             groups.setdefault(names[job.name], []).append(job)
     kept = sorted(groups, key=lambda name: -len(groups[name]))[:MOST_SERIES]
     merged: dict[str, list[Job]] = {}
     for name, group in groups.items():
         merged.setdefault(name if name in kept else OTHERS, []).extend(group)
-    return tuple(_series(name, group, x) for name, group in merged.items())
+    return tuple(_series(name, group) for name, group in merged.items())
 
 
-def _settings(jobs: Sequence[Job], differences: Sequence[Spread], *, but: str) -> dict[str, str]:
-    """Return each job's name → the settings that set it apart, ``but`` one and what is below it."""
+def _settings(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, str]:
+    """Return each job's name → the settings that set it apart, but for its budget."""
     words: dict[str, list[str]] = {job.name: [] for job in jobs}
     for entry in differences:
-        if any(f"{entry.key}.".startswith(f"{key}.") for key in (but, _OUTPUTS)):
-            continue
-        for value, names in entry.values:
+        for value, names in entry.values if not f"{entry.key}.".startswith(_NO_SETTINGS) else ():
             text = f"{entry.key}={value}" if value != ABSENT else f"no {entry.key}"
             for name in names:
                 words[name].append(text)
     return {name: ", ".join(parts) for name, parts in words.items()}
 
 
-def _series(name: str, jobs: Sequence[Job], x: Axis) -> Series:
-    named, measured = {job.name: job for job in jobs}, _points(jobs, x, lambda run: run.metric(SECONDS))
-    return Series(
-        name=name,
-        measured=tuple(_with_spread(named[point.job], point) for point in measured),
-        predicted=_points(jobs, x, lambda run: run.metric(PREDICTED_SECONDS)),
-        lower_bound=_points(jobs, x, lambda run: run.metric(LOWER_BOUND_SECONDS)),
-    )
+def _series(name: str, jobs: Sequence[Job]) -> Series:
+    named = {job.name: job for job in jobs}
+    measured = tuple(_with_spread(named[point.job], point) for point in _points(jobs, SECONDS))
+    return Series(name, measured, _points(jobs, PREDICTED_SECONDS), _points(jobs, LOWER_BOUND_SECONDS))
 
 
 def _with_spread(job: Job, point: Point) -> Point:
@@ -143,14 +109,10 @@ def _with_spread(job: Job, point: Point) -> Point:
     return replace(point, least=spread[0], largest=spread[1], cached=found.is_cached, contended=bool(found.contended))
 
 
-def _points(jobs: Sequence[Job], x: Axis, y: Axis) -> tuple[Point, ...]:
-    """Return the jobs that have an ``x`` and a ``y``, by ``x``."""
-    found = [(job, x(job.run), y(job.run)) for job in jobs]
-    points = [
-        Point(job.name, across, up, link=job.link)
-        for job, across, up in found
-        if across is not None and up is not None and up >= 0
-    ]
+def _points(jobs: Sequence[Job], metric: str) -> tuple[Point, ...]:
+    """Return the jobs that have a budget and a value of ``metric``, by their budgets."""
+    found = [(job, total(job.run.memory.budget), job.run.metric(metric)) for job in jobs]
+    points = [Point(job.name, x, y, link=job.link) for job, x, y in found if x is not None and y is not None and y >= 0]
     return tuple(sorted(points, key=lambda point: point.x))
 
 

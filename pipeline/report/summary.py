@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs, joined_noise
-from offstage.pipeline.report.conditions import conditions
-from offstage.pipeline.report.differences import Spread, config_differences
+from offstage.pipeline.report.differences import Spread, conditions, config_differences
 from offstage.pipeline.report.noise import SECONDS, Noise
 from offstage.pipeline.report.quantities import listed, tell
 from offstage.pipeline.report.run_folders import Found, Job, Problem

@@ -23,7 +23,7 @@ from offstage.pipeline.command_exit import INTERRUPTED, last_resort, run_command
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.hydra_errors import composing
+from offstage.pipeline.hydra_messages import composing
 from offstage.pipeline.hydra_task import run_tracked
 from offstage.pipeline.job import configure_log
 from offstage.pipeline.job_folder import JobFolder, completed
@@ -89,17 +89,17 @@ class PreparedJob:
         folder = Path(self.folder, HOSTS, f"{attempt}-{rank}")
         return replace(self, folder=str(folder), logging=None) if rank else self
 
-    def run_queued(self, *, show_all: bool, debug: bool) -> int:
+    def run_queued(self, *, debug: bool) -> int:
         """Run the job and return its exit code, which is left in the folder too; that of an earlier run goes before."""
         if own_rank() and completed(Path(self.folder), self.overrides):
             return 0
-        return self.of_host(own_rank())._run_queued(show_all=show_all, debug=debug)
+        return self.of_host(own_rank())._run_queued(debug=debug)
 
-    def _run_queued(self, *, show_all: bool, debug: bool) -> int:
+    def _run_queued(self, *, debug: bool) -> int:
         code, left = INTERRUPTED, Path(self.folder, _EXIT)
         left.unlink(missing_ok=True)
         try:
-            code = run_job(self, show_all=show_all, debug=debug).exit_code
+            code = run_job(self, debug=debug).exit_code
         finally:
             with mendable(Path(self.folder)):
                 replace_file(left, f"{code}\n")
@@ -120,21 +120,21 @@ class JobEnd:
 
 
 def run_job(
-    job: PreparedJob, *, show_all: bool, debug: bool, output: Path | None = None,
+    job: PreparedJob, *, debug: bool, output: Path | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> JobEnd:  # fmt: skip
     """Run ``job`` in a process of its own, unless it completed before, and return how it ended.
 
-    What a user can mend is printed, unless tracebacks are to be seen (``show_all``). ``output`` is the file for what
+    What a user can mend is printed. ``output`` is the file for what
     its process prints, null where it prints where this one does; ``meanwhile`` is called now and then as it works.
     """
     signals = PassedSignals()
 
     def run() -> int:
         with composing():
-            return _run(job, signals, show_all=show_all, debug=debug, output=output, meanwhile=meanwhile)
+            return _run(job, signals, debug=debug, output=output, meanwhile=meanwhile)
 
-    code = last_resort(run, show_all=show_all)
+    code = last_resort(run)
     return JobEnd(code, interrupted=bool(signals.came))
 
 
@@ -149,7 +149,7 @@ def _run(job: PreparedJob, signals: PassedSignals, *, debug: bool, **options: An
     return code
 
 
-def _record_run(job: PreparedJob, *, show_all: bool, **options: Any) -> int:
+def _record_run(job: PreparedJob, **options: Any) -> int:
     with chdir(job.folder) if job.is_current else nullcontext():
         record = RunRecord.start(
             Path(job.folder),
@@ -163,7 +163,7 @@ def _record_run(job: PreparedJob, *, show_all: bool, **options: Any) -> int:
                 raise ConfigError(job.fault)
             logged = ["--logging", json.dumps(job.logging)]
             capped = record.config["enforce_memory"] is True
-            return supervise(record, capped=capped, options=logged, show_all=show_all, **options)
+            return supervise(record, capped=capped, options=logged, **options)
 
         return run_tracked(record, carry_out, sweep=Path(job.sweep))
 
@@ -172,20 +172,18 @@ def main() -> None:
     """Run the job that was queued in the folder that the first argument names, then exit with its code."""
     parser = argparse.ArgumentParser(prog="offstage-queued-job", description="Runs a job that was queued.")
     parser.add_argument("folder", type=Path, help="the job's folder")
-    parser.add_argument("--show-all", action="store_true", help="show tracebacks")
     parser.add_argument("--debug", action="store_true", help="log everything")
     parser.add_argument("--parent", type=int, help="end with this process, which started this one")
     given = parser.parse_args()
     if given.parent is not None:
         die_with_parent(given.parent)
-    options = {"show_all": given.show_all, "debug": given.debug}
-    run_command("offstage", lambda: PreparedJob.of_queue(given.folder).run_queued(**options))
+    run_command("offstage", lambda: PreparedJob.of_queue(given.folder).run_queued(debug=given.debug))
 
 
-def queued_command(job: PreparedJob, *, show_all: bool, child: bool = False) -> list[str]:
+def queued_command(job: PreparedJob, *, child: bool = False) -> list[str]:
     """Write ``job`` to its folder, and return the command of a process that runs it; see ``main``."""
     job.queue()
-    flags = ["--show-all"] * show_all + ["--debug"] * is_debugging() + ["--parent", str(os.getpid())] * child
+    flags = ["--debug"] * is_debugging() + ["--parent", str(os.getpid())] * child
     return own_command("queued_job", job.folder, *flags)
 
 

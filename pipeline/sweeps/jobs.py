@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -167,23 +166,13 @@ def _files(composed: DictConfig) -> Iterator[tuple[Path, Any]]:
     if hydra.output_subdir is None:
         return
     folder = Path(hydra.runtime.output_dir, hydra.output_subdir)
-    plain = OmegaConf.to_container(composed, resolve=False, enum_to_str=True)
-    assert isinstance(plain, dict)
-    yield folder / "config.yaml", {key: value for key, value in plain.items() if key != "hydra"}
-    yield folder / "hydra.yaml", {"hydra": plain["hydra"]}
-    yield folder / "overrides.yaml", plain["hydra"]["overrides"]["task"]
+    yield folder / "config.yaml", _without_hydra(composed)
+    yield folder / "hydra.yaml", {"hydra": hydra}
+    yield folder / "overrides.yaml", hydra.overrides.task
 
 
 def _without_hydra(config: DictConfig) -> dict[str, Any]:
-    """Return ``config`` as JSON can hold it, interpolations as they are written, without what is Hydra's own."""
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, Mapping)
-    return {str(key): _as_json(value) for key, value in plain.items() if key != "hydra"}
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key.name if isinstance(key, Enum) else str(key): _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_as_json(inner) for inner in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    """Return ``config`` as plain data, interpolations as they are written, without what is Hydra's own."""
+    plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key != "hydra"}

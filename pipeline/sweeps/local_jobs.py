@@ -43,10 +43,10 @@ Processes = dict["subprocess.Popen[bytes]", ComposedJob]
 
 
 class LocalJobs:
-    """Runs the jobs of the sweep with this ``config``; ``show_all`` has tracebacks shown."""
+    """Runs the jobs of the sweep with this ``config``."""
 
-    def __init__(self, config: DictConfig, *, show_all: bool) -> None:
-        self._hydra, self._show_all = config.hydra, show_all
+    def __init__(self, config: DictConfig) -> None:
+        self._hydra = config.hydra
         self._preparation = MachinePreparation()
 
     def run(self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Ended) -> None:
@@ -74,8 +74,7 @@ class LocalJobs:
             progress.begin([job.known.number])
             job.write_files()
             screen = Path(job.prepared.folder, SCREEN)
-            debug = is_debugging()
-            how = run_job(job.prepared, show_all=self._show_all, debug=debug, output=screen, meanwhile=meanwhile)
+            how = run_job(job.prepared, debug=is_debugging(), output=screen, meanwhile=meanwhile)
             configure_log(self._hydra.hydra_logging, self._hydra.verbose)  # the job's has gone to its folder
             ended(job, how)
 
@@ -100,7 +99,7 @@ class LocalJobs:
     def _start(self, job: ComposedJob, *, beside: int) -> subprocess.Popen[bytes]:
         job.write_files()
         prepared = replace(job.prepared, beside=beside)
-        command = queued_command(prepared, show_all=self._show_all, child=True)
+        command = queued_command(prepared, child=True)
         with Path(prepared.folder, SCREEN).open("ab") as screen:
             # In a group of its own: a terminal's Ctrl-C reaches it by way of the sweep, once.
             return subprocess.Popen(

@@ -9,9 +9,8 @@ from collections.abc import Collection
 from datetime import datetime
 
 from offstage.pipeline.run_schema import Run
-from offstage.pipeline.sweeps.record import own_overrides
+from offstage.pipeline.sweeps.record import Sweep, own_overrides
 from offstage.pipeline.sweeps.results import begun, settled, told
-from offstage.pipeline.sweeps.sweep import Sweep
 from offstage.pipeline.terminal import shorten, show_line
 
 _REFRESH_SECONDS = 1.0
@@ -21,16 +20,13 @@ class SweepProgress:
     """Tells of the jobs of ``sweep``: which is at work, how many have ended, how long the others will take.
 
     That is reckoned by how often a job has ended since the first began here, which counts whatever lies between two
-    jobs and how many work at a time; before one has, by the clocks of those that completed earlier.
+    jobs and how many work at a time.
     """
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         states = [begun(sweep.folder, job) for job in sweep.jobs]
-        completed = [state.run for state in states if state.run is not None and state.status == "completed"]
-        clocks = [clock for run in completed if (clock := seconds_of(run)) is not None]
-        self._earlier_seconds = sum(clocks) / len(clocks) if clocks else None
-        self._completed = len(completed)
+        self._completed = sum(state.status == "completed" for state in states)
         self._ended, self._began, self._last_end, self._shown = 0, 0.0, 0.0, 0.0
         self._at_work: dict[int, float] = {}
         if sweep.resumed:
@@ -79,11 +75,10 @@ class SweepProgress:
 
     def _left(self, now: float) -> str:
         remaining = len(self._sweep.jobs) - self._completed - self._ended
-        if remaining <= 0 or not self._sweep.record.foreseen:
+        if remaining <= 0 or not self._ended or not self._sweep.record.foreseen:
             return ""
-        since = self._last_end or self._began
-        each = (self._last_end - self._began) / self._ended if self._ended else self._earlier_seconds
-        return f"; about {duration(max(remaining * each - (now - since), 0))} left" if each is not None else ""
+        each = (self._last_end - self._began) / self._ended
+        return f"; about {duration(max(remaining * each - (now - self._last_end), 0))} left"
 
 
 def seconds_of(run: Run) -> float | None:

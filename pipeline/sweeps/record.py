@@ -9,20 +9,26 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.fingerprint import changes
+from offstage.pipeline.cache.locks import Grant, locked
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.job_folder import completed
+from offstage.pipeline.record import RECORD
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.signatures import is_signed, sign
 
 SWEEP = "sweep.json"
 _VERSION = 2
+_SHORT = 12
+"""So many characters of a fingerprint tell it from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,40 +119,45 @@ class SweepRecord:
 
     def refuse_other(self, folder: Path, other: SweepRecord) -> None:
         """Raise a ``ConfigError`` with the first thing in which ``other`` isn't this sweep, that of ``folder``."""
-        difference = self._difference(other)
-        if difference:
-            raise _other_sweep(folder, difference)
+        if self.foreseen and len(self.jobs) != len(other.jobs):
+            raise _other_sweep(folder, f"{len(self.jobs)} jobs there, {len(other.jobs)} here")
+        # of a sweep that was moved with its project relative paths mean the same
+        known = self if Path(self.cwd).is_dir() else replace(self, cwd=other.cwd)
+        count = min(len(self.jobs), len(other.jobs))  # those of a search come one by one
+        _refuse_differing(folder, known._compared(count), other._compared(count))
 
     def refuse_job(self, folder: Path, job: SweepJob) -> None:
         """Raise a ``ConfigError`` where this sweep, that of ``folder``, has another job of the number of ``job``."""
-        difference = next((_difference(known, job) for known in self.jobs if known.number == job.number), "")
-        if difference:
-            raise _other_sweep(folder, difference)
+        for known in self.jobs:
+            if known.number == job.number:
+                _refuse_differing(folder, _typed(known) | _composed(known), _typed(job) | _composed(job))
 
-    def _difference(self, other: SweepRecord) -> str:
-        """Return the first thing in which two sweeps differ, empty where nothing does: what was typed comes first."""
-        pairs = list(zip(self.jobs, other.jobs, strict=False))
-        typed = (_differing_overrides(then, now) for then, now in pairs)
-        change = next(changes(self.base, other.base), None)
-        found = [
-            f"hydra.sweeper is {self.sweeper} there, {other.sweeper} here" if self.sweeper != other.sweeper else "",
-            f"{len(self.jobs)} jobs there, {len(other.jobs)} here" if self._has_others(other) else "",
-            next(filter(None, typed), ""),
-            f"{change.place} is {change.then!r} there, {change.now!r} here" if change is not None else "",
-            f"its command ran in {self.cwd}, this one runs in {other.cwd}" if self._ran_elsewhere(other) else "",
-            next(filter(None, (_difference(then, now) for then, now in pairs)), ""),
-        ]
-        return next(filter(None, found), "")
-
-    def _has_others(self, other: SweepRecord) -> bool:
-        return self.foreseen and len(self.jobs) != len(other.jobs)
-
-    def _ran_elsewhere(self, other: SweepRecord) -> bool:
-        """Whether relative paths mean others; of a sweep that was moved with its project they mean the same."""
-        return self.cwd != other.cwd and Path(self.cwd).is_dir()
+    def _compared(self, count: int) -> dict[str, Any]:
+        """Return what another sweep is held against, with the first ``count`` jobs: what was typed comes first."""
+        found: dict[str, Any] = {"hydra.sweeper": self.sweeper}
+        for job in self.jobs[:count]:
+            found |= _typed(job)
+        found |= {**self.base, "the folder that its command ran in": self.cwd}
+        for job in self.jobs[:count]:
+            found |= _composed(job)
+        return found
 
     def _text(self) -> str:
-        return json.dumps({"schema_version": _VERSION, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"schema_version": _VERSION, **asdict(self)}, indent=1, default=str) + "\n"
+
+
+def _typed(job: SweepJob) -> dict[str, Any]:
+    return {f"override {place} of job {job.number}": given for place, given in enumerate(job.overrides, 1)}
+
+
+def _composed(job: SweepJob) -> dict[str, Any]:
+    composed = f"the config of job {job.number}, of files that changed since,"
+    return {composed: job.config[:_SHORT], f"the folder of job {job.number}": job.folder}
+
+
+def _refuse_differing(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    for first in islice(changes(there, here), 1):
+        raise _other_sweep(folder, f"{first.place} is {first.then!r} there, {first.now!r} here")
 
 
 def _other_sweep(folder: Path, difference: str) -> ConfigError:
@@ -154,25 +165,6 @@ def _other_sweep(folder: Path, difference: str) -> ConfigError:
         f"hydra.sweep.dir: {folder} holds another sweep: {difference}; choose another folder, or go on with that one: "
         f"offstage-sweep resume {folder}"
     )
-
-
-def _difference(then: SweepJob, now: SweepJob) -> str:
-    """Return the first thing in which two jobs of one number differ, empty where nothing does."""
-    found = _differing_overrides(then, now)
-    if not found and then.config != now.config:
-        return f"job {then.number} has another config, from files that changed since"
-    if not found and then.folder != now.folder:
-        return f"job {then.number} lies in {then.folder} there, in {now.folder} here"
-    return found
-
-
-def _differing_overrides(then: SweepJob, now: SweepJob) -> str:
-    for old, new in zip_longest(then.overrides, now.overrides):
-        if old is None or new is None:
-            return f"job {then.number} has {new or old} {'there' if new is None else 'here'} alone"
-        if old != new:
-            return f"job {then.number} has {old} there, {new} here"
-    return ""
 
 
 def own_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:
@@ -184,3 +176,75 @@ def own_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:
 def resume_command(folder: Path) -> str:
     """Return the command that does what isn't done of the sweep in ``folder``."""
     return f"offstage-sweep resume {shlex.quote(str(folder))}"
+
+
+class Sweep:
+    """The sweep ``record`` in ``folder``: a new one, or what is left to do of the one that lies there (``resumed``).
+
+    Raises:
+        ConfigError: another sweep lies there; the error has the first difference.
+        StorageError: another process is at it, runs lie there that no sweep tells of, or the folder can't be used.
+    """
+
+    def __init__(self, folder: Path, record: SweepRecord) -> None:
+        self.folder = folder
+        self._refuse_stray_runs(record)
+        with mendable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as holding:
+            grant = holding.enter_context(locked(folder / SWEEP, work="runs this sweep", wait=False))
+            if grant is Grant.BUSY:
+                raise StorageError(
+                    f"{folder}: another process is at this sweep; wait for it to end, or interrupt it, and resume then"
+                )
+            self.resumed = folder.joinpath(SWEEP).exists()
+            self._record = SweepRecord.load(folder) if self.resumed else record
+            if self.resumed:
+                self._record.refuse_other(folder, record)
+            else:
+                self._record.create(folder)
+            self._held = holding.pop_all()
+
+    @property
+    def jobs(self) -> Sequence[SweepJob]:
+        """The jobs that are known: all of them, where they don't follow from each other."""
+        return self._record.jobs
+
+    @property
+    def record(self) -> SweepRecord:
+        """What the folder has of the sweep."""
+        return self._record
+
+    def job(self, number: int) -> SweepJob | None:
+        """Return the job of that number, null where it isn't known."""
+        return next((job for job in self.jobs if job.number == number), None)
+
+    def expect(self, job: SweepJob) -> None:
+        """Add a job that could not be foreseen, before it begins.
+
+        Raises:
+            ConfigError: the sweep that is resumed has another job of that number.
+        """
+        if self.job(job.number) is None:
+            self._record = self._record.extended(self.folder, job)
+        else:
+            self._record.refuse_job(self.folder, job)
+
+    def has_completed(self, number: int) -> bool:
+        """Whether the job is done, so that there is nothing to run."""
+        job = self.job(number)
+        return job is not None and completed(self.folder / job.folder, job.overrides)
+
+    def close(self) -> None:
+        """Let others go on with the sweep."""
+        self._held.close()
+
+    def _refuse_stray_runs(self, record: SweepRecord) -> None:
+        if self.folder.joinpath(SWEEP).exists():
+            return
+        for job in record.jobs:
+            if self.folder.joinpath(job.folder, RECORD).exists():
+                raise StorageError(
+                    f"{self.folder / job.folder}: a run lies here, and no {SWEEP} in {self.folder} says of which "
+                    "sweep; choose another folder with hydra.sweep.dir"
+                )

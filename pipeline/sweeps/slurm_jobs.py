@@ -29,12 +29,15 @@ from offstage.pipeline.errors import ConfigError, words_of
 from offstage.pipeline.sweeps.job_run import ENDING_SECONDS, JobEnd, queued_command
 from offstage.pipeline.sweeps.jobs import ComposedJob
 from offstage.pipeline.sweeps.progress import SweepProgress
-from offstage.pipeline.sweeps.sweep_keys import QueueKeys
 
 _POLL_SECONDS = 1.0
 _ABSENT_SECONDS = 30.0
 """How long a queue that answers hasn't known a job that is lost: its exit code may be on its way from a node."""
 
+_ANY_QUEUE = frozenset(
+    {"name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout"}
+)
+"""The keys that submitit has for any queue; those of Slurm's alone it knows by a prefix."""
 _FIRST_PORT, _PORTS = 20000, 10000
 """Where the first task of a job may listen for the others: below the ports that the system gives to anyone."""
 
@@ -118,13 +121,13 @@ class _Submitted:
 
 
 class SlurmJobs:
-    """Runs jobs in the queue, as ``keys``, those of ``hydra.launcher``, say; ``show_all`` has tracebacks shown.
+    """Runs jobs in the queue, as ``keys``, those of ``hydra.launcher``, say.
 
     Raises:
         ConfigError: there is no submitit, or no Slurm.
     """
 
-    def __init__(self, keys: DictConfig, *, show_all: bool) -> None:
+    def __init__(self, keys: DictConfig) -> None:
         if find_spec("submitit") is None:
             raise ConfigError(
                 "hydra/launcher=submitit_slurm: submitit isn't installed; pip install 'offstage-pipeline[slurm]'"
@@ -135,7 +138,7 @@ class SlurmJobs:
                 f"hydra/launcher=submitit_slurm: there is no {absent[0]} here to submit jobs with; run it where "
                 "Slurm's commands are, or give hydra/launcher=local"
             )
-        self._keys, self._show_all = keys, show_all
+        self._keys = keys
         self._queue = SlurmQueue()
 
     def run(
@@ -162,7 +165,7 @@ class SlurmJobs:
     def _submit(self, jobs: Sequence[ComposedJob]) -> list[_Submitted]:
         for job in jobs:
             job.write_files()
-        commands = [tuple(queued_command(job.prepared, show_all=self._show_all)) for job in jobs]
+        commands = [tuple(queued_command(job.prepared)) for job in jobs]
         executor = self._executor()
         try:
             with _no_interrupts(), executor.batch():
@@ -175,7 +178,7 @@ class SlurmJobs:
 
     def _refuse_several_tasks(self, jobs: Sequence[ComposedJob]) -> None:
         """Refuse several tasks for a job that is one process: each of them would do all of it."""
-        tasks = (self._keys.nodes or 1) * (self._keys.tasks_per_node or 1)
+        tasks = self._keys.nodes * self._keys.tasks_per_node
         alone = [job.known.number for job in jobs if (job.prepared.config.get("hardware") or {}).get("hosts") is None]
         if tasks > 1 and alone:
             raise ConfigError(
@@ -206,11 +209,13 @@ class SlurmJobs:
         executor = submitit.AutoExecutor(
             cluster="slurm", folder=self._folder(), slurm_max_num_timeout=retries, slurm_python=python
         )
-        common = set(OmegaConf.structured(QueueKeys)) - {"_target_", "submitit_folder"}
         named = {str(name): value for name, value in given.items() if name not in ("_target_", "submitit_folder")}
-        executor.update_parameters(
-            **{name if name in common else f"slurm_{name}": value for name, value in named.items()}
-        )
+        try:
+            executor.update_parameters(
+                **{name if name in _ANY_QUEUE else f"slurm_{name}": value for name, value in named.items()}
+            )
+        except (AssertionError, NameError, TypeError, ValueError) as error:  # a key that it hasn't, or of another type
+            raise ConfigError(f"hydra.launcher: submitit takes no such keys: {words_of(error)}") from error
         return executor
 
     def _is_over(self, each: _Submitted) -> bool:

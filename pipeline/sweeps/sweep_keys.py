@@ -28,23 +28,7 @@ that is resumed has the same seed, and so the same jobs. Other keys of these cla
 
 
 @dataclass
-class QueueKeys:
-    """What a job asks of a queue. On this machine there is none: there each key is null, and a value is refused."""
-
-    _target_: str = MISSING
-    submitit_folder: Optional[str] = None  # noqa: UP045
-    timeout_min: Optional[int] = None  # noqa: UP045
-    cpus_per_task: Optional[int] = None  # noqa: UP045
-    gpus_per_node: Optional[int] = None  # noqa: UP045
-    tasks_per_node: Optional[int] = None  # noqa: UP045
-    mem_gb: Optional[int] = None  # noqa: UP045
-    nodes: Optional[int] = None  # noqa: UP045
-    name: Optional[str] = None  # noqa: UP045
-    stderr_to_stdout: Optional[bool] = None  # noqa: UP045
-
-
-@dataclass
-class HereKeys(QueueKeys):
+class HereKeys:
     """So many jobs, ``n_jobs``, are at work at a time on this machine. Null: one; of plans alone one a core."""
 
     _target_: str = HERE
@@ -52,36 +36,21 @@ class HereKeys(QueueKeys):
 
 
 @dataclass
-class SlurmKeys(QueueKeys):
-    """What ``sbatch`` gets, by submitit's names; a job is ended after ``timeout_min``.
+class SlurmKeys:
+    """What a job asks of the queue, by submitit's names, of which others may be given too; submitit knows them.
 
-    ``setup`` are lines of shell before the job's; ``additional_parameters`` are options of sbatch that have no key.
-    A job that ran out of time is queued again ``max_num_timeout`` times.
+    A job is ended after ``timeout_min``; one that ran out of time is queued again ``max_num_timeout`` times.
+    ``additional_parameters`` are options of sbatch that have no name there.
     """
 
     _target_: str = SLURM
-    submitit_folder: Optional[str] = "${hydra.sweep.dir}/.submitit/%j"  # noqa: UP045
-    timeout_min: Optional[int] = 60  # noqa: UP045
-    tasks_per_node: Optional[int] = 1  # noqa: UP045
-    nodes: Optional[int] = 1  # noqa: UP045
-    name: Optional[str] = "${hydra.job.name}"  # noqa: UP045
-    stderr_to_stdout: Optional[bool] = False  # noqa: UP045
-    partition: Optional[str] = None  # noqa: UP045
-    qos: Optional[str] = None  # noqa: UP045
-    comment: Optional[str] = None  # noqa: UP045
-    constraint: Optional[str] = None  # noqa: UP045
-    exclude: Optional[str] = None  # noqa: UP045
-    gres: Optional[str] = None  # noqa: UP045
-    cpus_per_gpu: Optional[int] = None  # noqa: UP045
-    gpus_per_task: Optional[int] = None  # noqa: UP045
-    mem_per_gpu: Optional[str] = None  # noqa: UP045
-    mem_per_cpu: Optional[str] = None  # noqa: UP045
-    account: Optional[str] = None  # noqa: UP045
-    signal_delay_s: int = 120
+    submitit_folder: str = "${hydra.sweep.dir}/.submitit/%j"
+    name: str = "${hydra.job.name}"
+    timeout_min: int = 60
+    nodes: int = 1
+    tasks_per_node: int = 1
     max_num_timeout: int = 0
     additional_parameters: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    array_parallelism: int = 256
-    setup: Optional[List[str]] = None  # noqa: UP006, UP045
 
 
 @dataclass
@@ -124,9 +93,11 @@ def register_sweeps() -> None:
         store.store(group="hydra/sweeper", name=name, node=node, provider="offstage")
     for name, sampler in SAMPLERS.items():
         store.store(group="hydra/sweeper/sampler", name=name, node=sampler, provider="offstage")
-    for name in ("basic", "local", "submitit_local"):
-        store.store(group="hydra/launcher", name=name, node=HereKeys, provider="offstage")
-    store.store(group="hydra/launcher", name="submitit_slurm", node=SlurmKeys, provider="offstage")
+    here = ("basic", "local", "submitit_local")
+    for name, launcher in (*((name, HereKeys) for name in here), ("submitit_slurm", SlurmKeys)):
+        node = OmegaConf.structured(launcher)
+        OmegaConf.set_struct(node, False)  # whose keys the others are says ``refuse_launcher``, or submitit
+        store.store(group="hydra/launcher", name=name, node=node, provider="offstage")
 
 
 def refuse_launcher(keys: Any) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offstage.pipeline.sweeps.job_run import JobEnd
     from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
     from offstage.pipeline.sweeps.progress import SweepProgress
-    from offstage.pipeline.sweeps.sweep import Sweep
+    from offstage.pipeline.sweeps.record import Sweep
     from offstage.pipeline.tracking.trackers import SweepTracking
 
     Ended = Callable[[ComposedJob, JobEnd], None]
@@ -62,7 +62,7 @@ class JobSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Run the jobs that ``arguments``, those of the command line, come to, as far as they aren't done."""
         from offstage.pipeline.sweeps.jobs import SweepComposition, describe_sweep
-        from offstage.pipeline.sweeps.sweep import Sweep
+        from offstage.pipeline.sweeps.record import Sweep
         from offstage.pipeline.tracking.trackers import SweepTracking
 
         run = self._where()
@@ -86,10 +86,10 @@ class JobSweeper(Sweeper):
         if keys._target_ == SLURM:
             from offstage.pipeline.sweeps.slurm_jobs import SlurmJobs
 
-            return SlurmJobs(keys, show_all=self.task.show_all).run
+            return SlurmJobs(keys).run
         from offstage.pipeline.sweeps.local_jobs import LocalJobs
 
-        return LocalJobs(self.config, show_all=self.task.show_all).run
+        return LocalJobs(self.config).run
 
     def _run(
         self, sweep: Sweep, rounds: Iterator[Sequence[ComposedJob]], run: Where, ended: dict[int, JobEnd],

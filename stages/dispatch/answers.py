@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from offstage.pipeline.call_frames import with_frame_room
 from offstage.pipeline.errors import BudgetError, raise_faults
 from offstage.pipeline.installed_stages import stage_class
+from offstage.pipeline.interpreter import with_frame_room
 from offstage.pipeline.stage import Artifact, Config
 from offstage.pipeline.stage_chain import StageChain
 from offstage.pipeline.typed_config import defaults, type_faults

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.errors import CheckpointError, Fault, closest
-from offstage.pipeline.garbage import uncollected
+from offstage.pipeline.interpreter import uncollected
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
 from offstage.pipeline.typed_config import PATHS, absolute, fits, read, unknown_keys
 from offstage.stages.calls.options import ForwardOptions, asked_of, identity as asked_identity

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.regular_files import parse_json, read_regular
-from offstage.pipeline.standard_input import SIGN, as_lines
+from offstage.pipeline.regular_files import SIGN, as_lines, parse_json, read_regular
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _MOST_DEPTH = 50

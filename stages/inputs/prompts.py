@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.errors import ConfigError, Fault, closest
-from offstage.pipeline.standard_input import SIGN
+from offstage.pipeline.regular_files import SIGN
 from offstage.stages.inputs.generate_options import OWN_KEYS, GenerateOptions
 from offstage.stages.inputs.line_file import LineFile, is_text
 from offstage.stages.inputs.media_files import KINDS, MediaFile, MediaKind, find_media

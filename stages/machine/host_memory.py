@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from offstage.pipeline.cgroup_files import memory_limits, read_lines
+from offstage.pipeline.memory_cgroups import memory_limits, read_lines
 
 PROCESS_BYTES = 313 * 10**6
 """What the process holds on the host beside weights, Python, torch and transformers, imported and warm: nominally.

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offstage.pipeline.cgroup_files import read_lines
 from offstage.pipeline.environment import allowed_cores
+from offstage.pipeline.memory_cgroups import read_lines
 
 CONTENDED_SHARE = 0.1
 """Where at least this share of the time that its threads were ready to run was taken by others, a process was kept."""

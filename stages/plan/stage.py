@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.errors import ConfigError, Fault
-from offstage.pipeline.garbage import uncollected
+from offstage.pipeline.interpreter import uncollected
 from offstage.pipeline.peers import started_together
 from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
 from offstage.pipeline.typed_config import read
@@ -59,7 +60,7 @@ from offstage.stages.plan.request.media_demand import media_demand
 from offstage.stages.plan.request.requests import asking, lockstep_is_chosen, read_request
 from offstage.stages.plan.request.training import training_demand
 from offstage.stages.plan.soonest_plan import plan_from, require_devices
-from offstage.stages.units import CPU, format_bytes
+from offstage.stages.units import CPU, DeviceId, format_bytes, in_tier_order
 
 
 class PlanStage(Stage[PlanInputs]):
@@ -160,7 +161,18 @@ class PlanStage(Stage[PlanInputs]):
             screen=screen,
             remarks=remarks,
             hosts=tuple(map(_host, plan.hosts)),
+            layers=tuple(_placed(plan)),
         )
+
+
+def _placed(plan: plans.Plan) -> Iterator[dict[str, Any]]:
+    """Yield the layers of ``plan`` as a record has them: those together that follow each other and lie alike."""
+    homes: dict[str, list[DeviceId]] = {}
+    for alike in plan.layers:
+        homes |= dict.fromkeys(alike.names, in_tier_order(line.home for line in alike.lines))
+    for devices, together in groupby((name for name in plan.reasons if name in homes), key=lambda name: homes[name]):
+        names = list(together)
+        yield {"devices": [*map(str, devices)], "count": len(names), "first": names[0], "last": names[-1]}
 
 
 def _host(host: plans.HostPlan) -> dict[str, Any]:

@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.cgroup_files import INTERFACES, read_lines
-from offstage.pipeline.memory_cgroups import MemoryGroup
+from offstage.pipeline.memory_cgroups import INTERFACES, MemoryGroup, read_lines
 from offstage.stages.plan.budgets import LIBRARY_BYTES
 from offstage.stages.units import parse_size
 from tests.benchmarks.caps import cap

@@ -271,18 +271,18 @@ def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: An
 
 
 def start_job(
-    command: Sequence[str], *, process_group: int, env: Mapping[str, str], pass_fds: Sequence[int] = (),
+    command: Sequence[str], *, process_group: int, pass_fds: Sequence[int] = (),
     stdout: IO[bytes] | None = None, stderr: IO[bytes] | None = None,
 ) -> Process:  # fmt: skip
     """Start the ``command`` of a job as ``offstage.pipeline.job_process`` would, in a fork where that is the same."""
-    asked = {key: value for key, value in env.items() if key not in HUSHED or value != "error"}  # a job hushes its own
+    asked = {
+        key: value for key, value in os.environ.items() if key not in HUSHED or value != "error"
+    }  # a job hushes its own
     variables = {**asked, "HF_HUB_OFFLINE": "1"}
     plain = list(command[:3]) == [sys.executable, "-P", "-c"]  # and under no cap
     server = warm_server(variables) if plain else None
     if server is None:
-        return subprocess.Popen(
-            command, process_group=process_group, env=env, pass_fds=pass_fds, stdout=stdout, stderr=stderr
-        )
+        return subprocess.Popen(command, process_group=process_group, pass_fds=pass_fds, stdout=stdout, stderr=stderr)
     streams = (0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
     arguments = list(command[4:])
     if "--parent" in arguments:  # a job ends with who waits for it, which for a fork is the server

@@ -31,7 +31,6 @@ def refused(done: Finished, code: int, *words: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["expert_eviction=lru"], ["expert_eviction: unknown key (it was removed: the expert cache evicts by"]),
         (["max_memry=3"], ["max_memry: unknown key", "did you mean 'max_memory'"]),
         (["generate.max_new_token=3"], ["generate.max_new_token: no such option", "did you mean 'max_new_tokens'"]),
         (["stages=[empty_init,pln]"], ["stages: 'pln' is no stage", "did you mean 'plan'"]),

@@ -61,7 +61,7 @@ def test_a_served_run_imports_no_model_code_and_is_quick(offstage_here: Run, tmp
     assert offstage_here().code == 0
     unused = ("torch", "transformers", "safetensors", "numpy", "http.client", "optuna")
     sweeps = (
-        "offstage.pipeline.sweeps.sweep",
+        "offstage.pipeline.sweeps.record",
         "offstage.pipeline.sweeps.results",
         "offstage.pipeline.tracking.trackers",
         "offstage.pipeline.job_process",

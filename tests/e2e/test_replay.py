@@ -11,13 +11,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from offstage.pipeline.cache.sealed_files import read_sealed
-from offstage.pipeline.signatures import sign_config
 from offstage.pipeline.trust import outputs_for
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.samples import BLOCK_BYTES
 from offstage.stages.machine.rates import coarse_rate
 from tests.e2e.conftest import Finished, Replay, enter, records_in
-from tests.pipeline.former_records import of_before
 
 Run = Callable[..., Finished]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
@@ -84,15 +82,6 @@ def test_on_the_same_machine_it_is_the_same_and_really_runs_again(
     assert {name: planned[name] for name in figures} == {name: coarse_rate(speed) for name, speed in figures.items()}
     assert again["stages"][1]["inputs"]["rates"] == planned, "it is planned with the rates of then"
     assert not list(tmp_path.glob("outputs/runs/*/*/.cache"))
-
-
-def test_the_record_of_a_release_before_is_replayed_as_one_of_today(run_path: Path, replay: Replay) -> None:
-    old = of_before(json.loads(run_path.read_text()))
-    assert "bound" in old["metrics"]
-    run_path.write_text(json.dumps({**old, "signature": sign_config(old["config"], old["places"])}))
-    code, out, err = replay(run_path.parent)
-    assert code == 0, err
-    assert "tokens    the same" in out
 
 
 def test_outputs_that_were_moved_are_used_where_they_are_and_their_cache_is_not_needed(
@@ -314,7 +303,7 @@ FAILED = {
         ("{", "no JSON that can be read"),
         ("[]", "no run record"),
         ('{"schema_version": 99}', "no run record"),
-        ('{"schema_version": 1, "status": "completed"}', "damaged: config is missing"),
+        ('{"schema_version": 2, "status": "completed"}', "damaged: config is missing"),
         (json.dumps(FAILED), "the run is failed"),
     ],
 )

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.printable_text import printable
+from offstage.pipeline.plain_data import printable
 from tests.e2e.conftest import enter, finish, records_in, start
 from tests.e2e.terminals import Terminal
 

@@ -17,8 +17,8 @@ JOBS = ("-m", "seed=1,2,3", "generate=sample", "generate.max_new_tokens=100", "h
 """Long enough for a job to be met while it runs: the seed is in each one's key."""
 
 REFUSED = (
-    "hydra.sweep.dir: {} holds another sweep: job 2 has seed=3 there, seed=4 here; choose another folder, or go on "
-    "with that one: offstage-sweep resume {}\n"
+    "hydra.sweep.dir: {} holds another sweep: override 1 of job 2 is 'seed=3' there, 'seed=4' here; choose "
+    "another folder, or go on with that one: offstage-sweep resume {}\n"
 )
 
 
@@ -45,7 +45,7 @@ def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(
     assert enter(fresh_folder, *JOBS, "seed=1,2,4") == 2
     assert capfd.readouterr() == ("", f"offstage: {REFUSED.format(lies, lies)}")
     assert enter(fresh_folder, *JOBS, "dtype=float32") == 2
-    assert "job 0 has dtype=float32 here alone" in capfd.readouterr().err
+    assert "dtype is 'auto' there, 'float32' here" in capfd.readouterr().err
     monkeypatch.chdir("/")
     assert resume(lies) == 0
     out = capfd.readouterr().out

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from offstage.pipeline.environment import imported_packages
-from offstage.pipeline.garbage import uncollected
+from offstage.pipeline.interpreter import uncollected
 from tests.unsynced import leave_unsynced
 
 ROOT = Path(__file__).parents[2]

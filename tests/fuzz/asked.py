@@ -22,7 +22,7 @@ from offstage.pipeline.cache.store import Store
 from offstage.pipeline.config import register, resolve
 from offstage.pipeline.errors import raise_faults
 from offstage.pipeline.hydra_composing import noted_files
-from offstage.pipeline.hydra_errors import composing
+from offstage.pipeline.hydra_messages import composing
 from offstage.pipeline.runner import check_config
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.adapters import open_adapter, read_settings

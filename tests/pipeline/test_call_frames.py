@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from offstage.pipeline.call_frames import with_frame_room
+from offstage.pipeline.interpreter import with_frame_room
 from offstage.stages.dispatch.streaming.lockstep import Lockstep
 from offstage.stages.dispatch.streaming.module_state import ModuleState
 from tests.pipeline.frame_faults import CALLS, most_faults

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.cgroup_files import core_quota, memory_groups, memory_limits
+from offstage.pipeline.memory_cgroups import core_quota, memory_groups, memory_limits
 
 V1 = "32 31 0:29 {group} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "33 31 0:30 {group} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"

@@ -193,13 +193,6 @@ def test_variables_of_one_s_own_are_what_interpolations_make_of_them_and_stay_in
     assert composed()["vars"] == {}
 
 
-def test_a_record_may_have_a_key_that_is_gone() -> None:
-    given = {**composed(), "expert_eviction": "lru", "expert_evictoin": "lru"}
-    faults = {fault.key for fault in check(given, STAGES)}
-    assert "expert_eviction" not in faults
-    assert "expert_evictoin" in faults
-
-
 def test_a_list_of_stages_takes_any_name_that_an_entry_point_may_have() -> None:
     assert choose_stages("stages=[plan, my-stage]") == "stages=plan-my-stage"
     assert choose_stages("stages=plan_only") == "stages=plan_only"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from offstage.pipeline.command_exit import guarded
-from offstage.pipeline.hydra_errors import composing
+from offstage.pipeline.hydra_messages import composing
 
 
 def test_a_config_that_cannot_be_opened_is_an_error_of_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from offstage.pipeline.printable_text import printable
+from offstage.pipeline.plain_data import printable
 
 
 @pytest.mark.parametrize(

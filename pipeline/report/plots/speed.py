@@ -1,15 +1,13 @@
-"""Seconds a token against the budget or against how many share a pass, and memory against speed: a mark a job."""
+"""Seconds a token against the budget, and memory against speed: a mark a job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
 from offstage.pipeline.metrics import KIND_TITLES
-from offstage.pipeline.report.differences import config_differences
 from offstage.pipeline.report.figures import (
     EARLIER,
     SERIES,
@@ -22,7 +20,7 @@ from offstage.pipeline.report.figures import (
     told,
 )
 from offstage.pipeline.report.noise import SECONDS
-from offstage.pipeline.report.quantities import Kind, listed, tell
+from offstage.pipeline.report.quantities import listed, tell
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import (
     LOWER_BOUND_SECONDS,
@@ -31,8 +29,6 @@ from offstage.pipeline.report.speed import (
     Front,
     Point,
     Series,
-    lockstep_series,
-    members,
 )
 
 CONTENDED = "others used the processor meanwhile"
@@ -49,44 +45,13 @@ _CLEARLY = 0.95
 """A job beats its bound with less than this share of the seconds: rates aren't known to the percent."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Across:
-    """What stands across a plot of series: its ``title`` and ``kind`` of number."""
-
-    title: str
-    kind: Kind
-
-
 def speed_picture(series: Sequence[Series], jobs: Sequence[Job]) -> Picture | None:
     """Return the plot of the ``series`` of ``jobs``, None where no job has both a budget and a speed."""
     if not series:
         return None
-    across = _Across("budget", "bytes")
-    axis = scale(across.title, across.kind, [point.x for point in _points(series)])
     caption = "Each mark is a job. The budget is that of all devices but the disk, in bytes of weights."
     title = "Budget against seconds a token"
-    return Picture("speed", title, caption + _caption(series, jobs), _series_figure(series, jobs, across, axis))
-
-
-def lockstep_picture(jobs: Sequence[Job]) -> Picture | None:
-    """Return the plot of the ``jobs`` that differ in how many share a pass, None where none do."""
-    if len({members(job.run) for job in jobs} - {None}) < 2:
-        return None
-    every = lockstep_series(jobs, config_differences(jobs))
-    series = [entry for entry in every if len({point.x for point in entry.measured}) > 1]
-    if not series:
-        return None
-    across = _Across("batches that share a pass", "count")
-    places = sorted({point.x for point in _points(series)})
-    axis = {
-        "type": "log",
-        "tickvals": places,
-        "ticktext": [f"{place:,g}" for place in places],
-        "title": {"text": f"{across.title}, logarithmic"},
-    }
-    caption = "Each mark is a job: what streams is shared by all that go together, what each computes isn't."
-    title = "Lockstep against seconds a token"
-    return Picture("lockstep", title, caption + _caption(series, jobs), _series_figure(series, jobs, across, axis))
+    return Picture("speed", title, caption + _caption(series, jobs), _series_figure(series, jobs))
 
 
 def pareto_picture(front: Front) -> Picture | None:
@@ -128,7 +93,7 @@ def _points(series: Sequence[Series]) -> list[Point]:
     return [point for entry in series for name in ("measured", *_MEANINGS) for point in getattr(entry, name)]
 
 
-def _series_figure(series: Sequence[Series], jobs: Sequence[Job], across: _Across, axis: dict[str, Any]) -> go.Figure:
+def _series_figure(series: Sequence[Series], jobs: Sequence[Job]) -> go.Figure:
     ends = [end for point in _points(series) for end in (point.least, point.y, point.largest) if end is not None]
     colours = iter(SERIES)
     inks = [colour("rest") if entry.name == OTHERS else next(colours) for entry in series]
@@ -137,7 +102,8 @@ def _series_figure(series: Sequence[Series], jobs: Sequence[Job], across: _Acros
         for trace in [each for each in traces if each.legendgroup == name][1:]:
             trace.showlegend = False
     beat = frozenset(faster_than_storage(jobs))
-    traces += [_measured(entry, index, inks[index], beat, across) for index, entry in enumerate(series)]
+    traces += [_measured(entry, index, inks[index], beat) for index, entry in enumerate(series)]
+    axis = scale("budget", "bytes", [point.x for point in _points(series)])
     return figure(traces, xaxis=axis, yaxis=scale("time a token", "seconds", ends), showlegend=True)
 
 
@@ -152,7 +118,7 @@ def _lines(entry: Series, ink: str) -> Iterator[go.Scatter]:
             )  # fmt: skip
 
 
-def _measured(entry: Series, index: int, ink: str, beat: Set[str], across: _Across) -> go.Scatter:
+def _measured(entry: Series, index: int, ink: str, beat: Set[str]) -> go.Scatter:
     """Return a mark a job with a bar from its least to its largest repeat, hollow where an earlier run took them."""
     points, shape = entry.measured, _MARKERS[index % len(_MARKERS)]
     also: dict[str, list[str]] = {point.job: [] for point in points}
@@ -161,7 +127,7 @@ def _measured(entry: Series, index: int, ink: str, beat: Set[str], across: _Acro
             also[point.job].append(f"{KIND_TITLES[name]} {tell(point.y, 'seconds')}")
     for job in beat & also.keys():
         also[job].append("less than its storage needs")
-    texts = [_told(point, entry.name, across, also[point.job]) for point in points]
+    texts = [_told(point, entry.name, also[point.job]) for point in points]
     spread = any(point.least is not None for point in points)
     bars = {
         "array": [(point.largest or point.y) - point.y for point in points],
@@ -181,12 +147,19 @@ def _measured(entry: Series, index: int, ink: str, beat: Set[str], across: _Acro
     )  # fmt: skip
 
 
-def _told(point: Point, name: str, across: _Across, lines: Sequence[str]) -> str:
+def _told(point: Point, name: str, lines: Sequence[str]) -> str:
     time = f"time a token {tell(point.y, 'seconds')}"
     if point.least is not None:
         time += f", from {tell(point.least, 'seconds')} to {tell(point.largest, 'seconds')}"
-    where = f"{across.title} {tell(point.x, across.kind)}"
-    return told(point.job, name, where, time, *lines, EARLIER * point.cached, CONTENDED * point.contended)
+    return told(
+        point.job,
+        name,
+        f"budget {tell(point.x, 'bytes')}",
+        time,
+        *lines,
+        EARLIER * point.cached,
+        CONTENDED * point.contended,
+    )
 
 
 def _hollow(points: Sequence[Point]) -> str:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import greenlet
 import torch
 
-from offstage.pipeline.call_frames import with_frame_room
+from offstage.pipeline.interpreter import with_frame_room
 from offstage.stages.dispatch.streaming.lanes import Grouping, Lanes, Task
 from offstage.stages.dispatch.streaming.module_state import ModuleState, Written
 from offstage.stages.dispatch.streaming.thread_state import RandomState, ThreadState

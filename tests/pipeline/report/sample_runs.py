@@ -55,9 +55,7 @@ def write_run(
     asked["generate"] |= generate or {}
     record = RunRecord.start(folder, overrides=[f"device_map={policy}"], config=asked, environment=ENVIRONMENT)
     for index, name in enumerate(STAGES):
-        artifact = plan_artifact(folder.parent, budget) if name == "plan" else folder
-        key = artifact.name if name == "plan" else f"{index}" * 64
-        record.add_stage(StageRun(name, key, cached, 0.25 * (index + 1), str(artifact), peak - 10**6))
+        record.add_stage(StageRun(name, f"{index}" * 64, cached, 0.25 * (index + 1), str(folder), peak - 10**6))
     figures: dict[str, float | int | str | None] = {
         "decode_seconds_per_token": seconds,
         "decode_tokens_per_second": 1 / seconds if seconds else None,
@@ -74,7 +72,10 @@ def write_run(
     }
     outputs = ({"prompt": prompt, "prompt_tokens": 1, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
     told = {"memory": memory, "metrics": figures, "outputs": outputs, "experts": experts or {}}
-    record.merge(Report("", **told, repeats=tuple(repeats), steps=tuple(steps), model=MODEL))
+    rows = {"repeats": tuple(repeats), "steps": tuple(steps), "layers": placed(budget)}
+    record.merge(Report("", **told, **rows, model=MODEL))
+    count = cpu_layers(budget)
+    record.note(device_map={**dict.fromkeys(LAYERS[:count], "cpu"), **dict.fromkeys(LAYERS[count:], "disk")})
     if series:
         record.note_series("cpu", series)
     record.finish("completed")
@@ -87,18 +88,20 @@ def repeat(seconds: float, *, earlier: bool = False, contended: bool = False, co
     return {"metrics": metrics, "earlier": earlier, "counts": counts, "processor": {"contended": contended}}
 
 
-def plan_artifact(root: Path, budget: int) -> Path:
-    """Write the plan that puts as many layers on the cpu as ``budget`` has units of 0.5 GB."""
-    folder = root / "cache" / "plan" / f"{budget:064d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    homes = {name: "cpu" if index < budget / 5e8 else "disk" for index, name in enumerate(LAYERS)}
-    plan = {
-        "layers": [{"names": [name], "lines": [{"name": "weight", "home": device}]} for name, device in homes.items()],
-        "reasons": dict.fromkeys(LAYERS, "why"),
-    }
-    folder.joinpath("plan.json").write_text(json.dumps(plan))
-    folder.joinpath("device_map.json").write_text(json.dumps(homes))
-    return folder
+def cpu_layers(budget: int) -> int:
+    """Return how many layers the plan puts on the cpu: as many as ``budget`` has units of 0.5 GB."""
+    return min(len(LAYERS), -(-budget // 500_000_000))
+
+
+def placed(budget: int) -> tuple[dict[str, Any], ...]:
+    """Return the layers under ``budget`` as a record has them."""
+    count = cpu_layers(budget)
+    groups = {"cpu": LAYERS[:count], "disk": LAYERS[count:]}
+    return tuple(
+        {"devices": [device], "count": len(names), "first": names[0], "last": names[-1]}
+        for device, names in groups.items()
+        if names
+    )
 
 
 def write_failure(folder: Path, *, message: str = "max_memory: too small", stage: str = "plan") -> Path:
@@ -130,8 +133,7 @@ def write_many(folder: Path, count: int) -> Path:
     pattern = json.loads((write_run(folder / "pattern" / "0") / "run.json").read_text())
     for number in range(count):
         record = copy.deepcopy(pattern)
-        artifact = plan_artifact(folder, change_record(record, number))
-        record["stages"][1] |= {"key": artifact.name, "artifact": str(artifact)}
+        record["layers"] = placed(change_record(record, number))
         target = folder / "sweep" / str(number) / "run.json"
         target.parent.mkdir(parents=True)
         target.write_text(json.dumps(record))

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from offstage.pipeline.report.command import run
-from offstage.pipeline.report.conditions import conditions, told_differences
+from offstage.pipeline.report.differences import conditions, told_differences
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import markup
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
+ANSWERED = "of 1 tokens, answered by "
 VERSIONS = {
     "offstage": "0.1.0",
     "torch": "2.13.0",
@@ -50,12 +51,11 @@ def test_what_all_jobs_share_is_told_once(tmp_path: Path) -> None:
     for number in range(2):
         write(tmp_path / str(number), tokens=[1, 2, 3])
     assert told(tmp_path) == {
-        "model": ["LlamaForCausalLM, 1.1B parameters"],
+        "model": ["LlamaForCausalLM, 1.10 billion parameters"],
         "checkpoint": ["/ckpt"],
         "dtype": ["bfloat16, 2.20 GB"],
-        "work": ["generation"],
-        "prompts": ["1 prompt of 1 token"],
-        "new tokens": ["3"],
+        "last stage": ["generate"],
+        "prompts": ["1, of 1 tokens, answered by 3 new ones"],
         "machine": [
             "AMD EPYC, 64 cores, 2 of them allowed, a quota of 1.5 cores, 25.00 GB of memory, 4.00 GB of it allowed; "
             "2x H200 (139.0 GB)"
@@ -83,10 +83,6 @@ def change_dtype(record: dict[str, Any]) -> None:
     record["model"]["parameters"] = {"float32": 10, "float16": 10**9}
 
 
-def change_hardware(record: dict[str, Any]) -> None:
-    record["config"]["hardware"]["devices"] = [{"memory": "80GB"}] * 8
-
-
 def change_prompts(record: dict[str, Any]) -> None:
     record["outputs"] = [{"prompt": f"p{n}", "prompt_tokens": n, "text": "", "token_ids": [1] * n} for n in (2, 7)]
 
@@ -96,9 +92,11 @@ def change_prompts(record: dict[str, Any]) -> None:
     [
         (change_torch, "torch", ["2.13.0", "2.12.0"]),
         (change_dtype, "dtype", ["bfloat16, 2.20 GB", "float16, float32, 2.20 GB"]),
-        (change_hardware, "simulated", ["nothing", "8 accelerators, times are those of the cpu"]),
-        (change_prompts, "prompts", ["1 prompt of 1 token", "2 prompts of 2 to 7 tokens"]),
-        (change_prompts, "new tokens", ["4", "2 to 7 for each, 9 in all"]),
+        (
+            change_prompts,
+            "prompts",
+            [f"1, {ANSWERED}4 new ones", "2, of 2 to 7 tokens, answered by 2 to 7 new ones"],
+        ),
     ],
 )
 def test_what_jobs_differ_in_is_named_with_its_jobs(
@@ -116,14 +114,14 @@ def test_what_jobs_differ_in_is_named_with_its_jobs(
 def test_a_machine_that_jobs_shared_says_that_seconds_are_contended(tmp_path: Path) -> None:
     write(tmp_path / "0", lambda record: record["environment"].update(jobs_beside=3))
     (machine,) = told(tmp_path)["machine"]
-    assert "4.00 GB of it allowed, shared with up to 3 other jobs: seconds are contended; 2x H200" in machine
+    assert "4.00 GB of it allowed, jobs beside it at most: 3, so that seconds are contended; 2x H200" in machine
 
 
 def test_a_job_that_was_refused_has_a_say_in_what_its_record_holds_alone(tmp_path: Path) -> None:
     write(tmp_path / "0")
     write_failure(tmp_path / "1")
     entries = {entry.key: entry for entry in conditions(find([tmp_path]).jobs)}
-    assert entries["model"].values == (("LlamaForCausalLM, 1.1B parameters", ("#0",)),)
+    assert entries["model"].values == (("LlamaForCausalLM, 1.10 billion parameters", ("#0",)),)
     assert entries["checkpoint"].values == (("/ckpt", ("#0", "#1")),)
 
 
@@ -136,9 +134,8 @@ def test_records_from_before_these_fields_make_the_page_too(tmp_path: Path) -> N
     assert told(tmp_path) == {
         "checkpoint": ["/ckpt"],
         "dtype": ["auto"],
-        "work": ["generation"],
-        "prompts": ["1 prompt"],
-        "new tokens": ["4"],
+        "last stage": ["generate"],
+        "prompts": ["1, answered by 4 new ones"],
     }
     run([str(tmp_path)])
     assert "What was measured" in markup(tmp_path / "report.html")

@@ -38,7 +38,7 @@ def test_a_faulty_job_leaves_its_exit_code_and_a_record_that_says_why(
 ) -> None:
     job = prepared(tmp_path)
     job.queue()
-    assert job.run_queued(show_all=False, debug=False) == job.exit_code() == 2
+    assert job.run_queued(debug=False) == job.exit_code() == 2
     assert capsys.readouterr().err == "offstage: dtype: 'none' is no dtype\n"
     record = RunRecord.load(tmp_path / "3").data
     assert (record["status"], record["overrides"]) == ("failed", ["seed=1", "dtype=none"])
@@ -50,6 +50,6 @@ def test_a_job_that_completed_is_not_run_again(tmp_path: Path) -> None:
     record = RunRecord.start(tmp_path / "3", overrides=job.overrides, config={}, environment={})
     record.finish("completed")
     before = record.path.read_bytes()
-    ended = run_job(job, show_all=False, debug=False)
+    ended = run_job(job, debug=False)
     assert (ended.exit_code, ended.interrupted) == (0, False)
     assert record.path.read_bytes() == before

@@ -10,7 +10,7 @@ import pytest
 
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps.progress import SweepProgress, duration
-from offstage.pipeline.sweeps.sweep import Sweep
+from offstage.pipeline.sweeps.record import Sweep
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
@@ -69,7 +69,7 @@ def test_a_resumed_sweep_counts_what_is_done_and_a_lost_job_is_said_to_be(
     progress.end(0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"resumed: 1 of 3 completed, 2 not begun, {tmp_path}"
-    assert lines[1].startswith("job 0  seed=0  is 2 of 3; about ")
+    assert lines[1] == "job 0  seed=0  is 2 of 3"
     assert lines[2].startswith("job 0  seed=0  lost: its process was lost before it could say why")
     assert "; 2 of 3 ended" in lines[2]
 

@@ -7,7 +7,7 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 from offstage.pipeline.errors import ConfigError
-from offstage.pipeline.sweeps.search_study import SearchSpace, read_space
+from offstage.pipeline.sweeps.search import SearchSpace, read_space
 
 optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402

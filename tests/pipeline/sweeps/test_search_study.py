@@ -10,7 +10,7 @@ from offstage.pipeline.sweeps.sweep_keys import SAMPLERS
 optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, IntDistribution  # noqa: E402
 
-from offstage.pipeline.sweeps.search_study import (  # noqa: E402
+from offstage.pipeline.sweeps.search import (  # noqa: E402
     Direction,
     SearchSpace,
     SearchStudy,

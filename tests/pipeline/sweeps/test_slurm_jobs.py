@@ -73,11 +73,11 @@ def test_a_controller_that_is_out_of_reach_loses_no_job(kind: str | None, squeue
 def test_without_submitit_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"pip install 'offstage-pipeline\[slurm\]'"):
-        SlurmJobs(OmegaConf.structured(SlurmKeys), show_all=False)
+        SlurmJobs(OmegaConf.structured(SlurmKeys))
 
 
 def test_where_slurm_s_commands_are_not_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no sbatch here"):
-        SlurmJobs(OmegaConf.structured(SlurmKeys), show_all=False)
+        SlurmJobs(OmegaConf.structured(SlurmKeys))

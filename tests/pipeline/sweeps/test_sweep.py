@@ -12,8 +12,7 @@ import pytest
 from offstage.pipeline.errors import ConfigError, StorageError
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps.command import main
-from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
-from offstage.pipeline.sweeps.sweep import Sweep
+from offstage.pipeline.sweeps.record import SWEEP, Sweep, SweepRecord
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
@@ -66,14 +65,13 @@ def changed_job(**changes: Any) -> SweepRecord:
     ("here", "words"),
     [
         (other(4), "3 jobs there, 4 here"),
-        (changed_job(overrides=("seed=7",)), "job 1 has seed=1 there, seed=7 here"),
-        (changed_job(overrides=("seed=1", "dtype=auto")), "job 1 has dtype=auto here alone"),
-        (changed_job(overrides=()), "job 1 has seed=1 there alone"),
+        (changed_job(overrides=("seed=7",)), "override 1 of job 1 is 'seed=1' there, 'seed=7' here"),
+        (changed_job(overrides=("seed=1", "dtype=auto")), "override 2 of job 1 is None there, 'dtype=auto' here"),
         (other(base={"dtype": "auto", "model": {"path": "/else"}}), "model.path is '/ckpt' there, '/else' here"),
-        (other(cwd="/"), "this one runs in /"),
-        (changed_job(config="another"), "job 1 has another config, from files that changed since"),
-        (changed_job(folder="one"), "job 1 lies in 1 there, in one here"),
-        (other(sweeper="b.Sweeper"), "hydra.sweeper is a.Sweeper there, b.Sweeper here"),
+        (other(cwd="/"), "the folder that its command ran in is"),
+        (changed_job(config="another"), "the config of job 1, of files that changed since, is"),
+        (changed_job(folder="one"), "the folder of job 1 is '1' there, 'one' here"),
+        (other(sweeper="b.Sweeper"), "hydra.sweeper is 'a.Sweeper' there, 'b.Sweeper' here"),
     ],
 )
 def test_another_sweep_is_refused_by_its_first_difference(here: SweepRecord, words: str, tmp_path: Path) -> None:
@@ -106,7 +104,7 @@ def test_jobs_that_follow_from_others_are_added_as_they_come(tmp_path: Path) -> 
     sweep.close()
     resumed = Sweep(tmp_path, replace(sweep_of(2), jobs=(), foreseen=False))
     resumed.expect(sweep_of(2).jobs[0])
-    with pytest.raises(ConfigError, match="job 0 has seed=0 there, seed=1 here"):
+    with pytest.raises(ConfigError, match="override 1 of job 0 is 'seed=0' there, 'seed=1' here"):
         resumed.expect(replace(sweep_of(2).jobs[1], number=0))
 
 

@@ -12,10 +12,9 @@ from offstage.pipeline.report.page import pictures
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.sample_runs import repeat, write_run
 
-EXPERTS = {"model.layers.0.mlp.experts": {"hits": 3, "misses": 1, "streamed_bytes": 7, "evictions": 0}}
 SERIES = [(0.0, 10**8), (1.0, 10**9)]
-MARKED = ("speed", "repeats", "pareto", "memory", "timeline", "losses", "stages")
-NAMED = ("repeats", "memory", "experts", "stages", "placement")
+MARKED = ("speed", "repeats", "pareto", "memory", "timeline", "stages")
+NAMED = ("repeats", "memory", "stages", "placement")
 FOLDERS = {"a%20%26%20b/0/", "a%20%26%20b/1/"}
 
 
@@ -28,7 +27,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Picture]:
         repeats = [repeat(seconds + number, earlier=earlier) for seconds in (0.5, 0.6, 0.7)]
         write_run(
             folder / "a & b" / str(number), budget=(number + 1) * 10**9, seconds=0.6 + number, cached=earlier,
-            repeats=repeats, experts=EXPERTS, steps=[{"loss": 2.0}, {"loss": 1.0}], series=SERIES,
+            repeats=repeats, series=SERIES,
         )  # fmt: skip
     (group,) = group_jobs(find([folder], page_folder=folder).jobs)
     return {picture.name: picture for picture in pictures(group)}
@@ -56,9 +55,9 @@ def test_without_a_page_nothing_is_linked(tmp_path: Path) -> None:
 
 
 def test_every_picture_of_figures_says_that_some_are_an_earlier_runs(drawn: dict[str, Picture]) -> None:
-    for name in ("speed", "pareto", "memory", "losses"):
+    for name in ("speed", "pareto", "memory"):
         assert "measured by an earlier run" in drawn[name].caption, name
-    for name in ("speed", "repeats", "pareto", "memory", "experts"):
+    for name in ("speed", "repeats", "pareto", "memory"):
         assert "earlier run" in drawn[name].figure.to_json(), name
     assert "timeline" in drawn
 

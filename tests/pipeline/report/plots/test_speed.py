@@ -1,4 +1,4 @@
-"""Seconds a token against the budget or lockstep, and memory against speed: what the marks and lines are."""
+"""Seconds a token against the budget, and memory against speed: what the marks and lines are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from offstage.pipeline.report.differences import config_differences
 from offstage.pipeline.report.figures import EARLIER, Picture
-from offstage.pipeline.report.plots.speed import CONTENDED, lockstep_picture, pareto_picture, speed_picture
+from offstage.pipeline.report.plots.speed import CONTENDED, pareto_picture, speed_picture
 from offstage.pipeline.report.run_folders import find
-from offstage.pipeline.report.speed import MOST_SERIES, members, pareto, speed_series
+from offstage.pipeline.report.speed import MOST_SERIES, pareto, speed_series
 from tests.pipeline.report.pages import entries, traces
-from tests.pipeline.report.sample_runs import repeat, write_failure, write_run
+from tests.pipeline.report.sample_runs import repeat, write_run
 
 STORED = {"storage_bandwidth_bytes_per_second": 2e9}
 PREDICTED, BOUND = "predicted by the plan", "lower bound: bytes moved ÷ bandwidth"
@@ -24,11 +24,6 @@ def drawn(folder: Path) -> Picture:
     picture = speed_picture(speed_series(jobs, config_differences(jobs)), jobs)
     assert picture
     return picture
-
-
-def drawn_lockstep(folder: Path) -> Picture | None:
-    """Return the picture of the jobs below ``folder`` against how many share a pass."""
-    return lockstep_picture(find([folder]).jobs)
 
 
 @pytest.mark.parametrize(
@@ -96,52 +91,6 @@ def test_jobs_that_share_no_setting_have_no_line_through_them(way: int, tmp_path
     (others,) = traces(picture, "all others")
     assert (others.mode, len(others.x)) == ("markers", alone)
     assert len({trace.line.color for trace in picture.figure.data}) == MOST_SERIES + 1, "a colour each"
-
-
-def write_sweep(folder: Path, *asked: int | str | None) -> None:
-    for number, count in enumerate(asked):
-        chosen = {"lockstep": 16} if count == "auto" else {}
-        shared = 16 if count == "auto" else int(count or 1)
-        metrics = {**chosen, "predicted_seconds_per_token": 1 / shared, "lower_bound_seconds_per_token": 0.1}
-        write_run(folder / str(number), seconds=1.1 / shared, generate={"lockstep": count}, metrics=metrics)
-
-
-def test_a_sweep_over_lockstep_is_drawn_against_how_many_share_a_pass(tmp_path: Path) -> None:
-    write_sweep(tmp_path, None, 2, 4, "auto")
-    picture = drawn_lockstep(tmp_path)
-    assert picture
-    assert entries(picture) == [PREDICTED, BOUND, "measured"]
-    axis = picture.figure.layout.xaxis
-    assert (axis.ticktext, axis.title.text) == (("1", "2", "4", "16"), "batches that share a pass, logarithmic")
-
-
-def test_each_other_setting_has_a_line_of_its_own_if_it_has_several_numbers(tmp_path: Path) -> None:
-    write_sweep(tmp_path / "a", 1, 4)
-    for number, count in enumerate((1, 2)):
-        write_run(tmp_path / "b" / str(number), policy="optimal", generate={"lockstep": count})
-    write_run(tmp_path / "c" / "0", policy="balanced", generate={"lockstep": 8})
-    picture = drawn_lockstep(tmp_path)
-    assert picture
-    assert entries(picture)[2:] == ["device_map=sequential", "device_map=optimal"]
-    assert "8" not in picture.figure.layout.xaxis.ticktext
-
-
-def test_jobs_that_share_as_many_have_no_such_picture(tmp_path: Path) -> None:
-    write_sweep(tmp_path, 4, 4)
-    write_failure(tmp_path / "2")
-    assert drawn_lockstep(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "metrics", "told"),
-    [(None, {}, 1), (1, {}, 1), (8, {}, 8), ("auto", {"lockstep": 3}, 3), ("auto", {}, None)],
-)
-def test_how_many_is_what_was_asked_for_or_chosen(
-    asked: int | str | None, metrics: dict[str, float | str], told: int | None, tmp_path: Path
-) -> None:
-    write_run(tmp_path / "0", generate={"lockstep": asked}, metrics=metrics)
-    (job,) = find([tmp_path]).jobs
-    assert members(job.run) == told
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offstage.pipeline.report.plots.stage_times import stage_picture
+from offstage.pipeline.report.plots.times import stage_picture
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import entries
 from tests.pipeline.report.sample_runs import STAGES, write_failure, write_run

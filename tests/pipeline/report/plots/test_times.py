@@ -6,7 +6,7 @@ from pathlib import Path
 
 from offstage.pipeline.report.figures import Picture
 from offstage.pipeline.report.noise import noise
-from offstage.pipeline.report.plots.repeats import repeat_picture
+from offstage.pipeline.report.plots.times import repeat_picture
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import entries, traces
 from tests.pipeline.report.sample_runs import repeat, write_run

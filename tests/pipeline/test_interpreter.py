@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from offstage.pipeline import garbage
-from offstage.pipeline.garbage import uncollected
+from offstage.pipeline import interpreter
+from offstage.pipeline.interpreter import uncollected
 
 
 @pytest.fixture(autouse=True)
 def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(garbage, "_frozen_once", False)
+    monkeypatch.setattr(interpreter, "_frozen_once", False)
     gc.enable()
     gc.unfreeze()  # what the tests' own imports are
     yield
