@@ -11,10 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from offstage.stages.empty_init.fake_weights import Faking
 from offstage.stages.empty_init.skeleton import Skeleton
 
 _skeletons: dict[Hashable, Skeleton] = {}
 """What this process has found of each model that it rehearsed, by all that a rehearsal sees of one."""
+_MOST_KEPT = 20_000
+"""So many operators of fake tensors are kept, each with what it was given and what it makes: some tens of megabytes."""
 _NOT_SEEN = ("_name_or_path", "quantization_config")
 """What a config says of where it was read, and of how weights rest."""
 
@@ -36,8 +39,22 @@ def rehearsing_once() -> Iterator[None]:
             _skeletons[seen] = rehearse(model, **how)
         return _skeletons[seen]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with keeping_operators(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(describing, "describe", describe_once)
+        yield
+
+
+@contextmanager
+def keeping_operators() -> Iterator[None]:
+    """Have what torch found that an operator makes of fake tensors serve other models: tests' have the same shapes."""
+    clear = Faking.cache_clear
+
+    def clear_where_full() -> None:
+        if len(Faking.cache) > _MOST_KEPT:
+            clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Faking, "cache_clear", clear_where_full)
         yield
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offstage.pipeline.environment import allowed_cores
-from offstage.stages.checkpoints.multiplying_probe import FAMILIES, multiplying_speed, sample_of
+from offstage.stages.checkpoints.multiplying_probe import FAMILIES, multiplying_speeds, sample_of
 from offstage.stages.machine import kernels
 from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.probes import READERS, READING_THREADS
@@ -40,10 +40,14 @@ def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
 def multiplying_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
     """Return the rates of the codecs ``names`` likewise at which products with one row read what rests in them.
 
-    They are of bytes at rest, measured in processes of their own, and kept for the user too.
+    They are of bytes at rest, measured in one process of their own, and kept for the user too.
     """
-    probes = {name: partial(multiplying_speed, name) for name in names}
-    return _rates(folder, DECODING_NAME, {name: (f"multiplying {name}", probe) for name, probe in probes.items()})
+    measured = lru_cache(partial(multiplying_speeds, names))
+
+    def probe(name: str) -> int | None:
+        return measured().get(name)
+
+    return _rates(folder, DECODING_NAME, {name: (f"multiplying {name}", partial(probe, name)) for name in names})
 
 
 def _rates(folder: Path, file: str, probes: Mapping[str, tuple[str, Callable[[], int | None]]]) -> dict[str, int]:

@@ -7,7 +7,7 @@ speak of.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -32,17 +32,26 @@ def sample_of(name: str, families: Sequence[str] = FAMILIES, **asked: int) -> Sa
     return next((module.sample(name, **asked) for module in modules if name in module.NAMES), None)
 
 
-def multiplying_speed(name: str) -> int | None:
-    """Return what ``measure`` does in a process of its own: what it takes of memory is no part of a run's peak."""
-    found: int | None = measure_apart("checkpoints.multiplying_probe", name, beside=BYTES)
-    return found
+def multiplying_speeds(names: Collection[str]) -> dict[str, int]:
+    """Return what ``measure`` does in a process of its own: what it takes of memory is no part of a run's peak.
 
-
-def measure(name: str) -> int | None:
-    """Return the bytes at rest a second that products with one row read of weights in the codec ``name``.
-
-    The best of some rounds: what else the machine does only ever makes one slower. Null where it has no products.
+    Nothing where that fails.
     """
+    found: dict[str, int] | None = measure_apart("checkpoints.multiplying_probe", *names, beside=BYTES)
+    return found or {}
+
+
+def measure(*names: str) -> dict[str, int]:
+    """Return the bytes at rest a second that products with one row read of weights in each of the codecs ``names``.
+
+    Those that have no products aren't among them.
+    """
+    found = {name: _measured(name) for name in names}
+    return {name: speed for name, speed in found.items() if speed is not None}
+
+
+def _measured(name: str) -> int | None:
+    """Return the best of some rounds: what else the machine does only ever makes one slower."""
     import torch
 
     from offstage.stages.checkpoints.codecs.packed_matrices import as_text, packed_matrix, parts_of

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from tests.clients.doors import Door, load, load_checkpoint_and_dispatch, plain
+from tests.long_form import in_turn
 
 WORDS = {"input_ids": torch.tensor([[5, 6, 7, 8, 6, 7], [9, 5, 6, 7, 9, 5]])}
 PADDED = {"input_ids": torch.tensor([[0, 0, 7, 8, 6, 7], [9, 5, 6, 7, 9, 5]])}
@@ -242,11 +243,14 @@ def models_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Door],
     return models_of
 
 
-@pytest.mark.parametrize("door", [load, load_checkpoint_and_dispatch])
-@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode in MODES for name in MODES[mode].models])
+ASKED = {f"{name}, {mode}": (name, mode) for mode in MODES for name in MODES[mode].models}
+
+
+@pytest.mark.parametrize(("asked", "door"), in_turn(ASKED, [load, load_checkpoint_and_dispatch]))
 def test_it_answers_as_the_plain_model_does(
-    mode: str, name: str, door: Door, models_of: Callable[[str, Door], tuple[Any, Any]]
+    asked: str, door: Door, models_of: Callable[[str, Door], tuple[Any, Any]]
 ) -> None:
+    name, mode = ASKED[asked]
     inputs = SOUND if name == "Whisper" else WORDS
     wanted, found = (dict(tensors_of(MODES[mode].ask(model, inputs))) for model in models_of(name, door))
     assert wanted, "the plain model answers"

@@ -21,6 +21,7 @@ from transformers import (
 
 import offstage
 from offstage.pipeline.errors import BudgetError
+from tests.long_form import in_ci
 
 CONFIGS: Mapping[str, PretrainedConfig] = {
     "Llama": LlamaConfig(
@@ -39,11 +40,11 @@ SMALL: Mapping[str, PretrainedConfig] = {
 ALONE = {"Llama", "GPT-2", "T5"}
 """In these each module's weights are there alone; Mamba's mixers and all of RWKV read those of several at once."""
 
-LONG = [pytest.param(*case, marks=pytest.mark.long_form) for case in (("T5", "cpu"), ("RWKV", 0))]
-CASES = [("Llama", "cpu"), ("GPT-2", 0), ("T5", 0), ("Mamba", "cpu"), ("RWKV", "cpu")]
+IN_CI = [("Llama", "cpu"), ("T5", 0), ("RWKV", "cpu")]
+LONG = [("GPT-2", 0), ("Mamba", "cpu"), ("T5", "cpu"), ("RWKV", 0)]
 
 
-@pytest.mark.parametrize(("name", "device"), [*CASES, *LONG])
+@pytest.mark.parametrize(("name", "device"), in_ci(*IN_CI, of=[*IN_CI, *LONG]))
 def test_the_least_that_works_is_a_part_where_parts_are_alone_and_it_works(
     name: str, device: int | str, tmp_path: Path
 ) -> None:

@@ -19,11 +19,11 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_jobs_answer_side_by_side_as_they_do_in_turn_and_their_records_say_that_seconds_are_contended(
-    fresh_folder: Path,
+    fresh_folder: Path, jobs_fork: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = ("-m", "generate.max_new_tokens=3,5,none_at_all", "hydra.launcher.n_jobs=2")
-    done = finish(start(fresh_folder, *given), fresh_folder, {})
-    assert done.code == 2, done.err
+    code = enter(fresh_folder, "-m", "generate.max_new_tokens=3,5,none_at_all", "hydra.launcher.n_jobs=2")
+    said = capfd.readouterr()
+    assert code == 2, said.err
     records = by_number(fresh_folder)
     assert [records[number]["status"] for number in range(3)] == ["completed", "completed", "failed"]
     assert {record["environment"]["jobs_beside"] for record in records.values()} == {1}
@@ -32,8 +32,8 @@ def test_jobs_answer_side_by_side_as_they_do_in_turn_and_their_records_say_that_
     assert answers[0] == answers[1][:3]
     assert overlap(records[0], records[1])
     assert "generate.max_new_tokens" in records[2]["error"]["message"]
-    assert "2 of 3 completed, 1 failed" in done.out
-    assert "Traceback" not in done.err + done.out
+    assert "2 of 3 completed, 1 failed" in said.out
+    assert "Traceback" not in said.err + said.out
 
 
 def test_plans_alone_are_made_side_by_side_unless_it_is_said_otherwise(fresh_folder: Path, jobs_fork: None) -> None:

@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import offstage
 from offstage.pipeline.errors import ConfigError
+from tests.python_api.rates import RATES
 
 TINY = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
 TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8]])
-RATES = {"storage": "1GB", "host": "10GB"}
-"""Given, so that nothing is measured."""
 STREAMED: Mapping[str, Any] = {"max_memory": {"cpu": "3MB"}, "storage": {"io": "direct"}}
 SCRIPT: Mapping[str, Any] = {
     "device_map": "auto",

@@ -25,14 +25,13 @@ pytest.importorskip("gguf")
 from tests.e2e.fp8_checkpoints import CONFIGS, rewrite, save_fp8, tensors_in
 from tests.long_form import in_ci
 from tests.operator_threads import in_threads
+from tests.python_api.rates import RATES
 from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
 from tests.stages.checkpoints.codecs.test_bitsandbytes import packed as nf4
 from tests.stages.checkpoints.ggufs import make_gguf
 from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
 
-RATES = {"storage": "1GB", "host": "10GB", "dequantising": "1GB"}
-"""Given, so that nothing is measured."""
 TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8], [9, 2, 33, 120, 4, 4, 61]])
 FP8_SIZES: Mapping[str, int] = {
     "vocab_size": 320, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,

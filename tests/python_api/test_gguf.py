@@ -14,11 +14,10 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 pytest.importorskip("gguf")
 
 from tests.packed_references import without_asking_for_accelerate
+from tests.python_api.rates import RATES
 from tests.stages.checkpoints.test_gguf_entries import made
 
 PROMPT = "On the stern a sail is set."
-RATES = {"storage": "1GB", "host": "10GB", "dequantising": "1GB"}
-"""Given, so that nothing is measured."""
 UNREAD = ("token_embd.weight", "rope_freqs.weight")
 """Looked up by rows; no tensor of the model."""
 

@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import offstage
 from offstage.pipeline.stage_chain import StageChain
 from offstage.stages.empty_init.stage import EmptyInitStage
+from tests.python_api.rates import RATES
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "conf" / "checkpoints" / "tiny"
 PROMPTS = ["The", "A list of names that", "It", [5, 6, 7, 8, 9, 10, 11], "Return the value of the key, or"]
 TEXTS = ["The weights of a model are its parameters.", "A file", [5, 6, 7, 8]]
-RATES = {"storage": "1GB", "host": "10GB"}
-"""Given, so that nothing is measured."""
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from offstage.pipeline.errors import CheckpointError, ConfigError
 from offstage.stages.empty_init.packed_modules import packed_modules
 from tests.e2e.quantised_twins import plain_tensors, save_fp8_twin, save_gguf_twin, save_plain
 from tests.long_form import in_ci
+from tests.python_api.rates import RATES
 
-RATES = {"storage": "1GB", "host": "10GB", "dequantising": "1GB"}
-"""Given, so that nothing is measured."""
 TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8], [9, 2, 33, 120, 4, 4, 61]])
 ACCELERATOR = {"devices": [{"name": "small", "memory": "40MB", "host_to_device": "10GB"}]}
 PLACES: Mapping[str, dict[str, Any]] = {

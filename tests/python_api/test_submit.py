@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import offstage
+from tests.python_api.rates import RATES
 
 TINY = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
-RATES = {"storage": "1GB", "host": "10GB"}
-"""Given, so that nothing is measured."""
 CLIENTS = 32
 Open = Callable[..., offstage.LoadedModel]
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.rehearsals import keeping_operators
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _keeps_operators() -> Iterator[None]:
+    """Have the rehearsals of these folders share what torch found of operators, whether they are made once or anew."""
+    with keeping_operators():
+        yield
 
 
 @pytest.fixture(scope="session")

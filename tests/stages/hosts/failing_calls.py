@@ -25,16 +25,21 @@ _LARGE = 1 << 19
 """Floats that lockstep has no copies of for each call."""
 
 
+def cache_beside(folder: Path) -> Path:
+    """Return the cache of all hosts whose checkpoints lie beside ``folder``: one of them rehearses each model."""
+    return folder.parent / "cache"
+
+
 def outcomes(folder: Path) -> dict[str, Any]:
     """Return what came of calls of the checkpoint ``folder``: of each that fails its error, else whether it is right.
 
     The last host fails at prompts of as many tokens as ``_BAD`` has, whose other hosts know nothing of that.
     """
-    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache") as whole:
+    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=cache_beside(folder)) as whole:
         wanted = [_answer(whole.model, ids) for ids in _GOOD]
     found: dict[str, Any] = {}
     options: dict[str, Any] = {"hosts": "auto", "concurrency": "lockstep", "batch_size": 3}
-    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=folder / "cache", **options) as loaded:
+    with offstage.load(folder, max_memory={"cpu": 10**9}, cache=cache_beside(folder), **options) as loaded:
         ask = partial(_answer, loaded.model)
 
         def right(answers: list[torch.Tensor]) -> bool:

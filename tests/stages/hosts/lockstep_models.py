@@ -24,7 +24,7 @@ import offstage
 from offstage.pipeline.peers import peers
 from offstage.stages.hosts.stand_ins import StandIn
 from tests.stages.hosts.divided_models import CONFIGS
-from tests.stages.hosts.failing_calls import outcomes
+from tests.stages.hosts.failing_calls import cache_beside, outcomes
 
 _END = 7
 """A token that ends an answer of random weights sooner or later, or never."""
@@ -80,13 +80,14 @@ def compared(folder: Path, chance: random.Random, lies: str) -> dict[str, Any]:
     whole_room: dict[Any, int] = {"cpu": 10**9}
     if lies == "simulated float32":
         made, whole_room = accelerated, {0: 10**8, **whole_room}
-    with offstage.load(folder, max_memory=whole_room, cache=folder / "cache", **made) as whole:
+    cache = cache_beside(folder)
+    with offstage.load(folder, max_memory=whole_room, cache=cache, **made) as whole:
         wanted = [answered(whole.model, call, seed) for seed, call in enumerate(calls)]
         share = sum(tensor.nbytes for tensor in whole.model.parameters()) // peers().size
     part = share * 2 // 3
     room: dict[Any, int] = {0: part, "cpu": 10**9} if accelerated else {"cpu": part if lies == "disk" else 10**9}
     made |= accelerated
-    with offstage.load(folder, hosts="auto", max_memory=room, cache=folder / "cache", **made) as loaded:
+    with offstage.load(folder, hosts="auto", max_memory=room, cache=cache, **made) as loaded:
         asked = [partial(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
         found = offstage.lockstep(loaded.model, asked, size=size)
         queued = [loaded.submit(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
@@ -115,7 +116,7 @@ def alike_by_prompts(loaded: offstage.LoadedModel, prompts: list[list[int]], siz
 def paced(folder: Path) -> float:
     """Return how many times as long calls take one after another as in lockstep, where each block takes a while."""
     call = {"max_new_tokens": 3, "min_new_tokens": 3, "pad_token_id": 0}
-    with offstage.load(folder, hosts="auto", max_memory={"cpu": 10**9}, cache=folder / "cache") as loaded:
+    with offstage.load(folder, hosts="auto", max_memory={"cpu": 10**9}, cache=cache_beside(folder)) as loaded:
         for block in loaded.model.get_submodule("model.layers"):
             if not isinstance(block, StandIn):
                 block.register_forward_pre_hook(lambda *_: time.sleep(0.04))
