@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from offstage.pipeline.errors import words_of
 from offstage.pipeline.host_watch import HostWatch
 from offstage.pipeline.plain_data import leaves
+from offstage.pipeline.process_setup import STARTED_TOGETHER
 from offstage.pipeline.rendezvous import (
     HostError,
     connect_seconds,
@@ -40,8 +41,6 @@ _ENDING_SECONDS = 10.0
 """How long other threads have, at most, to end what they wait for as the process ends."""
 _EVER = timedelta(days=30)
 """Those who are slow are waited for: whether they live is told otherwise."""
-_STARTED = {"RANK", "WORLD_SIZE"}
-"""The variables by which a process knows that it is one of several."""
 _LIBRARIES = ("offstage", "torch", "transformers", "tokenizers")
 _OWN_KEYS = {"max_memory", "offload_folder", "outputs", "hardware"}
 _OWN_PATHS = {"path", "tokenizer", "adapter"}
@@ -50,7 +49,7 @@ _OWN_PATHS = {"path", "tokenizer", "adapter"}
 
 def started_together() -> int:
     """Return how many processes torchrun started, this one among them; 1 where it is alone."""
-    return variable("WORLD_SIZE") if os.environ.keys() >= _STARTED else 1
+    return variable("WORLD_SIZE") if os.environ.keys() >= STARTED_TOGETHER else 1
 
 
 def own_rank() -> int:
@@ -60,7 +59,7 @@ def own_rank() -> int:
 
 def environment_alone() -> dict[str, str]:
     """Return the environment of a process that this one starts for itself, and that is none of them."""
-    return {name: value for name, value in os.environ.items() if name not in _STARTED}
+    return {name: value for name, value in os.environ.items() if name not in STARTED_TOGETHER}
 
 
 def on_one_machine() -> int:
