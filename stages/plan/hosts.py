@@ -38,7 +38,7 @@ _WORTH_MOVING = 0.999
 
 _EVENNESS = 0.01
 
-_HANDING_SECONDS = 1e-3
+HANDING_SECONDS = 1e-3
 """What a message takes beside the network: on both of its hosts threads wake each other until it is computed with.
 Nominal."""
 
@@ -196,7 +196,7 @@ def _network_seconds(skeleton: Skeleton, chain: Chain, hosts: int, network: Netw
     words, hidden = head[0].shape if head else (0, 0)
     wide = head[0].bytes // max(1, words * hidden) if head else 0
     busy = max(hidden, (hosts - 1) * words) * wide / network.rate
-    message = network.latency + _HANDING_SECONDS
+    message = network.latency + HANDING_SECONDS
     return (hosts - 1) * (2 * message + (hidden + words) * wide / network.rate), busy
 
 
