@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from offstage.pipeline.errors import words_of
 from offstage.pipeline.host_watch import HostWatch
 from offstage.pipeline.plain_data import leaves
+from offstage.pipeline.process_setup import STARTED_TOGETHER
 from offstage.pipeline.rendezvous import (
     HostError,
     connect_seconds,
@@ -48,12 +49,17 @@ _OWN_PATHS = {"path", "tokenizer", "adapter"}
 
 def started_together() -> int:
     """Return how many processes torchrun started, this one among them; 1 where it is alone."""
-    return variable("WORLD_SIZE") if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 1
+    return variable("WORLD_SIZE") if os.environ.keys() >= STARTED_TOGETHER else 1
 
 
 def own_rank() -> int:
     """Return the number of this process among them."""
     return variable("RANK") if started_together() > 1 else 0
+
+
+def environment_alone() -> dict[str, str]:
+    """Return the environment of a process that this one starts for itself, and that is none of them."""
+    return {name: value for name, value in os.environ.items() if name not in STARTED_TOGETHER}
 
 
 def on_one_machine() -> int:

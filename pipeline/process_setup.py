@@ -13,6 +13,13 @@ from collections.abc import Sequence
 from importlib import import_module
 
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+STARTED_TOGETHER = {"RANK", "WORLD_SIZE"}
+"""The variables by which a process knows that torchrun, or a hand, started it as one of several."""
+WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Those by which the environment says how long idle threads of OpenMP's teams wait in a loop before they sleep."""
+_LOOPS = 10_000
+"""For how many rounds they do, of several hosts: longer than from one operator to the next, and a thirtieth of what
+GNU's runtime has them wait by itself, which are milliseconds."""
 _UNUSABLE = 2
 """The exit code, that of a config which can't be carried out."""
 
@@ -21,6 +28,7 @@ def set_up(name: str) -> None:
     """Make the process one that the command ``name`` can run in, or exit with one line that says why it can't be."""
     open_streams()
     hush_libraries()
+    share_cores()
     fault = argument_fault(sys.argv[1:]) or folder_fault()
     if fault:
         sys.stderr.write(f"{name}: {fault}\n")
@@ -33,6 +41,16 @@ def hush_libraries() -> None:
         said = os.environ.setdefault(f"{library.upper()}_VERBOSITY", "error")
         if library in sys.modules and said == "error":
             import_module(f"{library}.utils.logging").set_verbosity_error()
+
+
+def share_cores() -> None:
+    """Have idle teams of operators let others have the cores where this process is one of several, unless the
+    environment says otherwise: those may be on the same machine, and one computes what this one waits for.
+
+    OpenMP reads it as torch is imported, and at no other time.
+    """
+    if os.environ.keys() >= STARTED_TOGETHER and os.environ.keys().isdisjoint(WAIT_POLICIES):
+        os.environ[WAIT_POLICIES[1]] = str(_LOOPS)
 
 
 def open_streams() -> None:

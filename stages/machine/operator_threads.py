@@ -19,12 +19,10 @@ from functools import cache
 import torch
 
 from offstage.pipeline.environment import allowed_cores
+from offstage.pipeline.process_setup import WAIT_POLICIES
 
 _SHARED_FROM = 2**15
 """Operators on fewer elements are never shared: torch's ``GRAIN_SIZE``."""
-
-_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""The variables by which the environment says how long threads wait in a loop."""
 
 _set_threads = getattr(ctypes.PyDLL(None), "omp_set_num_threads", None)
 
@@ -55,7 +53,7 @@ def let_idle_teams_sleep() -> None:
     cores. No call tells it otherwise once it is loaded; so a thread that sleeps, to the end, has a team too.
     """
     mates = torch.get_num_threads()
-    if _set_threads is None or mates < 2 or any(name in os.environ for name in _POLICIES):
+    if _set_threads is None or mates < 2 or any(name in os.environ for name in WAIT_POLICIES):
         return
     started = threading.Event()
     size = max(2, len(allowed_cores()) - mates + 2)

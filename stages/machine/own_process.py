@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from offstage.pipeline.peers import environment_alone
 from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
 
 _SECONDS = 300
@@ -37,7 +38,7 @@ def measure_apart(
     command = [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), module, *arguments]
     try:
         done = subprocess.run(
-            command, cwd=folder, timeout=_SECONDS, check=True,
+            command, cwd=folder, env=environment_alone(), timeout=_SECONDS, check=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         return json.loads(done.stdout.splitlines()[-1])

@@ -38,6 +38,10 @@ _WORTH_MOVING = 0.999
 
 _EVENNESS = 0.01
 
+HANDING_SECONDS = 1e-3
+"""What a message takes beside the network: on both of its hosts threads wake each other until it is computed with.
+Nominal."""
+
 PlanOf = Callable[[int, Partition], Plan]
 """Returns the plan of a host for what it computes by a partition; raises ``BudgetError`` where it has no room."""
 
@@ -192,7 +196,8 @@ def _network_seconds(skeleton: Skeleton, chain: Chain, hosts: int, network: Netw
     words, hidden = head[0].shape if head else (0, 0)
     wide = head[0].bytes // max(1, words * hidden) if head else 0
     busy = max(hidden, (hosts - 1) * words) * wide / network.rate
-    return (hosts - 1) * (2 * network.latency + (hidden + words) * wide / network.rate), busy
+    message = network.latency + HANDING_SECONDS
+    return (hosts - 1) * (2 * message + (hidden + words) * wide / network.rate), busy
 
 
 def _sizes(skeleton: Skeleton, chain: Chain) -> list[int]:

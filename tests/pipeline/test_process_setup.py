@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from offstage.pipeline.process_setup import STARTED_TOGETHER, WAIT_POLICIES
+
 HUSHED = """
 from offstage.pipeline.process_setup import hush_libraries
 {first}
@@ -54,3 +56,26 @@ def test_libraries_tell_errors_alone_unless_the_environment_says_more(
     command = [sys.executable, "-c", HUSHED.format(first=first)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected
+
+
+HOST = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (HOST, "10000"),
+        ({}, "None"),
+        ({**HOST, "OMP_WAIT_POLICY": "active"}, "None"),
+        ({**HOST, "GOMP_SPINCOUNT": "5"}, "5"),
+    ],
+)
+def test_teams_of_one_of_several_hosts_soon_let_others_have_the_cores_unless_the_environment_says_otherwise(
+    variables: dict[str, str], told: str
+) -> None:
+    clean = {name: value for name, value in os.environ.items() if name not in {*STARTED_TOGETHER, *WAIT_POLICIES}}
+    code = "import os; from offstage.pipeline.process_setup import set_up; set_up('offstage'); "
+    code += "print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**clean, **variables}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == told

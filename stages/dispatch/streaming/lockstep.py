@@ -11,9 +11,9 @@ go on from where they were as it began, and a state of the thread, such as autoc
 
 Where parts of the model are computed by other hosts, calls wait for what these send too, and go in groups, each of them
 in lockstep by itself (``lanes``). The turn goes to whoever's input has come; a group keeps it until it must wait. It
-waits at what comes first in a pass that one of its calls has yet to come by: all hosts having the same groups, there
-is always a call that is the furthest behind on all of them, and what it waits for is sent by a host where it is further
-on, so it is there.
+waits at what comes first in a pass that one of its calls has yet to come by, in this pass before the next: all hosts
+having the same groups, there is always a call that is the furthest behind on all of them, and what it waits for is sent
+by a host where it is further on, so it is there.
 """
 
 from __future__ import annotations
@@ -331,22 +331,27 @@ class Lockstep(Turns):
             missing[0].wait_for_any(missing)
 
     def _furthest_behind(self, members: Sequence[Member], missing: list[Arrival]) -> list[Member]:
-        """Return who goes on of ``members``, a group; what all of it waits for is added to what is ``missing``."""
-        inside = [member.wants for member in members if member.wants is not None]
-        if not inside:
+        """Return who goes on of ``members``, a group; what all of it waits for is added to what is ``missing``.
+
+        Who is in a pass is behind those that are in none: what is called before a pass, as an encoder is of a call that
+        joins, is of the next one, and other hosts may have it join only when this one is over.
+        """
+        waiting = [(member, member.wants) for member in members if member.wants is not None]
+        if not waiting:
             self.passes += 1
             self._leads = not any(member.in_pass for member in self._members)
             self._using = members[0].group if self._leads else self._using
             return [*members]
-        shared = min(inside, key=lambda wants: wants.position)
+        behind = [(member, wants) for member, wants in waiting if member.in_pass] or waiting
+        shared = min((wants for _, wants in behind), key=lambda wants: wants.position)
         if not isinstance(shared, Arrival):
-            going = [member for member in members if member.wants is shared]
+            going = [member for member, wants in behind if wants is shared]
             shared.expect(len(going))
             return going
         there = [
-            (member, member.wants)
-            for member in members
-            if isinstance(member.wants, Arrival) and member.wants.position == shared.position
+            (member, wants)
+            for member, wants in behind
+            if isinstance(wants, Arrival) and wants.position == shared.position
         ]
         missing.extend(arrival for _, arrival in there if not arrival.has_come)
         return [member for member, arrival in there if arrival not in missing]

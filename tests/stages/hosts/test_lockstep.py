@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from offstage.stages.dispatch.streaming.lanes import Grouping, Lanes
+from offstage.stages.dispatch.streaming.lockstep import Lockstep
+from offstage.stages.dispatch.streaming.module_state import ModuleState
+from offstage.stages.hosts.wire import Arrival, _Inbox
+from offstage.stages.units import Position
 from tests.conftest import LONG_FORM
+from tests.deadline import deadline
 from tests.e2e.forked_hosts import run_alike
 from tests.long_form import in_ci
 from tests.stages.hosts.divided_models import CONFIGS
@@ -90,3 +98,36 @@ def test_a_group_has_the_same_calls_in_the_same_order_whoever_ends_first() -> No
 def test_where_nothing_is_shared_each_call_is_a_group() -> None:
     assert order_of(Grouping(None), 4, size=2, ending=[1, 0]) == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert order_of(Grouping(2), 3, size=1, ending=[0, 1]) == [(0, 0), (1, 0), (2, 0)], "fewer together than groups"
+
+
+def test_what_a_call_that_joins_waits_for_comes_after_the_pass_that_others_are_in() -> None:
+    sent = SimpleQueue[tuple[str, Any]]()
+    inbox = _Inbox(lambda host: sent.get())
+    together, host, ended = Lockstep(2, ModuleState(nn.Module()), name="0"), 1, list[str]()
+
+    def receive(position: Position) -> None:
+        arrival = Arrival(inbox, (host, together.call), position)
+        inbox.ask(arrival.key)
+        together.receive(arrival)
+        assert inbox.take(arrival.key) == together.call
+
+    def one_pass(*received: Position) -> None:
+        together.begin_pass()
+        for position in received:
+            receive(position)
+        together.end_pass()
+        ended.append(together.call)
+
+    def stays() -> None:
+        one_pass((5,))
+        sent.put(("0.2", "0.2"))  # the other host has both in that pass before the third one joins there
+
+    def joins() -> None:
+        sent.put(("0.1", "0.1"))
+        receive((1,))  # of an encoder, which is called before the first pass
+        one_pass()
+
+    with deadline(20), torch.no_grad():
+        together.run([one_pass, stays, joins])
+    assert ended == ["0.0", "0.1", "0.2"]
+    sent.put(("", None))

@@ -12,6 +12,7 @@ import pytest
 
 from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.rendezvous import CONNECT_VARIABLE
 from offstage.pipeline.stage import MEASURED
 from offstage.stages.machine import own_process, process_memory as module
 from offstage.stages.machine.host_memory import PROCESS_BYTES
@@ -76,6 +77,14 @@ def test_a_process_is_measured_and_what_it_holds_is_kept_for_the_user_too(tmp_pa
     for folder in (tmp_path / MEASURED, user_cache() / MEASURED):
         assert read_sealed(folder / FILE_NAME) == {identity(): asdict(held)}
         assert not (folder / DECODING_NAME).exists(), "no rate was asked for"
+
+
+def test_what_one_of_several_hosts_measures_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(CONNECT_VARIABLE, "1")
+    process_memory(tmp_path / MEASURED)
+    assert identity() in (read_sealed(tmp_path / MEASURED / FILE_NAME) or {}), "it was measured"
 
 
 def test_what_was_begun_is_waited_for_and_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
