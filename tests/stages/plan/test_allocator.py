@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,23 @@ def test_few_activations_are_not_said_to_take_more_than_the_segments_that_they_s
 ) -> None:
     planned, reserved = held(checkpoint, left=0, rows=1, prompt=60, new=3, **WHERE[where])
     assert reserved <= planned.own_bytes <= reserved + LARGE_SEGMENT + 2 * SMALL_SEGMENT
+
+
+def test_what_an_accelerator_lacks_for_a_request_alone_is_enough_beside_the_weights_that_come(checkpoint: Path) -> None:
+    def accelerator(memory: int, budget: int) -> None:
+        hardware = {**HARDWARE, "devices": [{"memory": str(memory)}]}
+        given = {"batch_size": 4, "max_length": 900, "hardware": hardware, "cache": checkpoint / "cache"}
+        where = {"device_map": {"": 0, "model.layers": "cpu"}, "max_memory": {0: str(budget), "cpu": "200MB"}}
+        offstage.load(checkpoint, **given, **where).close()
+
+    needed, budget = 30 * 2**20, 26 * 10**6
+    with pytest.raises(BudgetError, match=r"it needs \d+ bytes .* more beside any weights") as refused:
+        accelerator(needed, budget)
+    lacking = re.search(r"it needs (\d+) bytes", str(refused.value))
+    assert lacking is not None
+    with pytest.raises(BudgetError):
+        accelerator(needed + int(lacking[1]) - LARGE_SEGMENT, budget)
+    accelerator(needed + int(lacking[1]) + budget, budget)
 
 
 def test_the_pool_of_the_stream_that_unpacks_is_counted(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
