@@ -67,7 +67,7 @@ class PlanStage(Stage[PlanInputs]):
 
     name = "plan"
     doing = "measures what isn't known yet of this machine, and says what goes where"
-    version = 36
+    version = 37
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
     metrics = PLAN_METRICS
