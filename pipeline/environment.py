@@ -41,6 +41,8 @@ BUILT_FROM = "pipeline/git_commit.txt"
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 _DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 """NVIDIA's, AMD's, and that of WSL2, where the driver is Windows'."""
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where torch looks for settings of its allocator, in its order: the first that is there has all."""
 _SOURCE = Path(__file__).resolve().parents[1]
 
 
@@ -82,6 +84,11 @@ def allowed_cores() -> frozenset[int]:
 def has_accelerator_driver(root: Path = Path("/")) -> bool:
     """Return whether a driver's device file is there: without one there is no need to import torch to ask it."""
     return any(root.joinpath(driver).exists() for driver in _DRIVERS)
+
+
+def allocator_settings() -> str | None:
+    """Return the settings that this process's environment has for torch's allocator of accelerators; null for none."""
+    return next((os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ), None)
 
 
 def git_commit(source: Path) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import run_command
-from offstage.pipeline.environment import imported_packages
+from offstage.pipeline.environment import allocator_settings, imported_packages
 from offstage.pipeline.errors import BudgetError
 from offstage.pipeline.installed_stages import declared_metrics, work_of
 from offstage.pipeline.kept_memory import keep_little
@@ -101,6 +101,8 @@ class Ending:
             self._record.note_series("cpu", self._monitor.series)
         if "torch" in sys.modules:  # what is served from the cache imports none of what it was made with
             self._record.note(packages=imported_packages())
+            if (settings := allocator_settings()) is not None:
+                self._record.note(allocator=settings)
         if error is None:
             _log.info("completed")
             self._record.finish("completed")

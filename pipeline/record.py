@@ -253,8 +253,8 @@ class RunRecord:
 
     def note(self, **sections: Mapping[str, Any] | Sequence[Any]) -> None:
         """Keep whole ``sections``: ``device_map``, where each module went, since the cache that holds the plan may be
-        gone when somebody asks; ``packages``, the versions of all that was imported; ``hosts``, what each host that the
-        run was divided among came to, in their order.
+        gone when somebody asks; ``packages``, the versions of all that was imported; ``allocator``, the settings that
+        torch's had; ``hosts``, what each host that the run was divided among came to, in their order.
         """
         self._content |= sections
         self._write()

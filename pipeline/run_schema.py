@@ -246,7 +246,8 @@ class Run:
 
     ``started`` and ``finished`` are in ISO 8601. ``config`` is resolved and whole. By its ``signature`` a record of
     this user is known, with the ``places`` that it notes: the folders that the run lay in and was started in.
-    ``packages`` are the versions of all that was imported. ``metric_table`` says what each of the ``metrics`` is; one
+    ``packages`` are the versions of all that was imported, ``allocator`` the settings that torch's allocator of
+    accelerators had, if any. ``metric_table`` says what each of the ``metrics`` is; one
     that the run didn't come to is null. ``experts`` has, layer by layer, what those of a mixture came to that wait,
     ``steps`` those of a training, ``device_map`` where each module went, ``layers`` where each layer lay, in the order
     of execution, ``compared`` what a replay found of the files.
@@ -265,6 +266,7 @@ class Run:
     finished: str | None = None
     signature: str | None = None
     packages: Mapping[str, str] | None = field(default_factory=dict)
+    allocator: str | None = field(default=None, metadata=_SPARSE)
     places: Mapping[str, str] | None = None
     model: RunModel = RunModel()
     inputs: RunInputs | None = RunInputs()

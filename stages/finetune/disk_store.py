@@ -1,8 +1,9 @@
 """Saved bytes wait on disk, in files without a name: whatever ends the process, the system takes them back.
 
 They are written past the page cache, by way of a few aligned buffers, while the forward pass goes on, and read as
-weights are (``DirectFile``), straight into the memory where the backward pass needs them. Room on the disk is taken
-before anything is written to it, so a full disk shows in the forward pass.
+weights are (``DirectFile``): straight into the host's memory where the backward pass needs them there, and for an
+accelerator by way of a few buffers more. It copies to and from these by itself; a block is written once it has come.
+Room on the disk is taken before anything is written to it, so a full disk shows in the forward pass.
 """
 
 from __future__ import annotations
@@ -11,37 +12,41 @@ import errno
 import os
 import tempfile
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait as wait_for_all
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
 from offstage.pipeline.errors import StorageError
 from offstage.stages.checkpoints.direct_file import DirectFile, open_direct
 from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.dispatch.transfer.link import Event, Link
+from offstage.stages.dispatch.transfer.links import open_link
+from offstage.stages.dispatch.transfer.pinned_buffers import Buffer, PinnedBuffers, SharedBuffer
 from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.finetune.stores import ActivationStore, Follow, span
-from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, TensorRoom, align_up, buffer_bytes, private_bytes
+from offstage.stages.machine.aligned_memory import ALIGNMENT, TensorRoom, align_up
 from offstage.stages.machine.devices import Devices
 from offstage.stages.units import DeviceId, format_bytes
 
 BLOCK_BYTES = 4 * 2**20
 IN_FLIGHT = 4
-"""Blocks being written at once; each has a buffer."""
+"""Blocks being written at once, or read for an accelerator; each has a buffer."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class FileRegion:
-    """A stretch of a scratch file, which stays open for as long as any of its regions is held."""
+    """A stretch of a scratch file, which stays open for as long as any of its regions is held; its ``writes``."""
 
     file: ScratchFile
     begin: int
+    writes: list[Future[None]] = field(default_factory=list)
 
 
 class ScratchFile:
@@ -118,57 +123,101 @@ class ScratchFile:
             ) from error
 
 
+class _Returning:
+    """Blocks that ``jobs`` read and have copied over ``link`` into ``target``, which lives until they are there."""
+
+    def __init__(self, link: Link, target: torch.Tensor, jobs: Iterable[Future[Event]]) -> None:
+        self._link, self._target, self._jobs = link, target, deque(jobs)
+
+    def follow(self) -> None:
+        """Put what is computed from now on behind the copies; raises what a read raised."""
+        while self._jobs:
+            self._link.follow(self._jobs[0].result())
+            self._jobs.popleft()
+
+    def __del__(self) -> None:
+        wait_for_all(self._jobs)
+        for job in self._jobs:
+            if job.exception() is None:
+                self._link.finish(job.result())
+
+
 class DiskStore(ActivationStore[FileRegion]):
-    """Puts bytes away in ``folder``. They are copied when they are put, and written a little later."""
+    """Puts bytes away in ``folder``, to which they go over the link ``out``, and from where they come over ``back``.
 
-    needs_source = False
+    Each way has buffers of its own: those that wait to be written are never in the way of what is read.
+    """
 
-    def __init__(self, devices: Devices, device: DeviceId, folder: Path) -> None:
+    def __init__(self, devices: Devices, device: DeviceId, folder: Path, *, out: Link, back: Link) -> None:
         super().__init__(devices, device)
-        self._folder = folder
-        self._buffers: SimpleQueue[Bytes | None] = SimpleQueue()
-        for _ in range(IN_FLIGHT):
-            self._buffers.put(None)  # made when it is first wanted
+        self._folder, self._out, self._back = folder, out, back
 
-    def send(self, source: torch.Tensor, region: FileRegion, trace: Trace | None) -> Follow:
-        """Copy ``source`` and start the writes; who comes after them waits for them here."""
-        writes: list[Future[None]] = []
+    @cached_property
+    def _leaving(self) -> PinnedBuffers:
+        return PinnedBuffers(self._out, count=IN_FLIGHT, size=BLOCK_BYTES)
+
+    @cached_property
+    def _coming(self) -> PinnedBuffers:
+        return PinnedBuffers(self._back, count=IN_FLIGHT, size=BLOCK_BYTES)
+
+    def send(self, source: torch.Tensor, region: FileRegion, trace: Trace | None) -> Follow | None:
+        """Ask for the copies of ``source``, block by block as there are buffers, each of which is written then."""
+        after, copied = self._out.computed(), None
         for begin in range(0, source.nbytes, BLOCK_BYTES):
-            part = source[begin : begin + BLOCK_BYTES]
-            kept = self._buffers.get()
-            buffer = buffer_bytes(BLOCK_BYTES) if kept is None else kept
-            torch.frombuffer(buffer, dtype=torch.uint8, count=part.nbytes).copy_(part)
-            write = partial(self._write, region, begin, buffer, length=align_up(part.nbytes), trace=trace)
-            writes.append(reader_pool().submit(write))
-        return partial(_wait_for, writes)
-
-    def _write(self, region: FileRegion, begin: int, buffer: Bytes, *, length: int, trace: Trace | None) -> None:
-        try:
-            with span(trace, "out", "write", length):
-                region.file.write(buffer[:length].data, region.begin + begin)
-        finally:
-            self._buffers.put(buffer)
+            part, shared = source[begin : begin + BLOCK_BYTES], SharedBuffer(self._leaving, 1)
+            buffer, _ = shared.take()
+            copied = self._out.copy([(part, buffer.tensor[: part.nbytes])], after=after)
+            buffer.note_copy(self._out, copied)
+            write = partial(_write, region, begin, buffer, length=align_up(part.nbytes), trace=trace)
+            region.writes.append(reader_pool().submit(write))
+            shared.watch(region.writes[-1])
+        return None if copied is None else partial(self._out.follow, copied)
 
     def fetch(self, region: FileRegion, room: TensorRoom, size: int, *, trace: Trace | None) -> Follow:
-        """Start the reads, straight into ``room`` where whole pages of the host are behind it."""
-        length = align_up(size)
-        memory = private_bytes(length).data if room.memory is None else room.memory
-        reads = [
-            reader_pool().submit(_read, region, begin, memory[begin : min(begin + BLOCK_BYTES, length)], trace)
-            for begin in range(0, length, BLOCK_BYTES)
+        """Start the reads once all is written: straight into ``room`` where whole pages of the host are behind it."""
+        _wait_for(region.writes)
+        region.writes.clear()
+        blocks, length = range(0, size, BLOCK_BYTES), align_up(size)
+        if room.memory is not None:
+            parts = [room.memory[begin : min(begin + BLOCK_BYTES, length)] for begin in blocks]
+            reads = [
+                reader_pool().submit(_read, region, begin, part, trace)
+                for begin, part in zip(blocks, parts, strict=True)
+            ]
+            return partial(_wait_for, reads)
+        after, target = self._back.computed(), room.tensor[:size]
+        jobs = [
+            reader_pool().submit(self._pass_on, region, begin, target[begin : begin + BLOCK_BYTES], after, trace)
+            for begin in blocks
         ]
+        return _Returning(self._back, target, jobs).follow
 
-        def follow() -> None:
-            _wait_for(reads)
-            if room.memory is None:
-                room.tensor[:size].copy_(torch.frombuffer(memory, dtype=torch.uint8, count=size))
-
-        return follow
+    def _pass_on(
+        self, region: FileRegion, begin: int, target: torch.Tensor, after: Event, trace: Trace | None
+    ) -> Event:
+        """Read a block and have it copied to ``target``; return when it is. Runs in a thread that reads."""
+        with self._coming.lend() as (buffer, _):
+            _read(region, begin, buffer.memory[: align_up(target.nbytes)].data, trace)
+            copied = self._back.copy([(buffer.tensor[: target.nbytes], target)], after=after)
+            buffer.note_copy(self._back, copied)
+        return copied
 
     def _memory(self, size: int, *, least: int) -> ScratchFile:
         with suppress(StorageError):
             return ScratchFile(self._folder, size)
         return ScratchFile(self._folder, least)
+
+
+def open_disk_store(devices: Devices, device: DeviceId, folder: Path) -> DiskStore:
+    """Return the store in files of ``folder`` for ``device``."""
+    return DiskStore(devices, device, folder, out=open_link(devices, device), back=open_link(devices, device))
+
+
+def _write(region: FileRegion, begin: int, buffer: Buffer, *, length: int, trace: Trace | None) -> None:
+    """Write what ``buffer`` has, once it has come there."""
+    buffer.wait()
+    with span(trace, "out", "write", length):
+        region.file.write(buffer.memory[:length].data, region.begin + begin)
 
 
 def _read(region: FileRegion, begin: int, target: memoryview, trace: Trace | None) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from offstage.stages.finetune.disk_store import DiskStore
+from offstage.stages.finetune.disk_store import open_disk_store
 from offstage.stages.finetune.stores import ActivationStore, open_host_store
 from offstage.stages.machine.devices import Devices, Ledger
 from offstage.stages.units import CPU, DeviceId
@@ -204,7 +204,7 @@ class Destination:
     def _open(self, device: DeviceId) -> AnyStore:
         if self.target == "host":
             return open_host_store(self.devices, device)
-        return DiskStore(self.devices, device, self.folder or Path(tempfile.gettempdir()))
+        return open_disk_store(self.devices, device, self.folder or Path(tempfile.gettempdir()))
 
 
 @functools.cache

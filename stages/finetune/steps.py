@@ -116,8 +116,24 @@ def _fill(model: nn.Module, *, seed: int, devices: Mapping[str, torch.device]) -
 
 def total_norm(gradients: Iterable[torch.Tensor]) -> float:
     """Return the norm of all ``gradients`` as one vector, summed in float32 whatever they are."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32).to("cpu") for gradient in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    norms = norms_on_host(gradients)
+    return float(torch.linalg.vector_norm(norms)) if norms.numel() else 0.0
+
+
+def norms_on_host(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of each of ``gradients`` in their order (float32), on the host.
+
+    An accelerator is waited for once, however many gradients lie there: each wait would leave it idle until the next
+    norm is asked for.
+    """
+    norms, places = dict[torch.device, list[torch.Tensor]](), dict[torch.device, list[int]]()
+    for place, gradient in enumerate(gradients):
+        norms.setdefault(gradient.device, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        places.setdefault(gradient.device, []).append(place)
+    found = torch.empty(sum(map(len, places.values())))
+    for device, of_device in norms.items():
+        found[places[device]] = torch.stack(of_device).to("cpu")
+    return found
 
 
 def make_optimizer(options: FinetuneOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

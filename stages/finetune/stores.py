@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -62,7 +62,7 @@ class Parcel(Generic[Lent]):
     @property
     def is_leaving(self) -> bool:
         """Whether the source is still needed: until this is ``ready``."""
-        return self._store.needs_source and self._moving is not None and self.room is None
+        return self._moving is not None and self.room is None
 
     def fetch(self) -> None:
         """Start bringing the bytes back; a ``BudgetError`` where there is no room for them."""
@@ -90,9 +90,6 @@ class ActivationStore(ABC, Generic[Lent]):
     They lie in as many memories as are needed, each as large as all before it, whose regions are used again and again:
     passes that save the same take the same.
     """
-
-    needs_source: ClassVar[bool] = True
-    """Whether what is put away must stay as it is until its parcel is ready."""
 
     def __init__(self, devices: Devices, device: DeviceId) -> None:
         self._devices, self._device = devices, device

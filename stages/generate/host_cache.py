@@ -9,6 +9,7 @@ which don't grow either, waits as well: it is as much for a long input.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -263,10 +264,24 @@ def why_not_on_host(architecture: str, folder: Path) -> str | None:
         return f"{architecture} has a cache of a kind of its own"
     if _cache_argument(kind) is None:
         return f"{architecture} {_TAKES_NONE}"
-    is_its_own = getattr(kind, "generate", GenerationMixin.generate) is not GenerationMixin.generate
-    if is_its_own and not read_config(folder).get("is_encoder_decoder"):
+    if not _decodes_once(kind) and not read_config(folder).get("is_encoder_decoder"):
         return f"{architecture} has a generate of its own, and no encoder whose calls say when that begins another one"
     return None
+
+
+def _decodes_once(kind: Any) -> bool:
+    """Return whether a call of generate of the class ``kind`` decodes once, and as transformers does.
+
+    Its own may do something before it hands over to that, as its code says: outside of any loop. None of the steps of
+    decoding is its own then.
+    """
+    generate = inspect.unwrap(getattr(kind, "generate", GenerationMixin.generate))
+    if generate is inspect.unwrap(GenerationMixin.generate):
+        return True
+    loops = any(step.opname.startswith(("FOR_ITER", "JUMP_BACKWARD")) for step in dis.get_instructions(generate))
+    steps = [name for name in vars(GenerationMixin) if name.startswith(("_prepare_", "_update_"))]
+    as_all = all(getattr(kind, name, None) is getattr(GenerationMixin, name) for name in steps)
+    return as_all and not loops and {"super", "generate"} <= {*generate.__code__.co_names}
 
 
 _TAKES_NONE = "takes no cache from whoever calls it"

@@ -29,14 +29,22 @@ COMPUTING, UNPACKING = 0, 1
 """The streams for which memory is taken: that of a model's forward, and that of what is unpacked on the accelerator."""
 
 
+Pool = tuple[int, bool]
+"""The pool of a stream, for small blocks or for large ones."""
+
+
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, and its neighbours there. The ``pool`` is that of a stream, for small blocks or large."""
+    """A piece of a segment, of one ``pool``, and its neighbours there.
 
-    pool: tuple[int, bool]
+    One that isn't ``is_backed`` has addresses alone: it is neither in use nor free.
+    """
+
+    pool: Pool
     begin: int
     size: int
     is_free: bool = False
+    is_backed: bool = True
     before: Block | None = field(default=None, repr=False)
     behind: Block | None = field(default=None, repr=False)
 
@@ -50,7 +58,7 @@ class CachingAllocator:
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
-        self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = {}  # by size, then by address
+        self._free: dict[Pool, list[tuple[int, int, Block]]] = {}  # by size, then by address
         self._end = 0
 
     def allocate(self, size: int, stream: int = COMPUTING) -> Block:
@@ -67,6 +75,10 @@ class CachingAllocator:
     def free(self, block: Block) -> None:
         """Take ``block`` back: what is free beside it becomes one with it."""
         self.allocated -= block.size
+        self._join(block)
+
+    def _join(self, block: Block) -> Block:
+        """Have ``block`` be free, as one with what is free beside it; return all of that."""
         if block.behind is not None and block.behind.is_free:
             gone = block.behind
             self._forget(gone)
@@ -79,35 +91,44 @@ class CachingAllocator:
             block.before.behind = block
         if block.behind is not None:
             block.behind.before = block
-        block.is_free = True
         self._keep(block)
+        return block
 
     def has_free(self, size: int, stream: int = COMPUTING) -> bool:
         """Return whether ``stream`` has a free block of ``size`` bytes in the segments that are there."""
         blocks = self._free.get((stream, size <= SMALL_BYTES), [])
         return bool(blocks) and blocks[-1][0] >= size
 
-    def _fitting(self, pool: tuple[int, bool], size: int) -> Block | None:
+    def _fitting(self, pool: Pool, size: int) -> Block | None:
         """Return the smallest free block of ``pool`` that has ``size`` bytes."""
         blocks = self._free.get(pool, [])
         place = bisect_left(blocks, (size,))
         return blocks.pop(place)[-1] if place < len(blocks) else None
 
-    def _new_segment(self, pool: tuple[int, bool], size: int) -> Block:
+    def _new_segment(self, pool: Pool, size: int) -> Block:
         """Return a segment for ``size`` bytes in one block, for which those go back that nobody uses if need be."""
         taken = segment_bytes(size)
-        if self.capacity is not None and self.reserved + taken > self.capacity:
+        if self._is_short(taken):
             self._give_back()
-            if self.reserved + taken > self.capacity:
-                raise BudgetError(
-                    f"an accelerator of {format_bytes(self.capacity)} is out of memory: {format_bytes(self.reserved)}"
-                    f" are reserved, {format_bytes(self.allocated)} of them in use, and {format_bytes(taken)} more,"
-                    f" for {format_bytes(size)}, don't fit; give it {self.reserved + taken} bytes or more"
-                )
-        self.reserved += taken
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+            if self._is_short(taken):
+                raise self._full(taken, size)
+        self._reserve(taken)
         self._end += taken
         return Block(pool, self._end - taken, taken, is_free=True)
+
+    def _is_short(self, taken: int) -> bool:
+        return self.capacity is not None and self.reserved + taken > self.capacity
+
+    def _full(self, taken: int, size: int) -> BudgetError:
+        return BudgetError(
+            f"an accelerator of {format_bytes(self.capacity or 0)} is out of memory: {format_bytes(self.reserved)}"
+            f" are reserved, {format_bytes(self.allocated)} of them in use, and {format_bytes(taken)} more,"
+            f" for {format_bytes(size)}, don't fit; give it {self.reserved + taken} bytes or more"
+        )
+
+    def _reserve(self, taken: int) -> None:
+        self.reserved += taken
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _give_back(self) -> None:
         for pool, blocks in self._free.items():
@@ -117,16 +138,23 @@ class CachingAllocator:
 
     def _split(self, block: Block, size: int) -> None:
         """Have ``block`` have ``size`` bytes, if what is left is of use."""
-        left = block.size - size
-        if left < BLOCK_BYTES if block.pool[1] else left <= SMALL_BYTES:
-            return
-        rest = Block(block.pool, block.begin + size, left, is_free=True, before=block, behind=block.behind)
+        if self._is_of_use(block, block.size - size):
+            self._keep(self._cut(block, size))
+
+    def _is_of_use(self, block: Block, left: int) -> bool:
+        return left >= BLOCK_BYTES if block.pool[1] else left > SMALL_BYTES
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Have ``block`` have ``size`` bytes, and return what was behind them, which has memory as it has."""
+        rest = Block(block.pool, block.begin + size, block.size - size, is_backed=block.is_backed)
+        rest.before, rest.behind = block, block.behind
         if block.behind is not None:
             block.behind.before = rest
         block.size, block.behind = size, rest
-        self._keep(rest)
+        return rest
 
     def _keep(self, block: Block) -> None:
+        block.is_free = True
         insort(self._free.setdefault(block.pool, []), (block.size, block.begin, block))
 
     def _forget(self, block: Block) -> None:

@@ -22,7 +22,8 @@ from offstage.stages.machine.aligned_memory import (
     private_bytes,
     room_for,
 )
-from offstage.stages.machine.caching_allocator import COMPUTING, Block, CachingAllocator
+from offstage.stages.machine.caching_allocator import COMPUTING, Block
+from offstage.stages.machine.expandable_segments import caching_allocator
 from offstage.stages.units import DeviceId, format_bytes, parse_device
 
 AnyDevice = int | str | torch.device
@@ -38,7 +39,7 @@ class Ledger:
 
     def __init__(self, device: DeviceId, capacity: int) -> None:
         self.device, self.capacity, self.peak = device, capacity, 0
-        self.allocator = CachingAllocator()
+        self.allocator = caching_allocator()
         self._counted: dict[int, Block] = {}  # address → the block of what is counted there
         self._held = 0
         # (address, block, bytes) of storages that died: in any thread, and in the middle of any statement

@@ -23,6 +23,7 @@ from threading import Thread
 
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.stage import MEASURED
+from offstage.stages.machine.expandable_segments import try_out
 from offstage.stages.machine.hardware import driver_free_bytes
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kept_figures import KeptFigure
@@ -54,12 +55,14 @@ class ProcessMemory:
     """Bytes that a run's process holds of all that is neither weights nor the request's.
 
     ``host`` is anonymous memory of the host; ``device`` what libraries take of the memory of an accelerator that
-    computes, by way of torch's allocator; ``context`` what the driver takes of it besides.
+    computes, by way of torch's allocator; ``context`` what the driver takes of it besides. ``expands`` says that
+    segments of that allocator can expand there.
     """
 
     host: int = PROCESS_BYTES
     device: int = 0
     context: int = 0
+    expands: bool = False
 
 
 NOMINAL = ProcessMemory()
@@ -106,7 +109,7 @@ def _find(folder: Path, accelerator: str) -> ProcessMemory:
 
 
 def _key(accelerator: str) -> str:
-    return f"{identity()} on {accelerator}" if accelerator else identity()
+    return f"{identity()} on {accelerator}, expandable or not" if accelerator else identity()
 
 
 def identity(paths: list[str] | None = None) -> str:
@@ -144,7 +147,7 @@ def measure(accelerator: str) -> dict[str, int] | None:
     write_sealed(kept / FILE_NAME, {_key(accelerator): asdict(NOMINAL)})
     from offstage.pipeline import commands
 
-    context = _context_bytes() if accelerator else 0
+    context, expands = _context() if accelerator else (0, False)
     sys.argv[1:] = _WITH_ACCELERATOR if accelerator else _CONFIG
     try:
         commands.offstage()
@@ -153,19 +156,21 @@ def measure(accelerator: str) -> dict[str, int] | None:
             return None
     records, plans = list(Path().glob("outputs/runs/*/*/run.json")), list(Path().glob("outputs/cache/plan/*/plan.json"))
     found = _read(records[0], plans[0]) if records and plans else None
-    return None if found is None else asdict(replace(found, context=context))
+    return None if found is None else asdict(replace(found, context=context, expands=expands))
 
 
-def _context_bytes() -> int:
-    """Make the context of accelerator 0; return what the driver takes of its memory for that."""
+def _context() -> tuple[int, bool]:
+    """Make the context of accelerator 0; return what the driver takes of its memory for that, and whether segments of
+    torch's allocator can expand there.
+    """
     import torch
 
     before = driver_free_bytes(0)
-    torch.zeros(1, device="cuda:0")
+    expands = try_out()
     after = driver_free_bytes(0)
     if before is None or after is None:
-        return NOMINAL_WITH_ACCELERATOR.context
-    return _in_steps(before - after - torch.cuda.memory_reserved(0))
+        return NOMINAL_WITH_ACCELERATOR.context, expands
+    return _in_steps(before - after - torch.cuda.memory_reserved(0)), expands
 
 
 def _read(record: Path, plan: Path) -> ProcessMemory | None:

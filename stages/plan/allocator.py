@@ -4,8 +4,9 @@ That is what blocks are rounded up by, what is left over in segments, and what t
 gets.
 
 Weights, reserve, slots and caches are taken one after the other by the allocator's own rules, each with its size. Of
-activations no plan knows the sizes: beside the segments that they fill there are some that they fill in part, as
-simulated generations were seen to need.
+activations no plan knows the sizes. Few of them always find a place in one segment, whatever their sizes are and the
+order in which they come and go: that follows from the rules. Beside the segments that more of them fill there are some
+that they fill in part, as simulated generations were seen to need.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offstage.stages.machine.caching_allocator import (
+    BLOCK_BYTES,
     COMPUTING,
     LARGE_SEGMENT,
-    LEAST_OWN_SEGMENT,
     SMALL_BYTES,
     SMALL_SEGMENT,
     UNPACKING,
     CachingAllocator,
 )
+from offstage.stages.machine.expandable_segments import caching_allocator
 from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.memory_needs import COPIES, BlockCache, MemoryNeeds
 from offstage.stages.plan.outline import Outline
@@ -29,8 +31,6 @@ from offstage.stages.units import DeviceId
 
 _IN_PART = 2
 """The segments of a size that activations fill in part: the last one, and that of what is freed and taken again."""
-_ROOMY = 2.5
-"""With so many times the bytes that activations have at once, what is freed in between is found again in one piece."""
 
 Asked = tuple[int, int]
 """So many bytes, asked for by a stream."""
@@ -42,7 +42,7 @@ def reserved_beside(asked: Iterable[Asked], activation_bytes: int) -> int:
     >>> reserved_beside([(3 * 2**20, COMPUTING)], 0) // 2**20
     17
     """
-    allocator, wanted = CachingAllocator(), 0
+    allocator, wanted = caching_allocator(), 0
     for size, stream in asked:
         if size:
             allocator.allocate(size, stream)
@@ -56,13 +56,31 @@ def _large_in_part(allocator: CachingAllocator, activation_bytes: int) -> int:
 
     Few of them share one segment, or what weights have left of one.
     """
-    roomy = round(_ROOMY * activation_bytes)
     if activation_bytes <= SMALL_BYTES:
         return 0
-    if roomy > LARGE_SEGMENT:
+    room = piece_for(activation_bytes)
+    if room > LARGE_SEGMENT:
         return _IN_PART * LARGE_SEGMENT
-    is_left = roomy < LEAST_OWN_SEGMENT and allocator.has_free(roomy, COMPUTING)
-    return 0 if is_left else LARGE_SEGMENT
+    return 0 if allocator.has_free(room, COMPUTING) else LARGE_SEGMENT
+
+
+def piece_for(count: int) -> int:
+    """Return the bytes of a piece of memory in which each large block finds a place, whatever came and went before it,
+    while blocks have ``count`` bytes at once at the most.
+
+    Where it finds none, each gap between those that are in use is smaller than it. So many blocks leave one gap more at
+    the most, and each of them may have a rest that is too small to be split off. As each has more than 1 MiB, there
+    are few.
+
+    >>> piece_for(2 * 2**20) // 2**20, piece_for(4 * 2**20) // 2**20
+    (2, 9)
+    """
+    room = count
+    least = SMALL_BYTES + BLOCK_BYTES
+    for in_use in range(1, count // least):
+        size = count - in_use * least  # of the one that comes: the larger it is, the more the gaps can have
+        room = max(room, in_use * (least + SMALL_BYTES) + (in_use + 1) * (size - BLOCK_BYTES) + BLOCK_BYTES)
+    return room
 
 
 def allocator_bytes(layout: Layout, device: DeviceId, *, caches: Iterable[BlockCache], activation_bytes: int) -> int:

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from offstage.pipeline.errors import BudgetError, ConfigError, closest
 from offstage.stages.empty_init.skeleton import longest_prefix
 from offstage.stages.inputs.generate_options import CACHE, OFFLOADED
+from offstage.stages.machine.caching_allocator import LARGE_SEGMENT
 from offstage.stages.machine.hardware import Hardware
 from offstage.stages.machine.host_memory import Host
-from offstage.stages.plan.budgets import least_available
+from offstage.stages.plan.allocator import AllocatorCost
+from offstage.stages.plan.budgets import NO_COST, least_available
 from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Shortage
@@ -118,19 +120,21 @@ def has_room(plan: Plan, rooms: Mapping[DeviceId, int]) -> bool:
     return all(one.own_bytes <= rooms[device] for device, one in plan.devices.items() if device in rooms)
 
 
-def require_room(plan: Plan, machine: Hardware) -> None:
+def require_room(plan: Plan, machine: Hardware, allocator: AllocatorCost) -> None:
     """Raise ``BudgetError``, with the most that works, where a device's predicted peak is more than it has.
 
-    What simulated accelerators hold is left out: the machine that is planned for has them.
+    What simulated accelerators hold is left out: the machine that is planned for has them. ``allocator`` is what
+    torch's takes of an accelerator beside fewer weights.
     """
     rooms: dict[DeviceId, int] = {CPU: machine.host.available_bytes}
     rooms |= {index: accelerator.free_bytes for index, accelerator in enumerate(machine.accelerators)}
     for device in in_tier_order(rooms):
         if not has_room(plan, {device: rooms[device]}):
-            raise BudgetError(_excess(plan.devices[device], device, room=rooms[device], host=machine.host))
+            cost = NO_COST if device == CPU else allocator
+            raise BudgetError(_excess(plan.devices[device], device, cost, room=rooms[device], host=machine.host))
 
 
-def _excess(one: DevicePlan, device: DeviceId, *, room: int, host: Host) -> str:
+def _excess(one: DevicePlan, device: DeviceId, allocator: AllocatorCost, *, room: int, host: Host) -> str:
     limit, key = f"max_memory.{device}", ""
     if one.budget_terms and device == CPU:
         limit, key = _limit(host), " as max_memory.cpu"
@@ -139,9 +143,11 @@ def _excess(one: DevicePlan, device: DeviceId, *, room: int, host: Host) -> str:
     )
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
     reserve = max(one.ledger["reserve"], one.reserve)
-    most = one.ledger["weights"] + reserve + one.ledger.get("expert_cache", 0) - (one.own_bytes - room)
+    now, weights = one.ledger.get("allocator", 0), one.ledger["weights"] + reserve + one.ledger.get("expert_cache", 0)
+    left = room - (one.own_bytes - weights - now)
+    most = left - now if left > now else left - allocator.within(max(0, left)) - LARGE_SEGMENT
     advice = f"the most that works{key} is {most} bytes ({format_bytes(most)})"
-    advice = advice if most > 0 else f"it needs {format_bytes(-most)} more without any weights"
+    advice = advice if most > 0 else f"it needs {-most} bytes ({format_bytes(-most)}) more beside any weights"
     if device != CPU and one.ledger.get("cache", 0) > one.own_bytes - room:
         advice += f"; or have the KV cache wait on the host: generate.{CACHE}={OFFLOADED}"
     return (

@@ -17,6 +17,7 @@ from offstage.pipeline.stage import MEASURED, Config
 from offstage.stages.checkpoints.codec_rates import mean_rate, multiplying_rates, unpacking_rates
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
+from offstage.stages.machine.expandable_segments import turn_on
 from offstage.stages.machine.hardware import Hardware, hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
@@ -72,13 +73,16 @@ def known_machine(config: Config, cache: Path) -> Hardware:
 
     Of another host nothing is measured here: what its process holds is the nominal figure. An accelerator that is
     there has less for weights by the context, and by the workspaces of the threads that compute: a backward pass has
-    one of its own. Each accelerator beyond the first is taken to cost the host as much as that one.
+    one of its own. Each accelerator beyond the first is taken to cost the host as much as that one. Segments of torch's
+    allocator expand from now on, where they can.
     """
     machine = hardware(config)
     accelerator = _asked_of(machine, config)
     if accelerator is None:
         return machine
     held = process_memory(cache / MEASURED, accelerator=accelerator)
+    if held.expands:
+        turn_on()
     machine = hardware(config)  # once more: the process that is measured holds memory meanwhile
     threads = 2 if asking(config) == "finetune" else 1
     there = [device for device in machine.accelerators if not device.simulated]

@@ -14,6 +14,7 @@ from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.inputs.finetune_options import Learns
+from offstage.stages.machine.expandable_segments import are_on
 from offstage.stages.machine.hardware import Accelerator, Hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.hosts import host_count
@@ -84,11 +85,12 @@ class PlanInputs:
     free elsewhere changes nothing, and so is no part of the key. ``learns`` says which weights are changed by the run,
     and ``offload_ratio`` which share of a training's activations waits elsewhere. ``simulated`` has the accelerators
     that the config lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
-    ``process_bytes`` are what the process holds on each device of all that is neither weights nor the request's.
-    ``packing`` is how floats are packed, null if they stay; where that is the plan's to choose, ``plain`` is the same
-    without it. Whether weights may be brought by blocks of rows hangs on ``kernel_identity``; ``kernels`` are what
-    those of the host take. ``notes`` is what there is to say of the plan beside what it says itself. Where the model is
-    divided among hosts, it is the ``share`` of the one that this is.
+    ``process_bytes`` are what the process holds on each device of all that is neither weights nor the request's, and
+    ``expandable`` says whether segments of torch's allocator expand on accelerators. ``packing`` is how floats are
+    packed, null if they stay; where that is the plan's to choose, ``plain`` is the same without it. Whether weights may
+    be brought by blocks of rows hangs on ``kernel_identity``; ``kernels`` are what those of the host take. ``notes`` is
+    what there is to say of the plan beside what it says itself. Where the model is divided among hosts, it is the
+    ``share`` of the one that this is.
     """
 
     skeleton: str
@@ -108,6 +110,7 @@ class PlanInputs:
     machine: Hardware = field(compare=False)
     geometry: Geometry = field(compare=False)
     kernels: Kernels = field(compare=False)
+    expandable: bool = field(default_factory=are_on)
     packing: LosslessPacking | None = None
     plain: PlanInputs | None = None
     kernel_identity: str = ""

@@ -62,9 +62,9 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
             refusal = error
     if refusal is not None and not options:
         raise refusal
-    plan = min(options, key=lambda option: option.seconds).plan
-    require_room(plan, inputs.machine)
-    plan = replace(plan, notes=(*plan.notes, *inputs.notes))
+    soonest = min(options, key=lambda option: option.seconds)
+    require_room(soonest.plan, inputs.machine, soonest.allocator)
+    plan = replace(soonest.plan, notes=(*soonest.plan.notes, *inputs.notes))
     return plan if inputs.share is None else with_division(plan, inputs.share.division, inputs.share.host)
 
 
@@ -207,7 +207,7 @@ def _plan_for(inputs: PlanInputs, placed: _Placed, demand: Demand) -> PlanOption
         full, rest = divmod(inputs.count, size)
         seconds *= full
         seconds += forecast(layout, inputs.step(demand, rest), inputs.rates).seconds if rest else 0.0
-    return PlanOption(size, plan, seconds)
+    return PlanOption(size, plan, seconds, demand.allocator)
 
 
 def _placed(

@@ -3,9 +3,10 @@
 The model's own code runs as it is, whichever of its implementations that is, and what it does to activations it does
 to all of them at once. Only four things it does to the weights: it multiplies each expert by its tokens (a grouped
 product) or by a row for every token, zero where it isn't routed there (a batched product), it takes the experts of all
-tokens out of the stack (indices), or one by one. Both kinds of product are taken of each expert apart anyhow, so it
-doesn't matter which others are there, nor where: no bit is another. What else is done to a stack reads all of it, as
-with any tensor that waits.
+tokens out of the stack (indices), or one by one. Both kinds of product are taken of each expert apart anyhow, so which
+others are there, and where, changes nothing of what is added. On the host no bit is another. A GPU's kernels may divide
+a grouped or a batched product by how much there is of it: whether their bits are the same is for a test there to show
+(``tests/cuda/test_experts.py``). What else is done to a stack reads all of it, as with any tensor that waits.
 """
 
 from __future__ import annotations
@@ -125,9 +126,9 @@ def _multiply_batches(
 
 
 def _multiply_one(func: Any, left: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``left`` times ``matrix`` by the batched product ``func``, to the bits that it has among many.
+    """Return ``left`` times ``matrix`` by the batched product ``func``, on the host to the bits that it has among many.
 
-    For a batch of one alone other kernels run, which sum in another order (float32 on the cpu): so there are two.
+    For a batch of one alone other kernels run there, which sum in another order (float32): so there are two.
     """
     found: torch.Tensor = func(left.expand(2, *left.shape), matrix.expand(2, *matrix.shape))[0]
     return found

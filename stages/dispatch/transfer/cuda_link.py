@@ -6,6 +6,7 @@ Nothing here is decided; see ``link`` for what is asked, and the tests of ``move
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -90,6 +91,7 @@ class CudaLink:
         self._last = self._current()
         self._followed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # when it came to wait, and for what
         self._stalled = 0.0
+        self._noting = threading.Lock()  # a backward pass has threads of its own, and any may ask what was waited
 
     def memory(self, size: int) -> CudaMemory:
         """Return ``size`` bytes of the device's memory."""
@@ -115,13 +117,15 @@ class CudaLink:
     def stalled(self) -> float:
         """Return the seconds between coming to wait and going on, of all waits that are over, since asked last."""
         self._note_waits()
-        seconds, self._stalled = self._stalled, 0.0
+        with self._noting:
+            seconds, self._stalled = self._stalled, 0.0
         return seconds
 
     def _note_waits(self) -> None:
-        while self._followed and all(event.query() for event in self._followed[0]):  # type: ignore[no-untyped-call]
-            came, done = self._followed.popleft()
-            self._stalled += max(0.0, came.elapsed_time(done)) / 1000
+        with self._noting:
+            while self._followed and all(event.query() for event in self._followed[0]):  # type: ignore[no-untyped-call]
+                came, done = self._followed.popleft()
+                self._stalled += max(0.0, came.elapsed_time(done)) / 1000
 
     def _computing(self) -> torch.cuda.Stream:
         """Return the current stream; where it is another than before, it first waits for what that one was given."""

@@ -87,6 +87,9 @@ class PartLayout:
         return [tensor_in(memory, piece.begin, piece.dtype, piece.source.shape) for piece in self.pieces]
 
 
+_VECTOR_BYTES = 16
+"""What an accelerator's kernels read at once of a tensor that begins at a multiple of it; else others run."""
+
 NOTHING = PartLayout((), 0)
 """What an expert has of a piece that only others of its layer have."""
 
@@ -94,12 +97,14 @@ NOTHING = PartLayout((), 0)
 def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
     """Return where each of a part's tensors goes, aligned as the accelerator likes it where that fits ``link_room``.
 
-    Else they lie as close as their dtypes allow: wide ones first, nothing is lost between them, and a part fits
-    wherever its bytes do.
+    Else they lie as close as their dtypes allow: nothing is lost between them, and a part fits wherever its bytes do.
+    Then too each begins where kernels read it at full width, up to those of a size that is no multiple of that, which
+    come last, wide ones first: other kernels would have other last bits.
     """
     for alignment in (DEVICE_ALIGNMENT, 1):
+        whole = max(alignment, _VECTOR_BYTES)
         order = sorted(
-            range(len(sources)), key=lambda i: (_bytes(sources[i]) % alignment != 0, -_dtype(sources[i]).itemsize)
+            range(len(sources)), key=lambda i: (_bytes(sources[i]) % whole != 0, -_dtype(sources[i]).itemsize)
         )
         begins, size = {}, 0
         for place in order:

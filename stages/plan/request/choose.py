@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.plan.allocator import AllocatorCost
+from offstage.stages.plan.budgets import NO_COST
 from offstage.stages.plan.plan import Plan
 
 LARGEST_BATCH = 256
@@ -54,12 +56,13 @@ def why_not_in_lockstep(skeleton: Skeleton) -> str:
 @dataclass(frozen=True, slots=True)
 class PlanOption:
     """A plan for one of the sizes, null where there is none to choose, and the ``seconds`` in which all that is asked
-    gets a token under it.
+    gets a token under it. ``allocator`` is what torch's takes of an accelerator beside its request.
     """
 
     size: int | None
     plan: Plan
     seconds: float
+    allocator: AllocatorCost = NO_COST
 
 
 def choose(options: Sequence[PlanOption], *, fewest: bool) -> PlanOption:

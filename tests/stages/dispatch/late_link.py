@@ -155,9 +155,9 @@ class LateLink:
 
     def copy(self, pieces: Sequence[Piece], *, after: object, urgent: bool = False) -> threading.Event:
         spans, done = [(s.data_ptr(), t.data_ptr(), s.nbytes) for s, t in pieces], threading.Event()
-        for begin, _, count in spans:
-            if not any(m.ctypes.data <= begin and begin + count <= m.ctypes.data + m.nbytes for m in self.pinned):
-                self.wrong.append("a copy from memory that isn't pinned")
+        for begin, end, count in spans:
+            if not self._is_pinned(begin, count) and not self._is_pinned(end, count):
+                self.wrong.append("a copy from memory that isn't pinned, or to such")
 
         def work() -> None:
             if isinstance(after, threading.Event):
@@ -172,6 +172,9 @@ class LateLink:
         assert all(source.nbytes == target.nbytes for source, target in pieces)
         (self.urgent if urgent else self.copies).add(work)
         return done
+
+    def _is_pinned(self, begin: int, count: int) -> bool:
+        return any(m.ctypes.data <= begin and begin + count <= m.ctypes.data + m.nbytes for m in self.pinned)
 
     def unpack(
         self,

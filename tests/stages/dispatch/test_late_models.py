@@ -18,12 +18,14 @@ import pytest
 import torch
 
 from offstage.stages.finetune import CPUOffload
+from offstage.stages.finetune.cpu_offload import TARGETS
+from offstage.stages.finetune.disk_store import DiskStore
 from offstage.stages.finetune.offload_choice import history_of
 from offstage.stages.finetune.stores import HostStore
 from offstage.stages.machine.aligned_memory import TensorRoom
 from offstage.stages.units import DeviceId
 from tests.long_form import in_ci
-from tests.stages.dispatch.late_link import LateLink, at
+from tests.stages.dispatch.late_link import LateLink
 from tests.stages.dispatch.late_models import ROUTES, LateDevice, Row, expect, looking, random_block
 from tests.stages.dispatch.placed_models import ROOM, Setup, to_disk
 from tests.stages.packed_models import TorchScaledRows, coded, to_packed
@@ -42,12 +44,18 @@ class LateStore(HostStore):
         return TensorRoom(torch.frombuffer(self._out.device.take(size), dtype=torch.uint8))
 
 
+class LateDisk(DiskStore):
+    """The same by way of a disk."""
+
+    room = LateStore.room
+
+
 class LateModel:
     """The model of one case, and how it is called, until ``stack`` is closed."""
 
     def __init__(self, chance: random.Random, folder: Path, stack: ExitStack) -> None:
         torch.manual_seed(chance.randrange(2**31))
-        self.chance, self.stack = chance, stack
+        self.chance, self.folder, self.stack = chance, folder, stack
         self.links = [self._link() for _ in range(chance.choice([1, 1, 2]))]
         for link in self.links[1:]:
             link.pinned = self.links[0].pinned  # all copy from what one has registered
@@ -102,10 +110,14 @@ class LateModel:
         """Have activations go to the host over links of their own, beside that of the weights."""
         link = self.links[0]
         out, back = self._link(link), self._link(link)
-        link.pinned.append(at(link.device.address, link.device.allocator.capacity))
-        ledger = self.setup.devices.ledger(0)
-        store = LateStore(self.setup.devices, 0, out=out, back=back)
-        history_of(self.tag).store(("host", torch.device("cpu")), (ledger, None), lambda: store)
+        devices = self.setup.devices
+        for store in (
+            LateStore(devices, 0, out=out, back=back),
+            LateDisk(devices, 0, self.folder, out=out, back=back),
+        ):
+            target, folder = ("disk", self.folder) if isinstance(store, LateDisk) else ("host", None)
+            settings = devices.ledger(0), folder
+            history_of(self.tag).store((target, torch.device("cpu")), settings, partial(lambda kept: kept, store))
 
     def play(self) -> None:
         """Call the model in one of the ways, with other routes each time."""
@@ -129,16 +141,17 @@ class LateModel:
         """Call it with gradients, once or twice, and go through the graphs in any order."""
         graphs = []
         for _ in range(self.chance.choice([1, 1, 2])):
-            with self._offloaded():
+            with self._offloaded(self.chance.choice(TARGETS)):
                 graphs.append(self.model(self._begin(self.chance.randrange(2**31)).requires_grad_()))
         self.chance.shuffle(graphs)
         for graph in graphs:
             graph.backward(torch.ones_like(graph))
 
-    def _offloaded(self) -> Any:
+    def _offloaded(self, target: str) -> Any:
         if not self.offloads:
             return nullcontext()
-        return CPUOffload(1.0, self.tag, devices=self.setup.devices)
+        folder = self.folder if target == "disk" else None
+        return CPUOffload(1.0, self.tag, target=target, folder=folder, devices=self.setup.devices)
 
     def _together(self) -> None:
         seeds = [self.chance.randrange(2**31) for _ in range(self.chance.randint(2, 4))]

@@ -14,7 +14,7 @@ import torch
 
 from offstage.pipeline.errors import StorageError
 from offstage.stages.finetune import CPUOffload
-from offstage.stages.finetune.disk_store import BLOCK_BYTES, DiskStore, ScratchFile
+from offstage.stages.finetune.disk_store import BLOCK_BYTES, DiskStore, ScratchFile, open_disk_store
 from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import expected, gradients, net, same
 from tests.stages.reading_threads import settle
@@ -24,7 +24,7 @@ INPUTS = torch.arange(4096 * 32).view(4096, 32) / 2**17
 
 
 def open_store(folder: Path) -> DiskStore:
-    return DiskStore(Devices(), "cpu", folder)
+    return open_disk_store(Devices(), "cpu", folder)
 
 
 @pytest.mark.parametrize("stays", [0, 1, 100, 5000, 300_000])  # more bytes than a page is, and than torch has itself

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import GraniteSpeechConfig, GraniteSpeechForConditionalGeneration
 from transformers.cache_utils import DynamicLayer
 
 from offstage.pipeline.errors import ConfigError
@@ -161,6 +162,8 @@ def test_a_call_that_has_its_encoder_called_leaves_the_caches_of_others_as_they_
         ("LlamaForCausalLM", None),
         ("T5ForConditionalGeneration", None),
         ("WhisperForConditionalGeneration", None),
+        ("GraniteSpeechForConditionalGeneration", None),
+        ("KyutaiSpeechToTextForConditionalGeneration", "has a generate of its own, and no encoder"),
         ("RwkvForCausalLM", "has a cache of a kind of its own"),
         ("BlipForConditionalGeneration", "takes no cache from whoever calls it"),
         ("MoshiForConditionalGeneration", "has a generate of its own, and no encoder"),
@@ -174,6 +177,26 @@ def test_what_stands_in_the_way_is_told_by_how_a_model_decodes(
     tmp_path.joinpath("config.json").write_text(json.dumps(told))
     assert (words or "") in (why_not_on_host(architecture, tmp_path) or "")
     assert (words is None) == (why_not_on_host(architecture, tmp_path) is None)
+
+
+def test_a_generate_that_hands_over_to_that_of_all_decodes_the_same() -> None:
+    decoder = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    encoder = {"hidden_dim": 32, "num_layers": 1, "num_heads": 2, "dim_head": 16, "input_dim": 16, "output_dim": 16}
+    projector = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "encoder_hidden_size": 32}
+    config = GraniteSpeechConfig(
+        text_config={"model_type": "granite", **decoder, "num_key_value_heads": 2, "vocab_size": 99, "eos_token_id": 2},
+        encoder_config={"model_type": "granite_speech_encoder", **encoder, "context_size": 8, "max_pos_emb": 8},
+        projector_config={"model_type": "blip_2_qformer", **projector, "intermediate_size": 64, "vocab_size": 99},
+        audio_token_index=98,
+    )
+    torch.manual_seed(0)
+    model = GraniteSpeechForConditionalGeneration(config).eval()
+    asked: dict[str, Any] = {"input_ids": torch.tensor([[1, 5, 6, 7]]), "max_new_tokens": 6, "do_sample": False}
+    with host_cache(model, HostRoom(10, private_bytes)) as cache:
+        found = model.generate(**asked, **cache)
+        (kept,) = cache.values()
+        assert kept.get_seq_length() == 9
+    assert torch.equal(found, model.generate(**asked))
 
 
 def test_a_model_that_takes_no_cache_is_refused_when_it_would_decode() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,21 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import offstage
+from offstage.pipeline.environment import ALLOCATOR_SETTINGS
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.dispatch.streaming.streamer import streamer_of
 from offstage.stages.empty_init.init import init_empty_weights
-from offstage.stages.machine.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT
+from offstage.stages.machine.caching_allocator import (
+    BLOCK_BYTES,
+    LARGE_SEGMENT,
+    SMALL_BYTES,
+    SMALL_SEGMENT,
+    Block,
+    CachingAllocator,
+)
+from offstage.stages.machine.expandable_segments import SETTING
 from offstage.stages.plan import allocator
+from offstage.stages.plan.allocator import piece_for
 from offstage.stages.plan.plan import DevicePlan
 from tests.e2e.fp8_checkpoints import save_fp8
 from tests.long_form import in_ci
@@ -65,22 +77,77 @@ def held(folder: Path, *, left: int, rows: int, prompt: int, new: int, **options
         return planned, streamer_of(loaded.model)._devices.reserved[0]
 
 
+SETTINGS = pytest.mark.parametrize("settings", ["", SETTING], ids=["segments", "expandable segments"])
+
+
+@SETTINGS
 @pytest.mark.parametrize(("rows", "prompt", "new"), [(1, 60, 3), (6, 130, 6), (2, 500, 3)])
 @pytest.mark.parametrize("where", WHERE)
 def test_a_generation_fits_where_the_plan_says_so_by_the_allocators_rules(
-    where: str, rows: int, prompt: int, new: int, checkpoint: Path
+    where: str, rows: int, prompt: int, new: int, settings: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(ALLOCATOR_SETTINGS[0], settings)
     beside = generate(checkpoint, rows=rows, prompt=prompt, new=new, **WHERE[where])
     with pytest.raises(BudgetError, match="out of memory"):
         generate(checkpoint, left=beside, rows=rows, prompt=prompt, new=new, **WHERE[where])
 
 
+@SETTINGS
 @pytest.mark.parametrize("where", WHERE)
 def test_few_activations_are_not_said_to_take_more_than_the_segments_that_they_share(
-    where: str, checkpoint: Path
+    where: str, settings: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(ALLOCATOR_SETTINGS[0], settings)
     planned, reserved = held(checkpoint, left=0, rows=1, prompt=60, new=3, **WHERE[where])
     assert reserved <= planned.own_bytes <= reserved + LARGE_SEGMENT + 2 * SMALL_SEGMENT
+
+
+def churn(chance: random.Random, most: int, room: int) -> int:
+    """Take and give back large blocks of at most so many bytes at once, where ``room`` bytes of a segment are left;
+    return how much is reserved in the end.
+    """
+    allocator, held = CachingAllocator(), list[Block]()
+    allocator.allocate(LARGE_SEGMENT // 2 - BLOCK_BYTES)
+    if (left := LARGE_SEGMENT // 2 + BLOCK_BYTES - room) > SMALL_BYTES:
+        allocator.allocate(left)
+    asked = dict[int, int]()
+    for _ in range(80):
+        size = chance.choice([SMALL_BYTES + BLOCK_BYTES, chance.randint(SMALL_BYTES + 1, most)])
+        size = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        while sum(asked.values()) + size > most:
+            block = held.pop(chance.randrange(len(held)))
+            del asked[id(block)]
+            allocator.free(block)
+        held.append(allocator.allocate(size))
+        asked[id(held[-1])] = size
+    return allocator.reserved
+
+
+@pytest.mark.parametrize("mib", [2, 2.5, 3, 3.5, 4])
+def test_few_large_blocks_always_find_a_place_in_a_piece_that_is_large_enough_and_not_in_less(mib: float) -> None:
+    most = int(mib * 2**20)
+    assert piece_for(most) < LARGE_SEGMENT // 2
+    cases = [random.Random(seed) for seed in range(400)]
+    assert {churn(chance, most, piece_for(most)) for chance in cases} == {LARGE_SEGMENT}
+    if mib > 2.5:
+        assert any(churn(chance, most, most) > LARGE_SEGMENT for chance in cases)
+
+
+def test_what_an_accelerator_lacks_for_a_request_alone_is_enough_beside_the_weights_that_come(checkpoint: Path) -> None:
+    def accelerator(memory: int, budget: int) -> None:
+        hardware = {**HARDWARE, "devices": [{"memory": str(memory)}]}
+        given = {"batch_size": 4, "max_length": 900, "hardware": hardware, "cache": checkpoint / "cache"}
+        where = {"device_map": {"": 0, "model.layers": "cpu"}, "max_memory": {0: str(budget), "cpu": "200MB"}}
+        offstage.load(checkpoint, **given, **where).close()
+
+    needed, budget = 30 * 2**20, 26 * 10**6
+    with pytest.raises(BudgetError, match=r"it needs \d+ bytes .* more beside any weights") as refused:
+        accelerator(needed, budget)
+    lacking = re.search(r"it needs (\d+) bytes", str(refused.value))
+    assert lacking is not None
+    with pytest.raises(BudgetError):
+        accelerator(needed + int(lacking[1]) - LARGE_SEGMENT, budget)
+    accelerator(needed + int(lacking[1]) + budget, budget)
 
 
 def test_the_pool_of_the_stream_that_unpacks_is_counted(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,16 @@ import torch
 from offstage.stages.dispatch.transfer.link import CopyBack, Moved, Order, Piece
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.pinned_buffers import Buffer
+from offstage.stages.finetune import disk_store
 from tests.stages.dispatch.late_link import LateLink, LateMemory
 from tests.stages.dispatch.test_late_models import faults as of_models
 from tests.stages.dispatch.transfer.test_late_orders import faults as of_parts
 
-PARTS, MODELS = (6, 56, 59, 82, 86, 102, 119, *range(60)), (30, 0, 6, *range(1, 40))
+PARTS, MODELS = (6, 56, 59, 82, 86, 102, 119, *range(60)), (30, 0, 6, 32, 35, 54, *range(1, 40))
 """Cases of single parts, and of whole models. Those first that find what few do."""
 _lend, _unpack, _copy, _follow = LateMemory.lend, LateLink.unpack, LateLink.copy, Mover._follow
-Mutation = tuple[type, str, Callable[..., Any]]
+_write = disk_store._write
+Mutation = tuple[object, str, Callable[..., Any]]
 
 
 def follow_nothing(self: Mover, found: Sequence[Any]) -> None:
@@ -63,6 +65,17 @@ def take_as_back(self: CopyBack) -> None:
     self._done = None
 
 
+def read_as_back(self: disk_store._Returning) -> None:
+    """Have computing begin before what was read of them has come back."""
+    self._jobs.clear()
+
+
+def write_at_once(region: disk_store.FileRegion, begin: int, buffer: Buffer, **options: Any) -> None:
+    """Write a block of activations before it has come from the accelerator."""
+    buffer._copied = None
+    _write(region, begin, buffer, **options)
+
+
 def unpack_beside(self: LateLink, *given: Any, after: Sequence[object], **options: Any) -> object:
     """Unpack without waiting for the copies of what is unpacked, which another stream makes."""
     return _unpack(self, *given, after=(), **options)
@@ -89,7 +102,11 @@ MUTATIONS: Mapping[str, Mutation] = {
 }
 
 
-ACTIVATIONS: Mapping[str, Mutation] = {"what comes back isn't waited for": (CopyBack, "follow", take_as_back)}
+ACTIVATIONS: Mapping[str, Mutation] = {
+    "what comes back isn't waited for": (CopyBack, "follow", take_as_back),
+    "what comes back from disk isn't waited for": (disk_store._Returning, "follow", read_as_back),
+    "what goes to disk isn't waited for": (disk_store, "_write", write_at_once),
+}
 """Of what models alone have."""
 OF_A_FEW: Mapping[str, Mutation] = {
     "a region is given back early": (Mover, "abandon", give_back_early),
