@@ -7,7 +7,7 @@ needed then. What they leave is for what every token needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from offstage.stages.empty_init.skeleton import parent
@@ -31,24 +31,18 @@ class SlottedMixture:
     computing: Collection[DeviceId]
     place_dense: Callable[[Budgets], Iterable[Placement]]
 
-    def placements(self) -> Iterator[Placement]:
-        """Yield those that fit: with slots for all experts of a token, or else with one."""
-        one, slots = _largest_expert(self.outline), roomy_slots(self.outline)
-        roomy = self._beside(slots, slots * one)
-        yield from roomy or self._with_one_slot(one, (slots - LEAST) * one)
+    def placements(self) -> list[Placement]:
+        """Return those with slots for all experts of a token, or else with one, if any fits.
 
-    def _with_one_slot(self, one: int, others: int) -> Iterator[Placement]:
-        """Yield the placements beside a single slot, of ``one`` expert.
-
-        As much is left as there can be of the bytes that the ``others`` would take. Else these, which come as soon as
-        there is room for them, would push out weights that every token needs: more budget is never to bring more bytes.
+        Beside a single slot as much is left of the bytes that the others would take as there can be, by eighths. Else
+        these, which come as soon as there is room for them, would push out weights that every token needs: more budget
+        is never to bring more bytes.
         """
-        found, fits, much = self._beside(LEAST, LEAST * one), 0, others
-        while found and much - fits > 1:
-            left = (fits + much) // 2
-            tried = self._beside(LEAST, LEAST * one + left)
-            found, fits, much = (tried, left, much) if tried else (found, fits, left)
-        yield from found or self._beside(LEAST, LEAST * one, tight=True)
+        one, slots = _largest_expert(self.outline), roomy_slots(self.outline)
+        others = (slots - LEAST) * one
+        tried = [(slots, slots * one), *((LEAST, LEAST * one + others * left // 8) for left in range(7, -1, -1))]
+        found = (self._beside(count, left) for count, left in tried)
+        return next(filter(None, found), None) or self._beside(LEAST, LEAST * one, tight=True)
 
     def _beside(self, slots: int, left: int, *, tight: bool = False) -> list[Placement]:
         """Return the placements with so many ``slots``, and ``left`` bytes that hold nothing else, if any fits.
