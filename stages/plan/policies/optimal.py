@@ -18,7 +18,7 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import roomy_slots
 from offstage.stages.plan.layout import Layout, lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, held_bytes, resident_bytes
+from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, held_bytes
 from offstage.stages.plan.policies.chosen_tensors import below, fitting, total_bytes
 from offstage.stages.plan.policies.partly_streamed import PartlyStreamed
 from offstage.stages.plan.policies.slotted_mixture import SlottedMixture
@@ -170,12 +170,16 @@ class Search:
             for placement in found:
                 yield from _experts_packed(outline, placement, budgets)
         elif unpacks or any(_rests_packed(outline, placement) for placement in found):
-            budget, least = budgets.get(CPU) or 0, _least_as_used(outline, budgets)
-            for share in range(_SHARES):
-                rooms = {**budgets, CPU: min(budget, least + max(0, budget - least) * share // _SHARES)}
-                streamed = share and self._streamed(outline, rooms)  # whole layers too, which takes long, but once
-                for placement in streamed or self._as_used(outline, rooms):
-                    yield _filled(outline, placement, budget)
+            yield from self._dense_packed(outline, budgets)
+
+    def _dense_packed(self, outline: Outline, budgets: Budgets) -> Iterator[Placement]:
+        """Yield placements by some shares of the host's budget, the rest holding packed what is on disk then."""
+        budget, least = budgets.get(CPU) or 0, _least_as_used(outline, budgets)
+        for share in range(_SHARES):
+            rooms = {**budgets, CPU: min(budget, least + max(0, budget - least) * share // _SHARES)}
+            streamed = share and self._streamed(outline, rooms)  # whole layers too, which takes long, but once
+            for placement in streamed or self._as_used(outline, rooms):
+                yield _filled(outline, placement, budget)
 
 
 def _is_small(room: int, budget: int | None) -> bool:
@@ -194,11 +198,11 @@ def _filled(outline: Outline, placement: Placement, budget: int) -> Placement:
     """
     stays = outline.lookups if placement.main == CPU else outline.lookups & outline.packed.keys()
     waiting = {name for name, home in placement.homes.items() if home == DISK} - stays
-    held = resident_bytes(outline, placement.homes).get(CPU, 0)
-    kept = lay_out(outline, placement).kept_free().get(CPU, 0)
+    layout = lay_out(outline, placement, {CPU: budget})
+    kept = layout.kept_free().get(CPU, 0)
     for unpacked in (False, True):
         ahead = outline.read_ahead_bytes(waiting, unpacked=unpacked) if placement.main == CPU else 0
-        taken = fitting(outline, waiting, budget - held - max(kept, ahead), at_rest=True)
+        taken = fitting(outline, waiting, layout.left(CPU, {CPU: max(kept, ahead)}) or 0, at_rest=True)
         if outline.packed.keys().isdisjoint(waiting - taken):
             break
     return _on_host(placement, taken, packed=taken & outline.packed.keys())
@@ -211,9 +215,8 @@ def _experts_packed(outline: Outline, placement: Placement, budgets: Budgets) ->
     if not names:
         return
     stored = replace(placement, homes={**placement.homes, **dict.fromkeys(names, DISK)})
-    held = resident_bytes(outline, stored.homes).get(CPU, 0)
-    kept = lay_out(outline, stored).kept_free(roomy_slots(outline)).get(CPU, 0)
-    room = (budgets.get(CPU) or 0) - held - kept
+    layout = lay_out(outline, stored, budgets)
+    room = layout.left(CPU, layout.kept_free(roomy_slots(outline))) or 0
     for share in range(1, _SHARES + 1):
         packed = fitting(outline, names, room * share // _SHARES, at_rest=True)
         if packed:

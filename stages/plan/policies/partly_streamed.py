@@ -26,10 +26,10 @@ from itertools import chain
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
-from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, resident_bytes
+from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators
 from offstage.stages.plan.policies.chosen_tensors import below, fitting, least_streamed, total_bytes
 from offstage.stages.plan.policies.whole_layers import fill
-from offstage.stages.plan.row_blocks import divisible, least_sizes
+from offstage.stages.plan.reserves import divisible, least_sizes
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
 _EVENED = 3
@@ -107,8 +107,8 @@ class PartlyStreamed:
             for placement in beside._split(alone, wide=wide):
                 away = {name for name, home in placement.homes.items() if home == DISK} - wide - outline.lookups
                 ahead = outline.read_ahead_bytes(away, unpacked=not away.isdisjoint(outline.packed))
-                left = room - resident_bytes(outline, placement.homes)[CPU] - ahead - block
-                more = fitting(outline, away, max(0, left))
+                left = lay_out(outline, placement, self.budgets).left(CPU, {CPU: ahead + block}) or 0
+                more = fitting(outline, away, left)
                 yield replace(placement, homes={**placement.homes, **dict.fromkeys(more, CPU)})
 
     def _shares(self) -> Iterator[Shares]:

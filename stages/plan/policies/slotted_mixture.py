@@ -14,7 +14,7 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.plan.expert_slots import LEAST, pools, roomy_slots
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, execution_device, resident_bytes
+from offstage.stages.plan.placement import Budgets, Placement, execution_device
 from offstage.stages.plan.policies.chosen_tensors import below, fitting, total_bytes
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -69,9 +69,8 @@ def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) ->
     names = [name for layer in outline.layers for name in layer.owned if name in outline.routed]
     away = replace(dense, homes={**dense.homes, **dict.fromkeys(names, DISK)})
     near = _near(outline, away, budgets) if outline.listed else {}
-    held = resident_bytes(outline, {**dense.homes, **near}).get(CPU, 0)
     left = [name for name in names if name not in near]
-    room = _less(budgets.get(CPU, 0), held)
+    room = _less(lay_out(outline, replace(away, homes={**away.homes, **near}), budgets).left(CPU, {}), 0)
     homes = {**dense.homes, **near, **below(outline, left, dense.main, {CPU: room})}
     if outline.experts and dense.main == CPU and room is not None:
         tables = {name for name, home in dense.homes.items() if home == CPU and name in outline.tables}
@@ -91,16 +90,15 @@ def _largest_expert(outline: Outline) -> int:
 
 def _near(outline: Outline, away: Placement, budgets: Budgets) -> dict[str, DeviceId]:
     """Return the experts in lists that the devices hold which compute them, beside what ``away`` has there."""
-    held, kept = resident_bytes(outline, away.homes), lay_out(outline, away).kept_free()
+    layout = lay_out(outline, away, budgets)
     computed: dict[DeviceId, set[str]] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, away)
         computed.setdefault(device, set()).update(name for name in layer.owned if name in outline.listed)
     near: dict[str, DeviceId] = {}
     for device, names in computed.items():
-        room = budgets.get(device, 0)
-        taken = held.get(device, 0) + kept.get(device, 0)
-        near |= dict.fromkeys(names if room is None else fitting(outline, names, room - taken), device)
+        room = layout.left(device, layout.kept_free())
+        near |= dict.fromkeys(names if room is None else fitting(outline, names, room), device)
     return near
 
 
