@@ -53,7 +53,8 @@ def measure(name: str) -> int | None:
     if sample is None or matrix is None:
         return None
     tensor, _, data = sample
-    parts, told, given = parts_of(tensor, data), as_text(matrix), torch.ones(1, matrix.columns)
+    parts, told = parts_of(tensor, data), as_text(matrix)
+    given = torch.ones(1, matrix.columns, dtype=torch.bfloat16)
     each = sum(part.nbytes for part in parts)
     weights = [[part.clone() for part in parts] for _ in range(max(1, BYTES // each))]
     taken = []

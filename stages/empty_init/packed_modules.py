@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -74,24 +74,26 @@ class PackedLinear(nn.Module):
     """In the place of ``linear``: its ``weight`` is the first part of ``stack``. The others stand beside it, each under
     the name that the matrix has for it.
 
-    Products are added up in float32, the bias too, and rounded once to the dtype of what is given.
+    What is given is rounded to the dtype ``compute`` for the product, if there is one. Products are added up in
+    float32, the bias too, and what comes of it is rounded to the dtype of what was given.
     """
 
     multiplies_packed = True
 
-    def __init__(self, linear: nn.Linear, stack: Stack) -> None:
+    def __init__(self, linear: nn.Linear, stack: Stack, compute: torch.dtype | None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.kind, self.told, self.kept = stack.codec.name, as_text(stack.matrix), stack.kept
         self._parts = tuple("weight" + end for end in ("", *stack.matrix.beside))
         for name, part in zip(self._parts, stack.parts, strict=True):
             self.register_parameter(name, part)
-        self.bias = linear.bias
-        self.training = linear.training
+        self.register_parameter("bias", linear.bias)
+        self.compute, self.training = compute, linear.training
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Return what the linear layer returns."""
-        return _multiply(given, [getattr(self, name) for name in self._parts], self.told, self.bias)
+        own = cast("dict[str, torch.Tensor]", self._parameters)
+        return _multiply(given, [own[name] for name in self._parts], self.told, own["bias"], self.compute)
 
     def extra_repr(self) -> str:
         """Return what a printed model says of it."""
@@ -118,13 +120,13 @@ class PackedExperts(nn.Module):
     """In the place of ``experts``, a module of transformers' interface for these: its ``stacks``, by their attributes,
     rest in parts of one row an expert, each under the attribute's name and what its matrix calls it.
 
-    An expert multiplies the tokens that are routed to it as a linear layer would. What comes of them is weighted, and
+    An expert multiplies the tokens that are routed to it as such a linear layer. What comes of them is weighted, and
     added up for each token in float32, in the order of its choices.
     """
 
     multiplies_packed = True
 
-    def __init__(self, experts: Any, stacks: Mapping[str, Stack]) -> None:
+    def __init__(self, experts: Any, stacks: Mapping[str, Stack], compute: torch.dtype | None) -> None:
         super().__init__()
         self.num_experts, self.config = experts.num_experts, experts.config
         self.has_gate, self.has_bias, self.is_transposed = experts.has_gate, experts.has_bias, experts.is_transposed
@@ -142,7 +144,7 @@ class PackedExperts(nn.Module):
             if name not in stacks:
                 self.register_parameter(name, parameter)
         self._activate = experts._apply_gate if self.has_gate else experts.act_fn
-        self.training = experts.training
+        self.compute, self.training = compute, experts.training
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -167,7 +169,7 @@ class PackedExperts(nn.Module):
     def _multiply(self, given: torch.Tensor, attribute: str, expert: int) -> torch.Tensor:
         parts = [getattr(self, name)[expert] for name in self._parts[attribute]]
         bias = getattr(self, f"{attribute}_bias")[expert] if self.has_bias else None
-        return _multiply(given, parts, self._told[attribute], bias)
+        return _multiply(given, parts, self._told[attribute], bias, self.compute)
 
 
 def _shares(index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -179,18 +181,22 @@ def _shares(index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield expert, (index == expert).nonzero().flatten()
 
 
-def _multiply(given: torch.Tensor, parts: Sequence[torch.Tensor], told: str, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the products of ``given`` […, columns] with what rests in ``parts``, and the ``bias``, rounded once."""
+def _multiply(
+    given: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    told: str,
+    bias: torch.Tensor | None,
+    compute: torch.dtype | None,
+) -> torch.Tensor:
+    """Return the products of ``given`` […, columns] with what rests in ``parts``, and the ``bias``."""
     if given.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{KEY}=fused has no gradients; load the model with {KEY}=exact")
-    made = multiply_packed(given.reshape(-1, given.shape[-1]).float().contiguous(), parts, told)
-    if bias is not None:
-        made += bias
-    return made.to(given.dtype).view(*given.shape[:-1], made.shape[-1])
+    return multiply_packed(given, parts, told, bias, compute=compute)
 
 
-def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Have each linear layer and embedding of ``model`` stay packed whose weight can be multiplied as it rests.
+def keep_packed(model: nn.Module, checkpoint: Checkpoint, compute_dtype: str | None = None) -> None:
+    """Have each linear layer and embedding of ``model`` stay packed whose weight can be multiplied as it rests: what
+    linear layers are given, in the ``compute_dtype``.
 
     Others are loaded as ever: those in formats without products, those tied to what isn't of the two kinds, and those
     whose weights the model's class has in a dtype of its own, which its code looks at.
@@ -200,7 +206,7 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
     users: dict[int, list[str]] = {}
     for name, parameter in named.items():
         users.setdefault(id(parameter), []).append(name)
-    own_dtype = kept_in_float32(model)
+    own_dtype, compute = kept_in_float32(model), None if compute_dtype is None else torch_dtype(compute_dtype)
     for step in name_tensors(model, entries).steps:
         stack = _stack_of(step, entries, named)
         if stack is None:
@@ -215,11 +221,11 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint) -> None:
         fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
         kinds = (nn.Linear, nn.Embedding) if can_look_up(stack.matrix) else (nn.Linear,)
         if fits and all(type(module) in kinds for _, module in modules):
-            _replace(model, modules, stack)
+            _replace(model, modules, stack, compute)
     for place, found in stacks.items():
         experts = model.get_submodule(place)
         if is_interface(experts) and _are_all_of(experts, found):
-            model.set_submodule(place, PackedExperts(experts, found))
+            model.set_submodule(place, PackedExperts(experts, found, compute))
     if not any(isinstance(module, PackedLinear | PackedExperts) for module in packed_modules(model).values()):
         raise ConfigError(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in a format with products, in "
@@ -259,13 +265,13 @@ def _are_all_of(experts: Any, stacks: Mapping[str, Stack]) -> bool:
     return wanted == stacks.keys() and turned and not getattr(experts, "has_post_expert_norm", False)
 
 
-def _replace(model: nn.Module, modules: Modules, stack: Stack) -> None:
+def _replace(model: nn.Module, modules: Modules, stack: Stack, compute: torch.dtype | None) -> None:
     """Put modules that share one packed weight in the place of ``modules``, which share what it is unpacked to."""
     for place, module in modules:
         if isinstance(module, nn.Embedding):
             model.set_submodule(place, PackedEmbedding(module, stack))
         elif isinstance(module, nn.Linear):
-            model.set_submodule(place, PackedLinear(module, stack))
+            model.set_submodule(place, PackedLinear(module, stack, compute))
 
 
 def _as_it_lies(part: Extent) -> Extent:

@@ -65,9 +65,12 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizedConfig:
-    """Whether weights that rest packed are unpacked before products, or multiplied as they rest."""
+    """Whether weights that rest packed are unpacked before products, or multiplied as they rest, and the dtype that
+    what these multiply is rounded to; null: none.
+    """
 
     products: Literal["exact", "fused"] = "exact"
+    compute_dtype: Literal["bfloat16"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,11 @@ class EmptyInitConfig:
 
 def multiplies_packed(config: Config) -> bool:
     """Return whether weights that rest packed are multiplied as they rest."""
-    return read(EmptyInitConfig, config).quantized.products == FUSED
+    return _quantized(config).products == FUSED
+
+
+def _quantized(config: Config) -> QuantizedConfig:
+    return read(EmptyInitConfig, config).quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +99,12 @@ class EmptyInitInputs:
 
     Where a run calls the forward with something of its own, it is rehearsed with that: ``rehearsed`` says with what,
     and how it becomes the forward's arguments; ``given`` are the options that ask for it. ``headers`` are the digests
-    of those of a checkpoint whose tensors rest packed, which is ``opened``. With ``products`` fused its linear layers
-    keep weights so.
+    of those of a checkpoint whose tensors rest packed, which is ``opened``; ``quantized`` says what is multiplied then.
     """
 
     model: Mapping[str, object]
     dtype: str
-    products: str
+    quantized: QuantizedConfig
     headers: tuple[str, ...] | None
     rehearsed: Mapping[str, object] | None
     node: Mapping[str, Any] = field(compare=False)
@@ -115,7 +121,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     name = "empty_init"
     doing = "imports torch and the model's code, and reads its shapes"
-    version = 20
+    version = 21
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
@@ -149,6 +155,8 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             yield from _check_quantize(model)
         if multiplies_packed(config):
             yield from _check_products(model)
+        elif (compute := _quantized(config).compute_dtype) is not None:
+            yield Fault("quantized.compute_dtype", f"{compute!r} is for quantized.products={FUSED}; take null")
 
     def gather(self, context: Context) -> EmptyInitInputs:
         """Return what the model is, as far as it can be told without its code."""
@@ -158,7 +166,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         return EmptyInitInputs(
             named,
             resolve_dtype(context.config),
-            read(EmptyInitConfig, context.config).quantized.products,
+            _quantized(context.config),
             headers=None if opened is None else tuple(file.digest for file in opened.files),
             rehearsed=asked,
             node=model,
@@ -185,7 +193,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         with _bounds(inputs.node):
             model, opened = _model(inputs)
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
-            if inputs.products == FUSED:
+            if inputs.quantized.products == FUSED:
                 from offstage.stages.empty_init.packed_modules import require_rehearsed
 
                 require_rehearsed(model, described)
@@ -225,10 +233,10 @@ def _model(inputs: EmptyInitInputs) -> tuple[Any, Checkpoint | None]:
         from offstage.stages.empty_init.quantisable import as_quantised
 
         opened = as_quantised(model, opened, kind, adapted=adapter_folder(inputs.node) is not None)
-    if inputs.products == FUSED and opened is not None:
+    if inputs.quantized.products == FUSED and opened is not None:
         from offstage.stages.empty_init.packed_modules import keep_packed
 
-        keep_packed(model, opened)
+        keep_packed(model, opened, inputs.quantized.compute_dtype)
     return model, opened
 
 

@@ -93,8 +93,8 @@ def capabilities() -> dict[str, str]:
     """Return what the last bits of what is computed here hang on, by what it is: between machines that are alike in it
     the same operands have the same product, to the bit.
 
-    The number of threads is part of it, by which some products are divided. Our own loops aren't: theirs are one order
-    of sums, whatever they are compiled for.
+    The number of threads is part of it, by which some products are divided. Our own loops hang on the processor alone:
+    on whether it adds up products of pairs of bfloat16.
     """
     import torch
 

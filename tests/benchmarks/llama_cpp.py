@@ -3,6 +3,7 @@
     python -m tests.benchmarks.llama_cpp 1.1b --python /tmp/llama/bin/python
     python -m tests.benchmarks.llama_cpp 1.1b --python /tmp/llama/bin/python --formats q4_k_m --rounds 5
     python -m tests.benchmarks.llama_cpp 7b --python /tmp/llama/bin/python --caps 0.7 0.4
+    python -m tests.benchmarks.llama_cpp 1.1b --python /tmp/llama/bin/python --options quantized.compute_dtype=bfloat16
 
 ``--python`` is the interpreter of an environment that has llama-cpp-python, which compiles llama.cpp for this machine:
 
@@ -11,9 +12,9 @@
 
 The file is made of a checkpoint of random weights: in Q8_0 by the ``gguf`` package, and of that in Q4_K_M by llama.cpp.
 It has no tokenizer; both sides are given token ids and decode greedily, with as many ``--threads``. Offstage multiplies
-by the blocks (``quantized.products=fused``). Prints medians of seconds a token and of those to the first token of a
-prompt of 512, the most memory of each process, the ratio, and whether the tokens are the same: llama.cpp rounds what is
-multiplied to eight bits first, so they may be others.
+by the blocks (``quantized.products=fused``), and is given ``--options`` beside. Prints medians of seconds a token and
+of those to the first token of a prompt of 512, the most memory of each process, the ratio, and whether the tokens are
+the same: llama.cpp rounds what is multiplied to eight bits first, so they may be others.
 
 With ``--caps`` each side runs in a memory cgroup that holds so much of the file's size at most, libraries and page
 cache included, and begins without anything of the file in memory; that needs root. A side that dies is a result too.
@@ -40,6 +41,7 @@ from tests.benchmarks.sides import PROMPT, Setting, in_turn, offstage_record, of
 OURS, THEIRS = "offstage", "llama.cpp"
 LONG_PROMPT = [5 + at % 997 for at in range(512)]
 FORMATS = ("q8_0", "q4_k_m")
+_FUSED = "quantized.products=fused"
 _SECONDS = 1800.0
 """What a side may take under a cap."""
 
@@ -94,6 +96,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=FORMATS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=17)
+    parser.add_argument("--options", nargs="*", default=[], help="what offstage is told beside, as on its command line")
     parser.add_argument("--caps", nargs="*", type=float, help="hard caps, each a part of the file's size; none: no cap")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
@@ -131,7 +134,7 @@ def _side(name: str, file: Path, folder: Path, arguments: argparse.Namespace) ->
         asked = [str(arguments.tokens), str(arguments.threads), json.dumps([PROMPT, LONG_PROMPT])]
         side: Side = json.loads(_run([arguments.python, "-c", GENERATE, str(file), *asked]).splitlines()[-1])
     else:
-        options, work = ["quantized.products=fused", "device_map=cpu"], folder / "llama-cpp"
+        options, work = [_FUSED, "device_map=cpu", *arguments.options], folder / "llama-cpp"
         short = offstage_record(file, work, tokens=arguments.tokens, options=options)
         asked = [f"generate.prompts=[{LONG_PROMPT}]", "generate.max_new_tokens=1", "generate.min_new_tokens=1"]
         long = offstage_record(file, work, tokens=1, options=[*options, *asked])
@@ -155,7 +158,7 @@ def _capped_side(name: str, file: Path, folder: Path, arguments: argparse.Namesp
         asked = [str(arguments.tokens), str(arguments.threads), json.dumps([PROMPT, PROMPT])]
         side = printed_side(setting, [arguments.python, "-c", GENERATE, str(file), *asked])
     else:
-        side = offstage_side(setting, ["quantized.products=fused"])
+        side = offstage_side(setting, [_FUSED, *arguments.options])
     told = f"{side['seconds']:.3f} s a token" if side["seconds"] is not None else side["failed"]
     say(f"{name:9} under {format_bytes(cap)}: {told}")
     return side

@@ -1,4 +1,4 @@
-"""What products with packed weights take here by format, beside torch's product with the same weight in bfloat16.
+"""What products with packed weights take here by format, beside torch's, both of bfloat16.
 
     python -m tests.benchmarks.product_speeds
     python -m tests.benchmarks.product_speeds gptq4 awq4 --threads 2
@@ -54,10 +54,9 @@ def speeds(name: str, rounds: int) -> list[tuple[float, float]]:
     plain = matrix.values(parts, 0, matrix.rows).bfloat16()
     found = []
     for count in COUNTS:
-        given = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(0))
-        rounded = given.bfloat16()
+        given = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
         ours = _least(lambda given=given: multiply_packed(given, parts, told), rounds)
-        theirs = _least(lambda rounded=rounded: torch.nn.functional.linear(rounded, plain), rounds)
+        theirs = _least(lambda given=given: torch.nn.functional.linear(given, plain), rounds)
         found.append((ours / plain.numel() * 1e9, theirs / plain.numel() * 1e9))
     return found
 

@@ -46,8 +46,9 @@ PLACES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def load(path: Path, products: str = "fused", **options: Any) -> Any:
-    return offstage.load(path, hardware={"rates": RATES}, max_length=32, quantized={"products": products}, **options)
+def load(path: Path, products: str = "fused", compute: str | None = None, **options: Any) -> Any:
+    quantized = {"products": products, "compute_dtype": compute}
+    return offstage.load(path, hardware={"rates": RATES}, max_length=32, quantized=quantized, **options)
 
 
 def logits_of(loaded: Any) -> torch.Tensor:
@@ -57,15 +58,21 @@ def logits_of(loaded: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"), [("llama", "float32"), ("qwen2", "bfloat16"), ("qwen3moe", "bfloat16")]
+    ("architecture", "dtype", "compute"),
+    [
+        ("llama", "float32", None),
+        ("qwen2", "bfloat16", None),
+        ("qwen3moe", "bfloat16", None),
+        ("qwen2", "float32", "bfloat16"),
+    ],
 )
 def test_the_bits_are_the_same_wherever_weights_lie_and_in_any_threads(
-    tmp_path: Path, architecture: str, dtype: str
+    tmp_path: Path, architecture: str, dtype: str, compute: str | None
 ) -> None:
     path, found, streamed = made(tmp_path, architecture), {}, {}
     for name, place in PLACES.items():
         for threads in (1, 2) if name == "in memory" else (1,):
-            with in_threads(threads), load(path, dtype=dtype, **place) as loaded:
+            with in_threads(threads), load(path, compute=compute, dtype=dtype, **place) as loaded:
                 assert packed_modules(loaded.model)
                 found[name, threads] = logits_of(loaded)
                 streamed[name] = loaded.traffic.streamed_bytes

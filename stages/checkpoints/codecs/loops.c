@@ -297,21 +297,6 @@ void merge_planes(const uint8_t *restrict low, const uint8_t *restrict high, uin
 
 /* ggml's blocks, as ggml_blocks.py has them. */
 
-INLINE void split_nibbles(const uint8_t *packed, float *values, int count) {
-    for (int at = 0; at < count; at++) {
-        values[at] = (float)(packed[at] & 15);
-        values[count + at] = (float)(packed[at] >> 4);
-    }
-}
-
-INLINE void scale_all(float *values, int count, float less, float scale) {
-    for (int at = 0; at < count; at++) values[at] = (values[at] - less) * scale;
-}
-
-INLINE void scale_and_shift(float *values, int count, float scale, float more) {
-    for (int at = 0; at < count; at++) values[at] = values[at] * scale + more;
-}
-
 /* 32 codes of five bits, of which the fifth lie in four bytes of their own. */
 INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int8_t *codes) {
     uint32_t bits;
@@ -332,11 +317,6 @@ INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int8_t *codes
 #endif
 }
 
-static void q8_0(const uint8_t *block, float *values) {
-    float scale = half_at(block);
-    for (int at = 0; at < 32; at++) values[at] = (float)(int8_t)block[2 + at] * scale;
-}
-
 static void q4_0(const uint8_t *block, float *restrict values) {
     float scale = half_at(block);
     for (int at = 0; at < 16; at++) {
@@ -351,20 +331,6 @@ static void q4_1(const uint8_t *block, float *restrict values) {
         values[at] = (float)(block[4 + at] & 15) * scale + more;
         values[16 + at] = (float)(block[4 + at] >> 4) * scale + more;
     }
-}
-
-static void q5_0(const uint8_t *block, float *values) {
-    int8_t codes[32];
-    five_bits(block + 6, block + 2, codes);
-    for (int at = 0; at < 32; at++) values[at] = (float)codes[at];
-    scale_all(values, 32, 16, half_at(block));
-}
-
-static void q5_1(const uint8_t *block, float *values) {
-    int8_t codes[32];
-    five_bits(block + 8, block + 4, codes);
-    for (int at = 0; at < 32; at++) values[at] = (float)codes[at];
-    scale_and_shift(values, 32, half_at(block), half_at(block + 2));
 }
 
 /* Eight numbers of a byte each, times one. */
@@ -391,89 +357,42 @@ INLINE void run_scales(const uint8_t *block, float *restrict scales, float *rest
     times_bytes((second & 0x3f3f3f3f) | least << 32, -half_at(block + 2), mores);
 }
 
-INLINE void scale_runs(const uint8_t *block, float *values) {
-    float scales[8], mores[8];
-    run_scales(block, scales, mores);
-    for (int run = 0; run < 8; run++) scale_and_shift(values + 32 * run, 32, scales[run], mores[run]);
-}
+/* Products of rows with weights as they rest, which are never unpacked whole.
 
-static void q4_k(const uint8_t *block, float *values) {
-    for (int run = 0; run < 4; run++) split_nibbles(block + 16 + 32 * run, values + 64 * run, 32);
-    scale_runs(block, values);
-}
+   Given float32, each number is a sum of the unpacked float32 values times those given, in one order whatever computes it:
+   a lane for each of 32 columns adds up those that are 32 apart, first to last, a product and its sum rounded once, as
+   processors do it in one step; and then lanes are added in halves. So its bits hang neither on how many rows there are
+   nor on how many threads.
 
-static void q5_k(const uint8_t *block, float *values) {
-    const uint8_t *fifth = block + 16, *packed = block + 48;
-    for (int run = 0; run < 4; run++)
-        for (int at = 0; at < 32; at++) {
-            uint8_t byte = packed[32 * run + at], bits = fifth[at] >> 2 * run;
-            values[64 * run + at] = (float)((byte & 15) | (bits & 1) << 4);
-            values[64 * run + 32 + at] = (float)(byte >> 4 | (bits & 2) << 3);
-        }
-    scale_runs(block, values);
-}
+   Given bfloat16, where processors add up pairs of its products: values are rounded to bfloat16, and a lane for each of the
+   pairs of 64 columns adds the product of the second, then that of the first; all else is the same.
 
-static void q6_k(const uint8_t *block, float *values) {
-    const uint8_t *packed = block, *upper = block + 128, *scales = block + 192;
-    float scale = half_at(block + 208);
-    for (int half = 0; half < 2; half++, packed += 64, upper += 32)
-        for (int at = 0; at < 32; at++) {
-            float *value = values + 128 * half + at;
-            value[0] = (float)((packed[at] & 15) | (upper[at] & 3) << 4);
-            value[32] = (float)((packed[32 + at] & 15) | (upper[at] >> 2 & 3) << 4);
-            value[64] = (float)(packed[at] >> 4 | (upper[at] >> 4 & 3) << 4);
-            value[96] = (float)(packed[32 + at] >> 4 | (upper[at] >> 6) << 4);
-        }
-    for (int run = 0; run < 16; run++) scale_all(values + 16 * run, 16, 32, scale * (float)(int8_t)scales[run]);
-}
-
-typedef struct {
-    void (*unpack)(const uint8_t *block, float *values);
-    int64_t values, bytes;
-} Format;
-
-static const Format FORMAT[] = {
-    {q4_0, 32, 18}, {q4_1, 32, 20},   {q5_0, 32, 22},   {q5_1, 32, 24},
-    {q8_0, 32, 34}, {q4_k, 256, 144}, {q5_k, 256, 176}, {q6_k, 256, 210},
-};
-
-#define STORE(dtype, type)                                                                                    \
-    INLINE void store_##dtype(const float *restrict values, void *restrict made, int64_t count) {             \
-        type *restrict rounded = made;                                                                        \
-        for (int64_t at = 0; at < count; at++) rounded[at] = to_##dtype(values[at]);                          \
-    }
-
-STORE(bfloat16, uint16_t)
-STORE(float16, uint16_t)
-STORE(float32, float)
-
-/* Rows of blocks, columns of them, of a format, which is their kind; each goes to the row of made that table tells;
-   null: one after the other. */
-void unpack_ggml(const Work *all) {
-    const Format *form = &FORMAT[all->kind];
-    const uint8_t *packed = all->codes;
-    const int64_t *places = all->table;
-    float values[256];
-    for (int64_t row = 0; row < all->rows; row++) {
-        int64_t place = places ? places[row] : row;
-        for (int64_t block = 0; block < all->columns; block++, packed += form->bytes) {
-            char *target = all->made + (place * all->columns + block) * form->values * SIZE_OF(all->dtype);
-            form->unpack(packed, values);
-            if (all->dtype == BFLOAT16) store_bfloat16(values, target, form->values);
-            if (all->dtype == FLOAT16) store_float16(values, target, form->values);
-            if (all->dtype == FLOAT32) store_float32(values, target, form->values);
-        }
-    }
-}
-
-/* Products of rows of float32 with weights as they rest, which are never unpacked whole.
-
-   Each number is a sum of the unpacked float32 values times those given, in one order whatever computes it: a lane for
-   each of 32 columns adds up those that are 32 apart, first to last, a product and its sum rounded once, as processors do
-   it in one step; and then lanes are added in halves. So its bits hang neither on how many rows there are nor on how many
-   threads. */
+   Unpacking is the same walk over a row. Values are kept then, in floats or rounded, where what they would be multiplied by
+   would lie. */
 
 enum { LANES = 32, AT_ONCE = 4 };
+
+/* The ways in which a row is walked over. */
+enum { FLOATS, PAIRS, KEPT, KEPT_PAIRS = KEPT + PAIRS, WAYS };
+#ifdef __AVX512BF16__
+#define WITH_PAIRS(...) __VA_ARGS__
+#define HAS_PAIRS 1
+#else
+#define WITH_PAIRS(...)
+#define HAS_PAIRS 0
+#endif
+
+int32_t multiplies_pairs(void) { return HAS_PAIRS; }
+
+INLINE int in_pairs(int way) { return HAS_PAIRS && way & PAIRS; }
+
+/* How many bytes a number takes of what is given. */
+INLINE int64_t bytes_of(int way) { return in_pairs(way) ? 2 : 4; }
+
+/* What is given from so many columns on. */
+INLINE const void *given_at(int way, const void *given, int64_t columns) {
+    return (const char *)given + columns * bytes_of(way);
+}
 
 /* So many rows of a weight are read side by side where one row is given, and registers hold the sums of all: what is given
    is loaded once for them, which takes as long as a product. */
@@ -498,25 +417,59 @@ INLINE __m512 shifted(__m512 values, const float *more) {
 
 INLINE Lanes values_at(const float *values) { return (Lanes){_mm512_loadu_ps(values), _mm512_loadu_ps(values + 16)}; }
 
-/* What is given for 32 columns, in registers for as long as it serves several rows. */
-typedef Lanes Shared;
+/* Values in bfloat16; and sums to which products of such are added, in pairs. */
+#ifdef __AVX512BF16__
+INLINE __m512i rounded(Lanes values) { return (__m512i)_mm512_cvtne2ps_pbh(values.high, values.low); }
 
-INLINE Shared shared_at(const float *given) {
-    Lanes these = values_at(given);
-    __asm__("" : "+v"(these.low), "+v"(these.high));
+INLINE __m512 with_pairs(__m512 sums, __m512i one, __m512i two) {
+    return _mm512_dpbf16_ps(sums, (__m512bh)one, (__m512bh)two);
+}
+#else
+INLINE __m512i rounded(Lanes values) { return _mm512_castps_si512(values.low); }
+
+INLINE __m512 with_pairs(__m512 sums, __m512i one, __m512i two) { return (void)one, (void)two, sums; }
+#endif
+
+/* What is given for 32 columns, in registers for as long as it serves several rows; pairs are in the first. Of values that
+   are kept, where. */
+typedef struct {
+    __m512 low, high;
+    void *room;
+} Shared;
+
+INLINE Shared shared_at(int way, const void *given) {
+    Shared these = {.room = (void *)given};
+    if (way & KEPT) return these;
+    these.low = _mm512_loadu_ps(given);
+    __asm__("" : "+v"(these.low));
+    if (in_pairs(way)) return these;
+    these.high = _mm512_loadu_ps((const float *)given + 16);
+    __asm__("" : "+v"(these.high));
     return these;
 }
 
-INLINE void add_shared(Lanes *lanes, Lanes values, Shared given) {
-    lanes->low = _mm512_fmadd_ps(values.low, given.low, lanes->low);
-    lanes->high = _mm512_fmadd_ps(values.high, given.high, lanes->high);
+/* Of pairs, 32 columns are half of what lanes add up: the halves of these take turns. */
+INLINE void add_rounded(int way, Lanes *lanes, __m512i values, Shared given) {
+    if (way & KEPT) {
+        _mm512_storeu_si512(given.room, values);
+        return;
+    }
+    __m512 sums = with_pairs(lanes->low, values, _mm512_castps_si512(given.low));
+    lanes->low = lanes->high, lanes->high = sums;
 }
 
-INLINE void add_values(Lanes *lanes, Lanes values, const float *given) { add_shared(lanes, values, values_at(given)); }
-
-INLINE void keep_values(Lanes values, float *room) {
-    _mm512_storeu_ps(room, values.low);
-    _mm512_storeu_ps(room + 16, values.high);
+INLINE void add_shared(int way, Lanes *lanes, Lanes values, Shared given) {
+    if (in_pairs(way)) {
+        add_rounded(way, lanes, rounded(values), given);
+    }
+    else if (way & KEPT) {
+        _mm512_storeu_ps(given.room, values.low);
+        _mm512_storeu_ps((float *)given.room + 16, values.high);
+    }
+    else {
+        lanes->low = _mm512_fmadd_ps(values.low, given.low, lanes->low);
+        lanes->high = _mm512_fmadd_ps(values.high, given.high, lanes->high);
+    }
 }
 
 /* 32 codes as values. Either half has its scale, and what is to be added to each where that isn't null. */
@@ -537,26 +490,36 @@ INLINE float sum_of(const Lanes *lanes) {
 
 /* Add 32 bytes of two codes each: the lower ones are a run, the upper ones the next. A run's sixteen values are computed
    once, and looked up; products of scales and codes are exact, so that all is rounded once. */
-INLINE void add_pairs(Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, Shared these, Shared next) {
+INLINE void add_nibbles(int way, Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, Shared these,
+                        Shared next) {
     const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512 first = _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[0]), _mm512_set1_ps(mores[0]));
     __m512 second = _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[1]), _mm512_set1_ps(mores[1]));
+    if (in_pairs(way)) {
+        __m512i both = rounded((Lanes){first, second}), bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)packed));
+        __m512i lower = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
+        __m512i upper = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi16(16));
+        add_rounded(way, lanes, _mm512_permutexvar_epi16(lower, both), these);
+        add_rounded(way, lanes, _mm512_permutexvar_epi16(upper, both), next);
+        return;
+    }
     __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));
     __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(packed + 16)));
-    add_shared(lanes, (Lanes){_mm512_permutexvar_ps(low, first), _mm512_permutexvar_ps(high, first)}, these);
+    add_shared(way, lanes, (Lanes){_mm512_permutexvar_ps(low, first), _mm512_permutexvar_ps(high, first)}, these);
     low = _mm512_srli_epi32(low, 4), high = _mm512_srli_epi32(high, 4); /* places are told by four bits alone */
-    add_shared(lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, next);
+    add_shared(way, lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, next);
 }
 
-INLINE void add_q4_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+INLINE void add_q4_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
     float scales[SIDE][8], mores[SIDE][8];
     for (int row = 0; row < some; row++) run_scales(block + row * apart, scales[row], mores[row]);
-    for (int run = 0; run < 8; run += 2, given += 2 * LANES) {
-        Shared these = shared_at(given), next = shared_at(given + LANES);
+    for (int run = 0; run < 8; run += 2) {
+        Shared these = shared_at(way, given_at(way, given, LANES * run));
+        Shared next = shared_at(way, given_at(way, given, LANES * (run + 1)));
 #pragma GCC unroll 4
         for (int row = 0; row < some; row++) {
             const uint8_t *packed = block + row * apart + 16 + 16 * run;
-            add_pairs(lanes + row, packed, scales[row] + run, mores[row] + run, these, next);
+            add_nibbles(way, lanes + row, packed, scales[row] + run, mores[row] + run, these, next);
         }
     }
 }
@@ -582,14 +545,15 @@ INLINE __m512i codes_of_q6_k(const uint8_t *block, int half, int pair) {
     return _mm512_sub_epi8(_mm512_or_si512(_mm512_and_si512(low, four), high), less);
 }
 
-INLINE void add_q6_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
     __m512 scales[SIDE];
     for (int row = 0; row < some; row++) {
         const uint8_t *own = block + row * apart;
         scales[row] = _mm512_mul_ps(_mm512_set1_ps(half_at(own + 208)), sixteen((const int8_t *)own + 192));
     }
-    for (int pair = 0; pair < 4; pair++, given += 2 * LANES) {
-        Shared these[] = {shared_at(given), shared_at(given + LANES)};
+    for (int pair = 0; pair < 4; pair++) {
+        Shared these[] = {shared_at(way, given_at(way, given, 2 * LANES * pair)),
+                          shared_at(way, given_at(way, given, 2 * LANES * pair + LANES))};
 #pragma GCC unroll 4
         for (int row = 0; row < some; row++) {
             __m512i codes = codes_of_q6_k(block + row * apart, pair / 2, pair % 2);
@@ -597,7 +561,7 @@ INLINE void add_q6_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart
                 int at = 4 * pair + 2 * run;
                 __m512 first = _mm512_mul_ps(sixteen_of(codes, 2 * run), one_of(scales[row], at));
                 __m512 second = _mm512_mul_ps(sixteen_of(codes, 2 * run + 1), one_of(scales[row], at + 1));
-                add_shared(lanes + row, (Lanes){first, second}, these[run]);
+                add_shared(way, lanes + row, (Lanes){first, second}, these[run]);
             }
         }
     }
@@ -629,21 +593,24 @@ typedef struct {
     float of[LANES];
 } Lanes;
 
-INLINE void add_values(Lanes *lanes, Lanes values, const float *given) {
-    for (int at = 0; at < LANES; at++) lanes->of[at] = __builtin_fmaf(values.of[at], given[at], lanes->of[at]);
-}
-
 INLINE Lanes values_at(const float *values) {
     Lanes lanes;
     memcpy(lanes.of, values, sizeof lanes.of);
     return lanes;
 }
 
+/* All here is of floats: pairs are for processors that add up their products in one step. */
+
 typedef const float *Shared;
 
-INLINE Shared shared_at(const float *given) { return given; }
+INLINE Shared shared_at(int way, const void *given) { return (void)way, given; }
 
-INLINE void add_shared(Lanes *lanes, Lanes values, Shared given) { add_values(lanes, values, given); }
+INLINE void add_shared(int way, Lanes *lanes, Lanes values, Shared given) {
+    if (way & KEPT)
+        memcpy((void *)given, values.of, sizeof values.of);
+    else
+        for (int at = 0; at < LANES; at++) lanes->of[at] = __builtin_fmaf(values.of[at], given[at], lanes->of[at]);
+}
 
 INLINE float sum_of(const Lanes *lanes) {
     Lanes sums = *lanes;
@@ -651,8 +618,6 @@ INLINE float sum_of(const Lanes *lanes) {
         for (int at = 0; at < half; at++) sums.of[at] += sums.of[at + half];
     return sums.of[0];
 }
-
-INLINE void keep_values(Lanes values, float *room) { memcpy(room, values.of, sizeof values.of); }
 
 INLINE void scale_halves(float *values, float low, float high) {
     for (int at = 0; at < 16; at++) values[at] *= low;
@@ -710,32 +675,35 @@ INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_fir
 }
 #endif
 
+INLINE void add_values(int way, Lanes *lanes, Lanes values, const void *given) {
+    add_shared(way, lanes, values, shared_at(way, given));
+}
 
-INLINE void add_q8_0(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
-    Shared these = shared_at(given);
+INLINE void add_q8_0(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
+    Shared these = shared_at(way, given);
 #pragma GCC unroll 4
     for (int row = 0; row < some; row++, block += apart) {
         float scale = half_at(block);
-        add_shared(lanes + row, of_codes((const int8_t *)block + 2, scale, scale, 0), these);
+        add_shared(way, lanes + row, of_codes((const int8_t *)block + 2, scale, scale, 0), these);
     }
 }
 
-INLINE void add_q5_0(Lanes *lanes, const uint8_t *block, const float *given) {
+INLINE void add_q5_0(int way, Lanes *lanes, const uint8_t *block, const void *given) {
     float scale = half_at(block);
     int8_t codes[32];
     five_bits(block + 6, block + 2, codes);
     for (int at = 0; at < 32; at++) codes[at] = (int8_t)(codes[at] - 16);
-    add_values(lanes, of_codes(codes, scale, scale, 0), given);
+    add_values(way, lanes, of_codes(codes, scale, scale, 0), given);
 }
 
-INLINE void add_q5_1(Lanes *lanes, const uint8_t *block, const float *given) {
+INLINE void add_q5_1(int way, Lanes *lanes, const uint8_t *block, const void *given) {
     float scale = half_at(block), more = half_at(block + 2);
     int8_t codes[32];
     five_bits(block + 8, block + 4, codes);
-    add_values(lanes, of_codes(codes, scale, scale, &more), given);
+    add_values(way, lanes, of_codes(codes, scale, scale, &more), given);
 }
 
-INLINE void add_q5_k(Lanes *lanes, const uint8_t *block, const float *given) {
+INLINE void add_q5_k(int way, Lanes *lanes, const uint8_t *block, const void *given) {
     const uint8_t *fifth = block + 16;
     float scales[8], mores[8];
     int8_t codes[64];
@@ -746,13 +714,14 @@ INLINE void add_q5_k(Lanes *lanes, const uint8_t *block, const float *given) {
         for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4 | (fifth[at] >> 2 * pair & 2) << 3);
         for (int half = 0; half < 2; half++) {
             int run = 2 * pair + half;
-            add_values(lanes, of_codes(codes + 32 * half, scales[run], scales[run], mores + run), given + 32 * run);
+            Lanes values = of_codes(codes + 32 * half, scales[run], scales[run], mores + run);
+            add_values(way, lanes, values, given_at(way, given, 32 * run));
         }
     }
 }
 
 #ifndef __AVX512BW__
-INLINE void add_q4_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+INLINE void add_q4_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
     for (int row = 0; row < some; row++, block += apart) {
         float scales[8], mores[8];
         run_scales(block, scales, mores);
@@ -763,13 +732,14 @@ INLINE void add_q4_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart
             for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
             for (int half = 0; half < 2; half++) {
                 int run = 2 * pair + half;
-                add_values(lanes + row, of_codes(codes + 32 * half, scales[run], scales[run], mores + run), given + 32 * run);
+                Lanes values = of_codes(codes + 32 * half, scales[run], scales[run], mores + run);
+                add_values(way, lanes + row, values, given_at(way, given, 32 * run));
             }
         }
     }
 }
 
-INLINE void add_q6_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart, const float *given) {
+INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
     for (int row = 0; row < some; row++, block += apart) {
         float scale = half_at(block + 208);
         const int8_t *scales = (const int8_t *)block + 192;
@@ -783,7 +753,8 @@ INLINE void add_q6_k(int some, Lanes *lanes, const uint8_t *block, int64_t apart
             for (int run = 0; run < 4; run++) {
                 const int8_t *own = scales + 8 * half + 2 * run;
                 float low = scale * (float)own[0], high = scale * (float)own[1];
-                add_values(lanes + row, of_codes(codes + 32 * run, low, high, 0), given + 128 * half + 32 * run);
+                const void *these = given_at(way, given, 128 * half + 32 * run);
+                add_values(way, lanes + row, of_codes(codes + 32 * run, low, high, 0), these);
             }
         }
     }
@@ -803,49 +774,107 @@ INLINE int64_t ahead_of(int64_t bytes) { return ((AHEAD - 1) / bytes + 1) * byte
 
 /* Rows of blocks that lie so many bytes apart, one or SIDE of them, times one row given. */
 
-typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks, const float *given, float *made);
+typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made);
 
-#define ROW_PRODUCT(name, some, size, add)                                                                       \
-    static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const float *given, float *made) {    \
+#define ROW_PRODUCT(name, way, some, count, size, add)                                                           \
+    static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made) {     \
         Lanes lanes[some] = {0};                                                                                 \
         const uint8_t *later = packed + (some == 1 ? AHEAD : ahead_of(some * apart));                            \
         for (int64_t at = 0; at < blocks; at++, packed += size, later += some * size) {                          \
+            const void *these = given_at(way, given, at * count);                                                \
             fetch(later, some * size);                                                                           \
             add;                                                                                                 \
         }                                                                                                        \
-        for (int row = 0; row < some; row++) made[row] = sum_of(lanes + row);                                    \
+        for (int row = 0; row < some && !(way & KEPT); row++) made[row] = sum_of(lanes + row);                   \
     }
 
-#define ALONE(format, count, size) \
-    ROW_PRODUCT(row_of_##format, 1, size, add_##format(lanes, packed, given + at * count))
-
-#define SIDE_BY_SIDE(format, count, size)                                                               \
-    ROW_PRODUCT(row_of_##format, 1, size, add_##format(1, lanes, packed, apart, given + at * count))    \
-    ROW_PRODUCT(rows_of_##format, SIDE, size, add_##format(SIDE, lanes, packed, apart, given + at * count))
-
 #define ADD_UNPACKED(format, count)                                                              \
-    INLINE void add_##format(Lanes *lanes, const uint8_t *block, const float *given) {           \
+    INLINE void add_##format(int way, Lanes *lanes, const uint8_t *block, const void *given) {   \
         float values[count];                                                                     \
         format(block, values);                                                                   \
-        for (int at = 0; at < count; at += LANES) add_values(lanes, values_at(values + at), given + at); \
+        for (int at = 0; at < count; at += LANES)                                                \
+            add_values(way, lanes, values_at(values + at), given_at(way, given, at));            \
     }
 
 ADD_UNPACKED(q4_0, 32)
 ADD_UNPACKED(q4_1, 32)
-ALONE(q4_0, 32, 18)
-ALONE(q4_1, 32, 20)
-ALONE(q5_0, 32, 22)
-ALONE(q5_1, 32, 24)
-SIDE_BY_SIDE(q8_0, 32, 34)
-SIDE_BY_SIDE(q4_k, 256, 144)
-ALONE(q5_k, 256, 176)
-SIDE_BY_SIDE(q6_k, 256, 210)
 
-/* By how many rows: one, and SIDE; null: one after the other. */
-static const RowProduct ROW_PRODUCTS[][2] = {
-    {row_of_q4_0, 0},           {row_of_q4_1, 0},           {row_of_q5_0, 0}, {row_of_q5_1, 0},
-    {row_of_q8_0, rows_of_q8_0}, {row_of_q4_k, rows_of_q4_k}, {row_of_q5_k, 0}, {row_of_q6_k, rows_of_q6_k},
+#define ONE(way, format, count, size) \
+    ROW_PRODUCT(row_of_##format##_##way, way, 1, count, size, add_##format(way, lanes, packed, these))
+#define ONE_OF_MANY(way, format, count, size) \
+    ROW_PRODUCT(row_of_##format##_##way, way, 1, count, size, add_##format(way, 1, lanes, packed, apart, these))
+#define MANY_ROWS(way, format, count, size) \
+    ROW_PRODUCT(rows_of_##format##_##way, way, SIDE, count, size, add_##format(way, SIDE, lanes, packed, apart, these))
+
+#define ROW_FUNCTIONS(way)            \
+    ONE(way, q4_0, 32, 18)            \
+    ONE(way, q4_1, 32, 20)            \
+    ONE(way, q5_0, 32, 22)            \
+    ONE(way, q5_1, 32, 24)            \
+    ONE_OF_MANY(way, q8_0, 32, 34)    \
+    ONE_OF_MANY(way, q4_k, 256, 144)  \
+    ONE(way, q5_k, 256, 176)          \
+    ONE_OF_MANY(way, q6_k, 256, 210)
+
+#define SIDE_FUNCTIONS(way)           \
+    MANY_ROWS(way, q8_0, 32, 34)      \
+    MANY_ROWS(way, q4_k, 256, 144)    \
+    MANY_ROWS(way, q6_k, 256, 210)
+
+#define ROWS_OF(way)                                                                                       \
+    [way] = {row_of_q4_0_##way, row_of_q4_1_##way, row_of_q5_0_##way, row_of_q5_1_##way,                   \
+             row_of_q8_0_##way, row_of_q4_k_##way, row_of_q5_k_##way, row_of_q6_k_##way}
+#define SIDES_OF(way) [way] = {0, 0, 0, 0, rows_of_q8_0_##way, rows_of_q4_k_##way, 0, rows_of_q6_k_##way}
+
+ROW_FUNCTIONS(FLOATS)
+SIDE_FUNCTIONS(FLOATS)
+ROW_FUNCTIONS(KEPT)
+WITH_PAIRS(ROW_FUNCTIONS(PAIRS))
+WITH_PAIRS(SIDE_FUNCTIONS(PAIRS))
+WITH_PAIRS(ROW_FUNCTIONS(KEPT_PAIRS))
+
+static const RowProduct ROW[WAYS][8] = {
+    ROWS_OF(FLOATS), ROWS_OF(KEPT), WITH_PAIRS(ROWS_OF(PAIRS), ROWS_OF(KEPT_PAIRS))
 };
+
+/* By SIDE rows; null: one after the other. */
+static const RowProduct ROWS[KEPT][8] = {SIDES_OF(FLOATS), WITH_PAIRS(SIDES_OF(PAIRS))};
+
+/* How many values a block has, and how many bytes. */
+typedef struct {
+    int64_t values, bytes;
+} Format;
+
+static const Format FORMAT[] = {{32, 18}, {32, 20}, {32, 22}, {32, 24}, {32, 34}, {256, 144}, {256, 176}, {256, 210}};
+
+#define STORE(dtype, type)                                                                                    \
+    INLINE void store_##dtype(const float *restrict values, void *restrict made, int64_t count) {             \
+        type *restrict rounded = made;                                                                        \
+        for (int64_t at = 0; at < count; at++) rounded[at] = to_##dtype(values[at]);                          \
+    }
+
+STORE(bfloat16, uint16_t)
+STORE(float16, uint16_t)
+STORE(float32, float)
+
+/* Rows of blocks, columns of them, of a format, which is their kind; each goes to the row of made that table tells;
+   null: one after the other. */
+void unpack_ggml(const Work *all) {
+    const Format *form = &FORMAT[all->kind];
+    const uint8_t *packed = all->codes;
+    const int64_t *places = all->table;
+    float values[256];
+    for (int64_t row = 0; row < all->rows; row++) {
+        int64_t place = places ? places[row] : row;
+        for (int64_t block = 0; block < all->columns; block++, packed += form->bytes) {
+            char *target = all->made + (place * all->columns + block) * form->values * SIZE_OF(all->dtype);
+            ROW[KEPT][all->kind](packed, 0, 1, values, 0);
+            if (all->dtype == BFLOAT16) store_bfloat16(values, target, form->values);
+            if (all->dtype == FLOAT16) store_float16(values, target, form->values);
+            if (all->dtype == FLOAT32) store_float32(values, target, form->values);
+        }
+    }
+}
 
 /* Weights that rest in rows: what works on them as they are told to the loop that unpacks them, each row of theirs being
    one or several of its. */
@@ -853,16 +882,28 @@ static const RowProduct ROW_PRODUCTS[][2] = {
 enum { GGML, SCALED, GROUPED };
 
 /* work says how the weight rests; family what unpacks it. made has a number of each of rows for each of count rows given,
-   of columns, at the place that places tells; null: one after the other. Threads take rows step by step, and each has
-   room floats to unpack to. */
+   of columns, at the place that places tells; null: one after the other. bias has what is added to those of each; null:
+   nothing. What is given is float32, or bfloat16 in the way of pairs; what is made is bfloat16 where it rounds. Threads
+   take rows step by step, and each has room floats to unpack to. */
 typedef struct {
     const Work *work;
-    const float *given;
-    float *made, *rooms;
+    const void *given;
+    void *made;
+    float *rooms;
     const int64_t *places;
-    const float *values;
-    int64_t family, rows, columns, count, step, room, next_row, next_room;
+    const float *values, *bias;
+    int64_t family, way, rounds, rows, columns, count, step, room, next_row, next_room;
 } Product;
+
+/* Have sum be the product of a row and one of those given. */
+INLINE void keep_sum(const Product *all, int64_t given, int64_t row, float sum) {
+    int64_t place = all->places ? all->places[row] : row, at = given * all->rows + place;
+    if (all->bias) sum += all->bias[place];
+    if (all->rounds)
+        ((uint16_t *)all->made)[at] = to_bfloat16(sum);
+    else
+        ((float *)all->made)[at] = sum;
+}
 
 static const float OF_FP4[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 static const float OF_INT4[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
@@ -882,8 +923,8 @@ static Lanes of_strange(const uint8_t *codes, float low, float high) {
     return values_at(values);
 }
 
-/* A row of codes of a kind: its product with those given, or, where there is room, no product, and its values there. */
-INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, const float *given, float *room) {
+/* A row of codes of a kind: its product with those given, or no product, and its values there. */
+INLINE float row_of_scaled(int way, const Product *all, int64_t row, int64_t kind, const void *given) {
     const Work *work = all->work;
     int64_t lines = all->columns / work->columns, line = row * lines, nested = work->scale_kind == OF_TABLE;
     int64_t width = work->block_columns, halves = width == LANES / 2, each = kind >= FP4 ? 2 : 1, column = 0;
@@ -902,10 +943,7 @@ INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, const 
             for (int64_t at = 0; at < count; at += LANES, codes += LANES / each, column += LANES) {
                 fetch(codes + AHEAD, LANES / each);
                 Lanes values = strange ? of_strange(codes, low, high) : of_scaled(kind, codes, all->values, low, high);
-                if (room)
-                    keep_values(values, room + column);
-                else
-                    add_values(&lanes, values, given + column);
+                add_values(way, &lanes, values, given_at(way, given, column));
             }
         }
     }
@@ -913,64 +951,59 @@ INLINE float row_of_scaled(const Product *all, int64_t row, int64_t kind, const 
 }
 
 /* Functions of their own, which a compiler does well by: all in one it may run out of registers. */
-#define SCALED_ROW(name, kind)                                                                                        \
-    static __attribute__((noinline)) float product_of_##name(const Product *all, int64_t row, const float *given) {   \
-        return row_of_scaled(all, row, kind, given, 0);                                                               \
-    }                                                                                                                 \
-    static __attribute__((noinline)) void unpack_##name(const Product *all, int64_t row, float *room) {               \
-        row_of_scaled(all, row, kind, 0, room);                                                                       \
+#define SCALED_ROW(name, kind, way)                                                                                    \
+    static __attribute__((noinline)) float name##_##way(const Product *all, int64_t row, const void *given) {         \
+        return row_of_scaled(way, all, row, kind, given);                                                             \
     }
 
-SCALED_ROW(fp8, FP8)
-SCALED_ROW(int8, INT8)
-SCALED_ROW(nibbles, FP4)
-SCALED_ROW(table, TABLE)
-
-static float product_of_scaled(const Product *all, int64_t row, const float *given) {
-    switch (all->work->kind) {
-        case FP8: return product_of_fp8(all, row, given);
-        case INT8: return product_of_int8(all, row, given);
-        case TABLE: return product_of_table(all, row, given);
-        default: return product_of_nibbles(all, row, given);
+#define SCALED_ROWS(way)                                                                        \
+    SCALED_ROW(fp8_row, FP8, way)                                                               \
+    SCALED_ROW(int8_row, INT8, way)                                                             \
+    SCALED_ROW(row_of_nibbles, FP4, way)                                                        \
+    SCALED_ROW(row_of_table, TABLE, way)                                                        \
+                                                                                                \
+    static float scaled_row_##way(const Product *all, int64_t row, const void *given) {         \
+        switch (all->work->kind) {                                                              \
+            case FP8: return fp8_row_##way(all, row, given);                                    \
+            case INT8: return int8_row_##way(all, row, given);                                  \
+            case TABLE: return row_of_table_##way(all, row, given);                             \
+            default: return row_of_nibbles_##way(all, row, given);                              \
+        }                                                                                       \
     }
-}
 
-static void unpack_scaled_row(const Product *all, int64_t row, float *room) {
-    switch (all->work->kind) {
-        case FP8: unpack_fp8(all, row, room); break;
-        case INT8: unpack_int8(all, row, room); break;
-        case TABLE: unpack_table(all, row, room); break;
-        default: unpack_nibbles(all, row, room);
-    }
-}
+SCALED_ROWS(FLOATS)
+SCALED_ROWS(KEPT)
+WITH_PAIRS(SCALED_ROWS(PAIRS))
+WITH_PAIRS(SCALED_ROWS(KEPT_PAIRS))
+
+static float (*const SCALED_ROW_OF[WAYS])(const Product *all, int64_t row, const void *given) = {
+    [FLOATS] = scaled_row_FLOATS, [KEPT] = scaled_row_KEPT,
+    WITH_PAIRS([PAIRS] = scaled_row_PAIRS, [KEPT_PAIRS] = scaled_row_KEPT_PAIRS)
+};
 
 /* One row given times some of the weight's, one or SIDE, from row on. */
-static void multiply_rows(const Product *all, int64_t row, int64_t some, const float *given, float *made) {
+static void multiply_rows(const Product *all, int64_t row, int64_t some, const void *given, float *made) {
     const Work *work = all->work;
     if (all->family == SCALED) {
-        for (int64_t at = 0; at < some; at++) made[at] = product_of_scaled(all, row + at, given);
+        for (int64_t at = 0; at < some; at++) made[at] = SCALED_ROW_OF[all->way](all, row + at, given);
         return;
     }
-    const RowProduct *products = ROW_PRODUCTS[work->kind];
     int64_t width = work->columns * FORMAT[work->kind].bytes;
     const uint8_t *packed = work->codes + row * width;
-    if (products[1] && some == SIDE)
-        products[1](packed, width, work->columns, given, made);
+    RowProduct one = ROW[all->way][work->kind], side = ROWS[all->way][work->kind];
+    if (side && some == SIDE)
+        side(packed, width, work->columns, given, made);
     else
-        for (int64_t at = 0; at < some; at++) products[0](packed + at * width, width, work->columns, given, made + at);
+        for (int64_t at = 0; at < some; at++) one(packed + at * width, width, work->columns, given, made + at);
 }
 
-static void unpack_row(const Product *all, int64_t row, float *room) {
-    if (all->family == SCALED) {
-        unpack_scaled_row(all, row, room);
-        return;
-    }
-    const Format *form = &FORMAT[all->work->kind];
-    const uint8_t *packed = all->work->codes + row * all->work->columns * form->bytes;
-    for (int64_t at = 0; at < all->work->columns; at++, packed += form->bytes, room += form->values) {
-        fetch(packed + AHEAD, form->bytes);
-        form->unpack(packed, room);
-    }
+static void unpack_row(const Product *all, int64_t row, char *room) {
+    const Work *work = all->work;
+    int64_t way = all->way | KEPT, width = work->columns * FORMAT[work->kind].bytes;
+    if (all->family == SCALED)
+        SCALED_ROW_OF[way](all, row, room);
+    else
+        ROW[way][work->kind](work->codes + row * width, width, work->columns, room, 0);
 }
 
 /* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
@@ -982,15 +1015,15 @@ enum { PART = 8, BESIDE = 2 };
 #endif
 
 /* So many columns at a time, of so many rows given, fill a first cache and leave the second to what is unpacked. Rows of
-   that lie so many values further apart than they are long: columns often are a power of two, and what lies so far apart
+   that lie so many bytes further apart than they are long: columns often are a power of two, and what lies so far apart
    has one place in a cache. */
-enum { ONE_RUN = 2048, SHARING = 32, PADDING = 16 };
+enum { ONE_RUN = 2048, SHARING = 32, PADDING = 64 };
 
-INLINE int64_t apart_of(int64_t columns) { return columns + PADDING; }
+INLINE int64_t apart_of(int way, int64_t columns) { return columns * bytes_of(way) + PADDING; }
 
 typedef float Part __attribute__((vector_size(4 * PART)));
 
-INLINE Part part_at(const float *values) {
+INLINE Part part_at(const void *values) {
     Part part;
     memcpy(&part, values, sizeof part);
 #if defined(__AVX512BW__)
@@ -1001,83 +1034,91 @@ INLINE Part part_at(const float *values) {
     return part;
 }
 
-/* What comes of a product and a sum, rounded once. */
-INLINE Part fused(Part one, Part two, Part sum) {
+/* What comes of products and a sum: of one in each lane, rounded once, or of pairs. */
+INLINE Part fused(int way, Part one, Part two, Part sum) {
 #if defined(__AVX512BW__)
+    if (in_pairs(way)) return (Part)with_pairs((__m512)sum, (__m512i)one, (__m512i)two);
     return (Part)_mm512_fmadd_ps((__m512)one, (__m512)two, (__m512)sum);
 #elif defined(__FMA__)
-    return (Part)_mm256_fmadd_ps((__m256)one, (__m256)two, (__m256)sum);
+    return (void)way, (Part)_mm256_fmadd_ps((__m256)one, (__m256)two, (__m256)sum);
 #else
     for (int at = 0; at < PART; at++) sum[at] = __builtin_fmaf(one[at], two[at], sum[at]);
-    return sum;
+    return (void)way, sum;
 #endif
 }
 
-/* Some rows of values times AT_ONCE rows given, of columns each, in one part of the lanes: what comes of some more columns
-   is added to sums, PART of each, which begin as zeros where these are the first. */
-INLINE void add_products(int some, const float *values, const float *given, int64_t columns, int64_t more, int first,
+/* Some rows of values times AT_ONCE rows given, of columns each, in one part of the lanes: what comes of some more bytes of
+   these is added to sums, PART of each, which begin as zeros where these are the first. */
+INLINE void add_products(int way, int some, const char *values, const char *given, int64_t columns, int64_t more, int first,
                          float *sums) {
+    int64_t apart = apart_of(way, columns), line = columns * bytes_of(way);
     Part parts[BESIDE * AT_ONCE];
     if (first)
         memset(parts, 0, sizeof parts);
     else
         memcpy(parts, sums, (size_t)some * AT_ONCE * sizeof *parts);
-    for (int64_t at = 0; at < more; at += LANES) {
-        Part one = part_at(given + at), two = part_at(given + columns + at);
-        Part three = part_at(given + 2 * columns + at), four = part_at(given + 3 * columns + at);
+    for (int64_t at = 0; at < more; at += LANES * sizeof(float)) {
+        Part one = part_at(given + at), two = part_at(given + line + at);
+        Part three = part_at(given + 2 * line + at), four = part_at(given + 3 * line + at);
 #pragma GCC unroll 6
         for (int row = 0; row < some; row++) {
-            Part found = part_at(values + row * apart_of(columns) + at), *own = parts + row * AT_ONCE;
-            own[0] = fused(found, one, own[0]), own[1] = fused(found, two, own[1]);
-            own[2] = fused(found, three, own[2]), own[3] = fused(found, four, own[3]);
+            Part found = part_at(values + row * apart + at), *own = parts + row * AT_ONCE;
+            own[0] = fused(way, found, one, own[0]), own[1] = fused(way, found, two, own[1]);
+            own[2] = fused(way, found, three, own[2]), own[3] = fused(way, found, four, own[3]);
         }
     }
     memcpy(sums, parts, (size_t)some * AT_ONCE * sizeof *parts);
 }
 
-static float multiply_one(const float *values, const float *given, int64_t columns) {
+INLINE float multiply_one(int way, const char *values, const char *given, int64_t columns) {
     Lanes lanes = {0};
-    for (int64_t at = 0; at < columns; at += LANES) add_values(&lanes, values_at(values + at), given + at);
+    for (int64_t at = 0; at < columns * bytes_of(way); at += LANES * bytes_of(way)) {
+#ifdef __AVX512BW__
+        if (in_pairs(way)) {
+            add_rounded(way, &lanes, _mm512_loadu_si512(values + at), shared_at(way, given + at));
+            continue;
+        }
+#endif
+        add_values(way, &lanes, values_at((const float *)(values + at)), given + at);
+    }
     return sum_of(&lanes);
 }
-
-INLINE int64_t place_of(const Product *all, int64_t row) { return all->places ? all->places[row] : row; }
 
 /* What comes of some rows and AT_ONCE of those given, from first on, whose lanes are added up: parts of these lie so many
    sums behind each other. */
 INLINE void keep_sums(const Product *all, int64_t row, int64_t some, int64_t first, const float *sums, int64_t behind) {
-    for (int64_t at = 0; at < some; at++) {
-        float *made = all->made + first * all->rows + place_of(all, row + at);
-        for (int64_t given = 0; given < AT_ONCE; given++, made += all->rows, sums += PART) {
+    for (int64_t at = 0; at < some; at++)
+        for (int64_t given = 0; given < AT_ONCE; given++, sums += PART) {
             float lanes[LANES];
             for (int64_t part = 0; part < LANES / PART; part++)
                 memcpy(lanes + part * PART, sums + part * behind, PART * sizeof *lanes);
             Lanes found = values_at(lanes);
-            *made = sum_of(&found);
+            keep_sum(all, first + given, row + at, sum_of(&found));
         }
-    }
 }
 
 /* The rows begin to end, which are unpacked to values, times count of those given, from first on: whole AT_ONCE of them,
    SHARING at most. All that is added up of some columns is done before the next ones, and one part of the lanes before the
    others, so that values stay in a core's first cache meanwhile; sums have a place for each lane of each product. */
-static void multiply_some(const Product *all, int64_t begin, int64_t end, const float *values, int64_t first, int64_t count,
-                          float *sums) {
-    int64_t columns = all->columns, rows = end - begin;
-    const float *given = all->given + first * columns;
+INLINE void multiply_some(int way, const Product *all, int64_t begin, int64_t end, const char *values, int64_t first,
+                          int64_t count, float *sums) {
+    int64_t columns = all->columns, rows = end - begin, apart = apart_of(way, columns), bytes = bytes_of(way);
+    const char *given = given_at(way, all->given, first * columns);
     for (int64_t from = 0, more; from < columns; from += more) {
         more = columns - from < ONE_RUN ? columns - from : ONE_RUN;
         for (int64_t part = 0; part < LANES; part += PART)
             for (int64_t row = 0, some; row < rows; row += some) {
                 some = row + BESIDE <= rows ? BESIDE : 1;
-                const float *own = values + row * apart_of(columns) + from + part;
+                int64_t begins = from * bytes + part * (int64_t)sizeof(float);
+                const char *own = values + row * apart + begins;
                 float *made = sums + (part * rows + row * PART) * count; /* all rows of a part lie side by side */
                 for (int64_t at = 0; at < count; at += AT_ONCE, made += some * AT_ONCE * PART) {
-                    const float *these = given + at * columns + from + part;
+                    const char *these = given + at * columns * bytes + begins;
+                    int64_t left = (from + more) * bytes - begins;
                     if (some == BESIDE)
-                        add_products(BESIDE, own, these, columns, more, !from, made);
+                        add_products(way, BESIDE, own, these, columns, left, !from, made);
                     else
-                        add_products(1, own, these, columns, more, !from, made);
+                        add_products(way, 1, own, these, columns, left, !from, made);
                 }
             }
     }
@@ -1089,26 +1130,38 @@ static void multiply_some(const Product *all, int64_t begin, int64_t end, const 
 }
 
 /* The rows begin to end, which are unpacked to values with room for sums behind them, times all rows given. */
-static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, float *values) {
-    int64_t columns = all->columns, whole = all->count / AT_ONCE * AT_ONCE;
-    float *sums = values + (end - begin) * apart_of(columns);
+INLINE void multiply_unpacked_of(int way, const Product *all, int64_t begin, int64_t end, char *values) {
+    int64_t columns = all->columns, apart = apart_of(way, columns), whole = all->count / AT_ONCE * AT_ONCE;
+    float *sums = (float *)(values + (end - begin) * apart);
     for (int64_t first = 0; first < whole; first += SHARING)
-        multiply_some(all, begin, end, values, first, whole - first < SHARING ? whole - first : SHARING, sums);
-    for (int64_t first = whole; first < all->count; first++)
+        multiply_some(way, all, begin, end, values, first, whole - first < SHARING ? whole - first : SHARING, sums);
+    for (int64_t first = whole; first < all->count; first++) {
+        const char *given = given_at(way, all->given, first * columns);
         for (int64_t row = begin; row < end; row++)
-            all->made[first * all->rows + place_of(all, row)] =
-                multiply_one(values + (row - begin) * apart_of(columns), all->given + first * columns, columns);
+            keep_sum(all, first, row, multiply_one(way, values + (row - begin) * apart, given, columns));
+    }
 }
 
-/* How many rows of values there is room for, and for the sums behind them. */
-INLINE int64_t rows_of(const Product *all, int64_t room) { return room / (apart_of(all->columns) + SHARING * LANES); }
+static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, char *values) {
+    if (in_pairs((int)all->way))
+        multiply_unpacked_of(PAIRS, all, begin, end, values);
+    else
+        multiply_unpacked_of(FLOATS, all, begin, end, values);
+}
+
+/* How many rows of values there is room for, so many bytes apart, and for the sums behind them. */
+INLINE int64_t rows_of(const Product *all, int64_t apart) {
+    return all->room * 4 / (apart + SHARING * LANES * 4);
+}
 
 /* The rows begin to end times all rows given, of which a few don't make it worth the while to unpack anything. */
-static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, float *room) {
+static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, char *room) {
+    int way = (int)all->way;
+    int64_t apart = apart_of(way, all->columns);
     if (all->count >= AT_ONCE)
         for (int64_t first = begin, last; first < end; first = last) {
-            last = first + rows_of(all, all->room) < end ? first + rows_of(all, all->room) : end;
-            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * apart_of(all->columns));
+            last = first + rows_of(all, apart) < end ? first + rows_of(all, apart) : end;
+            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * apart);
             multiply_unpacked(all, first, last, room);
         }
     else
@@ -1116,8 +1169,8 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, flo
             some = row + SIDE <= end ? SIDE : 1;
             for (int64_t at = 0; at < all->count; at++) {
                 float found[SIDE];
-                multiply_rows(all, row, some, all->given + at * all->columns, found);
-                for (int64_t one = 0; one < some; one++) all->made[at * all->rows + place_of(all, row + one)] = found[one];
+                multiply_rows(all, row, some, given_at(way, all->given, at * all->columns), found);
+                for (int64_t one = 0; one < some; one++) keep_sum(all, at, row + one, found[one]);
             }
         }
 }
@@ -1251,6 +1304,14 @@ static void values_of_columns(const Work *work, const Group *groups, int64_t inp
     }
 }
 
+/* The sums of wide rows, whose lanes are added in halves. */
+static void keep_wide(const Product *all, int64_t first, int64_t wide, int64_t at, float (*restrict lanes)[WIDE]) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++)
+            for (int row = 0; row < WIDE; row++) lanes[lane][row] += lanes[lane + half][row];
+    for (int64_t row = 0; row < wide; row++) keep_sum(all, at, first + row, lanes[0][row]);
+}
+
 /* wide rows from first on, WIDE at most, times some rows given, GIVEN at most. */
 static void multiply_tile(const Product *all, const Group *groups, int64_t first, int64_t wide, int64_t from, int64_t some) {
     float lanes[GIVEN][LANES][WIDE], values[LANES][WIDE] = {{0}};
@@ -1258,49 +1319,83 @@ static void multiply_tile(const Product *all, const Group *groups, int64_t first
     for (int64_t input = 0; input < all->columns; input += LANES) {
         values_of_columns(all->work, groups, input, first, wide, values);
         for (int64_t at = 0; at < some; at++) {
-            const float *given = all->given + (from + at) * all->columns + input;
+            const float *given = given_at(FLOATS, all->given, (from + at) * all->columns + input);
             for (int lane = 0; lane < LANES; lane++)
                 for (int row = 0; row < WIDE; row++)
                     lanes[at][lane][row] = __builtin_fmaf(values[lane][row], given[lane], lanes[at][lane][row]);
         }
     }
-    for (int64_t at = 0; at < some; at++) {
-        for (int half = LANES / 2; half; half /= 2)
-            for (int lane = 0; lane < half; lane++)
-                for (int row = 0; row < WIDE; row++) lanes[at][lane][row] += lanes[at][lane + half][row];
-        memcpy(all->made + (from + at) * all->rows + first, lanes[at][0], (size_t)wide * sizeof(float));
-    }
+    for (int64_t at = 0; at < some; at++) keep_wide(all, first, wide, from + at, lanes[at]);
 }
 
-/* Unpack wide rows from first on, for MANY rows given or more. */
-static void unpack_columns(const Product *all, const Group *groups, int64_t first, int64_t wide, float *made) {
-    float values[LANES][WIDE];
+#ifdef __AVX512BF16__
+/* The same in pairs: of each row the values of two inputs lie side by side. */
+static void multiply_tile_in_pairs(const Product *all, const Group *groups, int64_t first, int64_t wide, int64_t from,
+                                   int64_t some) {
+    const __m512i beside = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    float lanes[GIVEN][LANES][WIDE], values[LANES][WIDE] = {{0}};
+    memset(lanes, 0, (size_t)some * sizeof *lanes);
     for (int64_t input = 0; input < all->columns; input += LANES) {
         values_of_columns(all->work, groups, input, first, wide, values);
-        for (int64_t row = 0; row < wide; row++)
-            for (int lane = 0; lane < LANES; lane++) made[row * apart_of(all->columns) + input + lane] = values[lane][row];
+        int64_t half = input / LANES % 2 * (LANES / 2);
+        for (int pair = 0; pair < LANES / 2; pair++)
+            for (int row = 0; row < WIDE; row += 16) {
+                Lanes two = {_mm512_loadu_ps(values[2 * pair] + row), _mm512_loadu_ps(values[2 * pair + 1] + row)};
+                __m512i both = _mm512_permutexvar_epi16(beside, rounded(two));
+                for (int64_t at = 0; at < some; at++) {
+                    int32_t these;
+                    memcpy(&these, given_at(PAIRS, all->given, (from + at) * all->columns + input + 2 * pair), sizeof these);
+                    float *own = lanes[at][half + pair] + row;
+                    _mm512_storeu_ps(own, with_pairs(_mm512_loadu_ps(own), both, _mm512_set1_epi32(these)));
+                }
+            }
+    }
+    for (int64_t at = 0; at < some; at++) keep_wide(all, first, wide, from + at, lanes[at]);
+}
+#else
+#define multiply_tile_in_pairs multiply_tile
+#endif
+
+/* Unpack wide rows from first on, for MANY rows given or more. */
+static void unpack_columns(const Product *all, const Group *groups, int64_t first, int64_t wide, char *made) {
+    float values[LANES][WIDE], own[LANES];
+    int way = (int)all->way | KEPT;
+    int64_t apart = apart_of(way, all->columns);
+    for (int64_t input = 0; input < all->columns; input += LANES) {
+        values_of_columns(all->work, groups, input, first, wide, values);
+        for (int64_t row = 0; row < wide; row++) {
+            for (int lane = 0; lane < LANES; lane++) own[lane] = values[lane][row];
+            add_values(way, 0, values_at(own), made + row * apart + input * bytes_of(way));
+        }
     }
 }
 
-static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, float *room) {
+static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, char *room) {
     Group *groups = (Group *)room;
+    char *behind = room + all->work->across * (int64_t)sizeof *groups;
     for (int64_t first = begin; first < end; first += WIDE) {
         int64_t wide = end - first < WIDE ? end - first : WIDE;
         unpack_groups(all->work, first, wide, groups);
         if (all->count >= MANY) {
-            unpack_columns(all, groups, first, wide, (float *)(groups + all->work->across));
-            multiply_unpacked(all, first, first + wide, (float *)(groups + all->work->across));
+            unpack_columns(all, groups, first, wide, behind);
+            multiply_unpacked(all, first, first + wide, behind);
         }
         else
-            for (int64_t from = 0; from < all->count; from += GIVEN)
-                multiply_tile(all, groups, first, wide, from, all->count - from < GIVEN ? all->count - from : GIVEN);
+            for (int64_t from = 0; from < all->count; from += GIVEN) {
+                int64_t some = all->count - from < GIVEN ? all->count - from : GIVEN;
+                if (in_pairs((int)all->way))
+                    multiply_tile_in_pairs(all, groups, first, wide, from, some);
+                else
+                    multiply_tile(all, groups, first, wide, from, some);
+            }
     }
 }
 
 static void take_rows(void *given) {
     Product *all = given;
     int64_t number = __atomic_fetch_add(&all->next_room, 1, __ATOMIC_RELAXED), begin;
-    float *room = all->rooms + number * all->room;
+    char *room = (char *)(all->rooms + number * all->room);
     while ((begin = __atomic_fetch_add(&all->next_row, all->step, __ATOMIC_RELAXED)) < all->rows) {
         int64_t end = begin + all->step < all->rows ? begin + all->step : all->rows;
         if (all->family == GROUPED)

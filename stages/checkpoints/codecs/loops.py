@@ -26,7 +26,7 @@ from offstage.stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _UNPACKERS = ("unpack_scaled", "unpack_mxfp4", "unpack_ggml")
-_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed")
+_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed", "multiplies_pairs")
 DTYPE_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3, "table": 4}
 _OF_EIGHT_BITS = ("fp8", "int8")
@@ -134,6 +134,9 @@ class Loops:
         library.read_and_unpack.argtypes = [c_void_p, c_int64, *[c_void_p] * 4]
         library.read_and_unpack.restype = c_int32
         library.multiply_packed.argtypes = [c_void_p, c_int64, c_void_p]
+        library.multiplies_pairs.restype = c_int32
+        self.multiplies_pairs = bool(library.multiplies_pairs())
+        """Whether rows of bfloat16 can be multiplied, in pairs."""
         unpackers = [getattr(library, name) for name in _UNPACKERS]
         for function in unpackers:
             function.argtypes = [c_void_p]

@@ -41,22 +41,23 @@ _AT_ONCE = 4
 """From so many rows given on a weight is unpacked, some of its rows at a time; fewer read it as one does."""
 _SHARING = 32
 """How many rows given share what was unpacked while it is in a core's first cache."""
-_PADDING = 16
-"""How many values further apart than they are long rows lie that were unpacked."""
+_PADDING = 64
+"""How many bytes further apart than they are long rows lie that were unpacked."""
 _WIDE, _MANY = 64, 12
 """How many rows of a weight in columns are multiplied side by side; from how many rows given on it is unpacked."""
 _SHARES = 4
 """In so many steps each thread takes rows: one that another process holds up has fewer."""
 _LINE = 64
 _GGML, _SCALED, _GROUPED = range(3)
-_NUMBERS = ("family", "rows", "columns", "count", "step", "room", "next_row", "next_room")
+_FLOATS, _PAIRS = range(2)
+_NUMBERS = ("family", "way", "rounds", "rows", "columns", "count", "step", "room", "next_row", "next_room")
 
 
 class _ProductArguments(Structure):
     """``Product`` in ``loops.c``."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("work", "given", "made", "rooms", "places", "values")),
+        *((name, c_void_p) for name in ("work", "given", "made", "rooms", "places", "values", "bias")),
         *((name, c_int64) for name in _NUMBERS),
     ]
 
@@ -104,26 +105,31 @@ class Product:
         tables: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
     ) -> None:
         self._function, self._kept = known.library.multiply_packed, (work, tables)
+        self.in_pairs = known.multiplies_pairs
         self._in_columns, self.rows, self.columns, self._room = family == _GROUPED, rows, columns, room
         self._arguments = _ProductArguments(work=addressof(work), family=family, rows=rows, columns=columns)
         self._arguments.places, self._arguments.values = pointers(tables.get("places"), tables.get("values"))
 
-    def run(self, given: int, made: int, count: int, *, threads: int) -> None:
-        """Write the products of ``count`` rows of float32 at the address ``given`` [count, columns] to that of ``made``
-        [count, rows], in so many ``threads``, which share the rows of the weight.
+    def run(
+        self, given: int, made: int, count: int, *, bias: int | None, threads: int, pairs: bool, rounds: bool
+    ) -> None:
+        """Write the products of ``count`` rows at the address ``given`` [count, columns], each with the ``bias`` of its
+        row, if any, to that of ``made`` [count, rows], in so many ``threads``, which share the rows of the weight.
 
-        The bits are the same for any number of them.
+        The bias is float32. So is what is given, or bfloat16 in ``pairs``, which ``in_pairs`` allows; and what is made,
+        or bfloat16 where it ``rounds``. The bits are the same for any number of threads.
         """
         product, room = _ProductArguments.from_buffer_copy(self._arguments), self._room
         together, unpacks = (_WIDE, count >= _MANY) if self._in_columns else (_TOGETHER, count >= _AT_ONCE)
         if unpacks and not self._in_columns:
             together *= max(1, min(_PANEL_VALUES // self.columns, self.rows // (4 * threads)) // together)
         if unpacks:
-            room += together * (self.columns + _PADDING + _SHARING * LANES)
+            room += together * ((self.columns * (2 if pairs else 4) + _PADDING) // 4 + _SHARING * LANES)
         if room:
             rooms = np.empty(threads * room + _LINE // 4, np.float32)  # whole lines of a cache are read at once
             product.rooms = -(-rooms.ctypes.data // _LINE) * _LINE
         product.given, product.made, product.count, product.room = given, made, count, room
+        product.bias, product.way, product.rounds = bias, _PAIRS if pairs else _FLOATS, rounds
         product.step = max(1, self.rows // (threads * _SHARES * together)) * together
         self._function(byref(product), threads, _team())
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
-from offstage.stages.checkpoints.codecs import loops
+from offstage.stages.checkpoints.codecs import loops, products
 from offstage.stages.checkpoints.codecs.compressed_tensors import fold_compressed
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
@@ -151,30 +151,58 @@ def compiled(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops.loops() is not None
 
 
-def given_rows(count: int, columns: int = COLUMNS) -> Tensor:
-    return torch.randn(count, columns, generator=torch.Generator().manual_seed(count))
+def given_rows(count: int, columns: int = COLUMNS, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def wanted_of(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None = None) -> Tensor:
+    """Return the products as torch's operators compute them: of bfloat16 in pairs where processors do."""
+    pairs = given.dtype == torch.bfloat16 and products.multiplies_pairs()
+    return by_operators(given, parts, told, bias, pairs=pairs)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether all numbers are the same, bit for bit, and what is none is none in both."""
     if not torch.equal(one.isnan(), other.isnan()):
         return False
-    return torch.equal(one.nan_to_num(7.0).view(torch.int32), other.nan_to_num(7.0).view(torch.int32))
+    kind = torch.int32 if one.dtype == torch.float32 else torch.int16
+    return torch.equal(one.nan_to_num(7.0).view(kind), other.nan_to_num(7.0).view(kind))
 
 
 @pytest.mark.usefixtures("compiled")
+@DTYPES
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(name: str, tmp_path: Path) -> None:
+def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     make, rows, columns = WEIGHTS[name]
     matrix, parts = make(tmp_path, rows, columns)
-    given, told = given_rows(39, columns), as_text(matrix)
-    wanted = by_operators(given, parts, told)
+    given, told = given_rows(39, columns, dtype), as_text(matrix)
+    bias = given_rows(1, matrix.rows, dtype)[0]
+    wanted = wanted_of(given, parts, told, bias)
     assert bool(wanted.isnan().any()) == ("no numbers" in name)
     for count in (1, 2, 3):
         with in_threads(count):
             for some in (1, 2, 3, 4, 7, 13, 39):
-                assert same_bits(multiply_packed(given[:some], parts, told), wanted[:some])
-            assert same_bits(multiply_packed(given[2:6], parts, told), wanted[2:6])
+                assert same_bits(multiply_packed(given[:some], parts, told, bias), wanted[:some])
+            assert same_bits(multiply_packed(given[2:6], parts, told, bias), wanted[2:6])
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("name", ["q4_k", "fp8 in blocks", "GPTQ of 4 bits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_given_may_be_rounded_for_the_product(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make, rows, columns = WEIGHTS[name]
+    matrix, parts = make(tmp_path, rows, columns)
+    given, told = given_rows(5, columns, dtype), as_text(matrix)
+    found = multiply_packed(given, parts, told, compute=torch.bfloat16)
+    pairs = products.multiplies_pairs()
+    wanted = by_operators(given.bfloat16().float(), parts, told, pairs=pairs).to(dtype)
+    assert same_bits(found, wanted)
+    assert not same_bits(found, multiply_packed(given, parts, told))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -233,7 +261,7 @@ def test_the_error_is_no_larger_than_that_of_torchs_product_in_the_dtype(
 ) -> None:
     (values, told, parts), given = plain(name, tmp_path), given_rows(64).to(dtype)
     exact = given.double() @ values.double().T
-    ours = multiply_packed(given.float(), parts, told).to(dtype)
+    ours = multiply_packed(given, parts, told)
     theirs = given @ values.to(dtype).T
     error, least = ((each.double() - exact).square().mean().sqrt() for each in (ours, theirs))
     assert 0 < error <= 1.001 * least  # both are that of rounding sums once where the dtype has all weights
