@@ -17,14 +17,11 @@ from offstage.stages.plan.budgets import NO_COST, least_available
 from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Shortage
-from offstage.stages.plan.plan import DevicePlan, Plan
+from offstage.stages.plan.plan import DevicePlan, Plan, part_name
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 LISTED = 8
 """How many names an error lists before it counts the rest."""
-
-_CALLED = {"cache": "KV cache", "expert_cache": "expert cache", "allocator": "torch's allocator"}
-"""What a refusal calls parts of a ledger."""
 
 
 class ShortageError(BudgetError):
@@ -138,9 +135,7 @@ def _excess(one: DevicePlan, device: DeviceId, allocator: AllocatorCost, *, room
     limit, key = f"max_memory.{device}", ""
     if one.budget_terms and device == CPU:
         limit, key = _limit(host), " as max_memory.cpu"
-    terms = ", ".join(
-        f"{format_bytes(count)} {_CALLED.get(part, part)}" for part, count in one.own_parts.items() if count
-    )
+    terms = ", ".join(f"{format_bytes(count)} {part_name(part)}" for part, count in one.own_parts.items() if count)
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
     reserve = max(one.ledger["reserve"], one.reserve)
     now, weights = one.ledger.get("allocator", 0), one.ledger["weights"] + reserve + one.ledger.get("expert_cache", 0)

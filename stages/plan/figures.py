@@ -9,13 +9,17 @@ are measured in a moment.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.stage import MEASURED, Config
 from offstage.stages.checkpoints.codec_rates import mean_rate, multiplying_rates, unpacking_rates
 from offstage.stages.checkpoints.model_source import ModelSource
+from offstage.stages.checkpoints.quantization import quantization_of
+from offstage.stages.empty_init.identity import declared_dtype
 from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
 from offstage.stages.machine.expandable_segments import turn_on
 from offstage.stages.machine.hardware import Hardware, hardware
@@ -27,7 +31,7 @@ from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import read_geometry
 from offstage.stages.plan.request.requests import asking
-from offstage.stages.plan.row_blocks import possible_dtypes
+from offstage.stages.plan.reserves import possible_dtypes
 
 _LIGHT_SHARE = 1 / 3
 """The part of the time of a model's calls in which its weights are read, at the most, where it is light."""
@@ -58,7 +62,16 @@ def prepare(config: Config, cache: Path) -> None:
     """
     size = sum(path.stat().st_size for path in ModelSource.of(config["model"]).local_weights)
     calls = _CALLS_A_LAYER * read_geometry(config["model"]).layers
-    machine_rates(config, known_machine(config, cache), cache, light=_is_light(size, calls, config))
+    light, weights = _is_light(size, calls, config), declared_weights(config)
+    machine_rates(config, known_machine(config, cache), cache, light=light, weights=weights)
+
+
+def declared_weights(config: Config) -> HostWeights:
+    """Return what most weights will be to products that read them, as the config says it, and the checkpoint's own."""
+    folder, dtype = ModelSource.of(config["model"]).folder, str(config.get("dtype", "auto"))
+    with suppress(CheckpointError):  # which the stage reports that makes the model
+        dtype = str(declared_dtype(folder)) if dtype == "auto" else dtype
+    return HostWeights(dtype, quantization_of(folder) is not None) if dtype in _MULTIPLIED_DTYPES else OF_FILES
 
 
 def begin_measuring(config: Config, cache: Path) -> None:
@@ -126,13 +139,19 @@ def host_is_described(config: Config) -> bool:
 
 
 def machine_rates(
-    config: Config, machine: Hardware, cache: Path, outline: Outline | None = None, *, light: bool = False
+    config: Config,
+    machine: Hardware,
+    cache: Path,
+    outline: Outline | None = None,
+    *,
+    light: bool = False,
+    weights: HostWeights = OF_FILES,
 ) -> Rates:
     """Return the rates that the config gives, the others as they are measured on the checkpoint's largest file.
 
     Those of a machine that is described and isn't this one are nominal where they aren't given. Those of dequantising
-    and multiplying are of the codecs which tensors of ``outline`` rest in. Of a ``light`` model's host only calls are
-    measured.
+    and multiplying are of the codecs which tensors of ``outline`` rest in; where that isn't known, the host reads such
+    ``weights``. Of a ``light`` model's host only calls are measured.
     """
     described = config.get("hardware") or {}
     if described.get("devices") is not None:
@@ -141,7 +160,7 @@ def machine_rates(
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}
-    weights = OF_FILES if outline is None else _host_weights(outline)
+    weights = weights if outline is None else _host_weights(outline)
     rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light, weights=weights)
     if outline is None:
         return rates

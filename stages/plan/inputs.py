@@ -66,14 +66,6 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What is one ``host``'s by a ``division`` of the model."""
-
-    division: Division
-    host: int
-
-
-@dataclass(frozen=True, slots=True)
 class PlanInputs:
     """The model by the key of its ``skeleton``, the map that was asked for, and what is demanded beside weights.
 
@@ -89,8 +81,8 @@ class PlanInputs:
     ``expandable`` says whether segments of torch's allocator expand on accelerators. ``packing`` is how floats are
     packed, null if they stay; where that is the plan's to choose, ``plain`` is the same without it. Whether weights may
     be brought by blocks of rows hangs on ``kernel_identity``; ``kernels`` are what those of the host take. ``notes`` is
-    what there is to say of the plan beside what it says itself. Where the model is divided among hosts, it is the
-    ``share`` of the one that this is.
+    what there is to say of the plan beside what it says itself. Where the model is divided among hosts, by the
+    ``division``, it is for what one ``host`` has of it.
     """
 
     skeleton: str
@@ -115,7 +107,8 @@ class PlanInputs:
     plain: PlanInputs | None = None
     kernel_identity: str = ""
     notes: tuple[str, ...] = ()
-    share: Share | None = None
+    division: Division | None = None
+    host: int = 0
 
     @property
     def learning(self) -> tuple[str, ...]:

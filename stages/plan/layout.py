@@ -20,8 +20,7 @@ from offstage.stages.empty_init.skeleton import DeviceUnpacking, parent
 from offstage.stages.plan.expert_slots import LEAST, Pool, pools, slot_bytes
 from offstage.stages.plan.outline import Layer, Outline, most_unpacking_bytes
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_devices
-from offstage.stages.plan.reserves import needed_rooms
-from offstage.stages.plan.row_blocks import block_rows, least_sizes
+from offstage.stages.plan.reserves import block_rows, least_sizes, needed_rooms
 from offstage.stages.plan.serving import Io, Line, Serving, TensorTable, is_streamed
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
@@ -110,13 +109,26 @@ class Layout(TensorTable):
         The reserve is a layer's; if ``tight``, the least.
         """
         kept, least = self.layer_reserves, self.least_slots(slots)
-        rooms = {device: self._left(device, least) for device in in_tier_order([*self.weights, *kept, *least])}
+        rooms = {device: self.left(device, least) for device in in_tier_order([*self.weights, *kept, *least])}
         kept = self._least_reserves(rooms) if tight else kept
         for device, room in rooms.items():
             if room is not None and kept.get(device, 0) > room:
                 found = self.weights.get(device, 0), kept.get(device, 0), least.get(device, 0)
                 return Shortage(device, self.budgets.get(device) or 0, *found)
         return None
+
+    def left(self, device: DeviceId, beside: Counts) -> int | None:
+        """Return what the budget of ``device`` leaves beside the weights that lie there and what else is ``beside``.
+
+        That is less than 0 where these are too much; null: no limit.
+        """
+        budget = self.budgets.get(device, None if device == DISK else 0)
+        if budget is None:
+            return None
+        held = self.weights.get(device, 0)
+        if device == CPU and not budget:  # that no weights are to lie there is no reason to refuse what code makes
+            held -= self._made_there
+        return budget - held - beside.get(device, 0)
 
     @cached_property
     def reserves(self) -> dict[DeviceId, int]:
@@ -128,7 +140,7 @@ class Layout(TensorTable):
         slots = self.least_slots()
         found = {
             device: count if device not in self.budgets or self.budgets[device] is None
-            else min(count, self._left(device, slots) or 0)
+            else min(count, self.left(device, slots) or 0)
             for device, count in self.layer_reserves.items()
         }  # fmt: skip
         least = self._least_reserves(found)
@@ -139,7 +151,7 @@ class Layout(TensorTable):
         """The bytes by which accelerators unpack that are to, where their budgets leave them."""
         slots = Counter(self.least_slots()) + Counter(self.reserves)
         wanted = self.unpacking_rooms if self.placement.unpacks else {}
-        lefts = {device: self._left(device, slots) for device in wanted}
+        lefts = {device: self.left(device, slots) for device in wanted}
         return {
             device: room
             for device, room in wanted.items()
@@ -170,7 +182,7 @@ class Layout(TensorTable):
         staged = self.outline.read_ahead_bytes((line.name for line in read), unpacked=unpacked)
         for device, pool in self.pools.items():
             ahead = max(0, staged - kept[device]) if device == CPU else 0
-            found[device] = slot_bytes(pool, self._left(device, kept), staged=ahead)
+            found[device] = slot_bytes(pool, self.left(device, kept), staged=ahead)
         return found
 
     @cached_property
@@ -201,16 +213,6 @@ class Layout(TensorTable):
     def _made_there(self) -> int:
         """The bytes of buffers on the host that the placement has on disk: no checkpoint has them, code made them."""
         return sum(line.bytes for line in self.lines if line.made and line.name == line.leader)
-
-    def _left(self, device: DeviceId, beside: Counts) -> int | None:
-        """Return what the budget of ``device`` leaves beside the weights that lie there and what else is ``beside``."""
-        budget = self.budgets.get(device, None if device == DISK else 0)
-        if budget is None:
-            return None
-        held = self.weights.get(device, 0)
-        if device == CPU and not budget:  # that no weights are to lie there is no reason to refuse what code makes
-            held -= self._made_there
-        return budget - held - beside.get(device, 0)
 
     @cached_property
     def _at_once(self) -> tuple[Counts, Counts]:

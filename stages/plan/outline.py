@@ -61,7 +61,7 @@ class Outline:
     streamed nor given room for; and that of experts which are modules in a list those are brought that are called.
     ``routes`` says that of a mixture's stacked experts which lie elsewhere only those are brought that a token uses.
     Without both the layers are those that the field's own functions see. In which dtypes products by blocks of rows are
-    ``exact`` is asked where it matters; see ``offstage.stages.plan.row_blocks``.
+    ``exact`` is asked where it matters; see ``offstage.stages.plan.reserves``.
     """
 
     skeleton: Skeleton

@@ -25,6 +25,16 @@ FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"
 SIMULATED = "simulated"
 """The part of the host's peak that simulated accelerators hold: it is there only where they are simulated."""
+PARTS: Mapping[str, str] = {
+    "weights": "weights",
+    **dict.fromkeys(("reserve", "staging", "dequantising"), "reserve"),
+    "expert_cache": "slots",
+    "cache": "KV cache",
+    **dict.fromkeys(("activations", "scratch", "results", "learning", "offloaded", "assistant"), "activations"),
+    "process": "process",
+    "allocator": "allocator",
+}
+"""The parts of a device's ledger, and what each is shown as; some together."""
 OFFLOAD, EXPLICIT = "cpu_offload_gb", "explicit"
 """What a plan names its policy where the number of gigabytes to offload was given, or a map."""
 _ASKED_FOR = {EXPLICIT: "the map says so", OFFLOAD: f"{OFFLOAD} asks for it"}
@@ -231,6 +241,12 @@ class Plan(TensorTable):
         data = {**asdict(replace(self, layers=())), "layers": layers}
         write_text(folder / FILE_NAME, json.dumps(data, indent=1) + "\n")
         write_text(folder / MAP_NAME, json.dumps(self.device_map, indent=1) + "\n")
+
+
+def part_name(part: str) -> str:
+    """Return what a ``part`` of a ledger is called alone: as it is shown, where nothing else is shown so."""
+    shown = PARTS.get(part, part)
+    return shown if [*PARTS.values()].count(shown) == 1 else part
 
 
 def plan_of(

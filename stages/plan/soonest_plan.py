@@ -20,9 +20,7 @@ from offstage.stages.plan.checks import (
     require_resident,
     require_room,
 )
-from offstage.stages.plan.hosts import (
-    with_division,
-)
+from offstage.stages.plan.hosts import with_division
 from offstage.stages.plan.inputs import Demand, PlanInputs
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
@@ -33,7 +31,7 @@ from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.predict import predict
 from offstage.stages.plan.request.choose import PlanOption, brings_more, choose
-from offstage.stages.plan.row_blocks import block_sizes, least_blocks
+from offstage.stages.plan.reserves import block_sizes, least_blocks
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DeviceId
 
@@ -65,7 +63,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     soonest = min(options, key=lambda option: option.seconds)
     require_room(soonest.plan, inputs.machine, soonest.allocator)
     plan = replace(soonest.plan, notes=(*soonest.plan.notes, *inputs.notes))
-    return plan if inputs.share is None else with_division(plan, inputs.share.division, inputs.share.host)
+    return plan if inputs.division is None else with_division(plan, inputs.division, inputs.host)
 
 
 def _soonest_size(inputs: PlanInputs) -> PlanOption:

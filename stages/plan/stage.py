@@ -50,7 +50,7 @@ from offstage.stages.plan.hosts import (
     served_faults,
     soonest_together,
 )
-from offstage.stages.plan.inputs import PlanInputs, Share, gather_inputs
+from offstage.stages.plan.inputs import PlanInputs, gather_inputs
 from offstage.stages.plan.lossless import possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
@@ -68,7 +68,7 @@ class PlanStage(Stage[PlanInputs]):
 
     name = "plan"
     doing = "measures what isn't known yet of this machine, and says what goes where"
-    version = 37
+    version = 38
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
     metrics = PLAN_METRICS
@@ -131,7 +131,7 @@ class PlanStage(Stage[PlanInputs]):
         part = replace(outline, skeleton=share(outline.skeleton, division.partition.away(host)))
         config = in_lockstep(config, division.lockstep)
         inputs = gather(part, config, machine=machine, rates=rates, kernels=kernels)
-        return replace(inputs, share=Share(division, host))
+        return replace(inputs, division=division, host=host)
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json`` and ``device_map.json``."""

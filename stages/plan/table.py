@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from offstage.pipeline.report.quantities import scale_for
 from offstage.stages.empty_init.skeleton import upward
-from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.plan import PARTS, Plan
 from offstage.stages.plan.serving import Line
 from offstage.stages.units import DISK, DeviceId, format_bytes, in_tier_order
 
@@ -17,17 +17,6 @@ _MOST_LISTED = 24
 """The letters that the numbers of a row's modules may take."""
 _WIDTH = 80
 """The letters of a line: names give way."""
-_PARTS = {
-    "weights": ("weights",),
-    "reserve": ("reserve", "staging", "dequantising"),
-    "slots": ("expert_cache",),
-    "of budget": (),
-    "KV cache": ("cache",),
-    "activations": ("activations", "scratch", "results", "learning", "offloaded", "assistant"),
-    "process": ("process",),
-    "allocator": ("allocator",),
-}
-"""What is shown of a device's ledger, and the parts that each column sums; the budget is one of what stands before."""
 _LEAST_NAME = 14
 """The letters that names have in any case."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -135,10 +124,11 @@ def ledger_rows(plan: Plan) -> list[list[str]]:
     columns of nothing are left out. What simulated accelerators hold isn't the host's own.
     """
     devices = [(device, one) for device, one in plan.devices.items() if one.is_used]
-    counts = {
-        title: [one.budget if not parts else sum(one.ledger.get(part, 0) for part in parts) for _, one in devices]
-        for title, parts in _PARTS.items()
-    }
+    counts: dict[str, list[int | None]] = {}
+    for title in dict.fromkeys(PARTS.values()):
+        if title == PARTS["cache"]:
+            counts["of budget"] = [one.budget for _, one in devices]
+        counts[title] = [sum(one.ledger.get(part, 0) for part in PARTS if PARTS[part] == title) for _, one in devices]
     shown = {title: column for title, column in counts.items() if any(column) or title in ("weights", "of budget")}
     sums = [one.own_bytes for _, one in devices]
     scale = scale_for([*sums, *(one.budget for _, one in devices)], "bytes")

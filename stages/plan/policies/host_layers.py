@@ -26,8 +26,8 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
 from offstage.stages.plan.placement import Budgets, Placement
 from offstage.stages.plan.policies.chosen_tensors import GOLDEN, turns
-from offstage.stages.plan.policies.link_shares import partners
 from offstage.stages.plan.policies.optimal import Search
+from offstage.stages.plan.policies.partly_streamed import partners
 from offstage.stages.plan.token_time import crossing_seconds
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU

@@ -2,9 +2,11 @@
 
 What is tried are the whole layers of other policies, and the parts of layers of ``partly_streamed``. Where not all of a
 mixture fits, what every token needs is placed first, as any model is, and its experts wait below (``slotted_mixture``).
-What rests packed on disk can rest so on the host too (``packed_on_host``), accelerators can unpack what comes to them
-packed, and layers can compute on the host, where that is allowed (``host_layers``). One forecast weighs them all: that
-which the plan prints.
+Accelerators can unpack what comes to them packed, and layers can compute on the host, where that is allowed
+(``host_layers``). What rests packed on disk can rest so on the host too: it takes less of the budget there than as it
+is used, comes from memory in place of storage, and is unpacked for each use. What it takes is lost to what lies there
+as it is used, or to slots for experts, so some shares of the room are tried. One forecast weighs them all: that which
+the plan prints.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.expert_slots import roomy_slots
 from offstage.stages.plan.layout import Layout, lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, held_bytes
-from offstage.stages.plan.policies.packed_on_host import dense_packed, experts_packed, stored_packed
+from offstage.stages.plan.policies.chosen_tensors import below, fitting, total_bytes
 from offstage.stages.plan.policies.partly_streamed import PartlyStreamed
 from offstage.stages.plan.policies.slotted_mixture import SlottedMixture
 from offstage.stages.plan.policies.whole_layers import balanced, fastest_first, sequential
@@ -27,6 +30,8 @@ _SHARE = 2
 """What unpacking takes of an accelerator's budget is one part of so many at the most: weights need room."""
 _FEW = 3
 """So many of the soonest placements of what every token needs are tried with a mixture's experts below them."""
+_SHARES = 8
+"""How many shares of the host's room are tried for what rests packed."""
 
 
 def optimal(
@@ -93,10 +98,10 @@ class Search:
     def _ranked(self, outline: Outline, budgets: Budgets, placements: Iterable[Placement]) -> Sequence[Placement]:
         """Return those of ``placements`` that fit, the soonest first; as they came where none does."""
         layouts = [lay_out(outline, placement, budgets) for placement in placements]
-        fitting = [layout for layout in layouts if layout.shortage(tight=True) is None]
-        if len(layouts) > 1:
-            fitting.sort(key=self._cost)
-        return [layout.placement for layout in fitting or layouts]
+        fit = [layout for layout in layouts if layout.shortage(tight=True) is None]
+        if len(fit) > 1:
+            fit.sort(key=self._cost)
+        return [layout.placement for layout in fit or layouts]
 
     def _cost(self, layout: Layout) -> tuple[float, float, int, int]:
         """Return what makes a placement worse: seconds a token, bytes streamed, those read, those not accelerated."""
@@ -147,7 +152,7 @@ class Search:
             return
         for computing in (parts.accelerators, [CPU]) if parts.accelerators else ([CPU],):
             mixture = SlottedMixture(outline, budgets, computing, self._dense(outline.dense))
-            if found := list(mixture.placements()):
+            if found := mixture.placements():
                 yield from found
                 return
 
@@ -163,14 +168,73 @@ class Search:
             return
         if outline.experts:
             for placement in found:
-                yield from experts_packed(outline, placement, budgets)
-        elif unpacks or any(stored_packed(outline, placement) for placement in found):
-            yield from dense_packed(
-                outline,
-                budgets,
-                lambda rooms, whole: (not whole and self._streamed(outline, rooms)) or self._as_used(outline, rooms),
-            )
+                yield from _experts_packed(outline, placement, budgets)
+        elif unpacks or any(_rests_packed(outline, placement) for placement in found):
+            yield from self._dense_packed(outline, budgets)
+
+    def _dense_packed(self, outline: Outline, budgets: Budgets) -> Iterator[Placement]:
+        """Yield placements by some shares of the host's budget, the rest holding packed what is on disk then."""
+        budget, least = budgets.get(CPU) or 0, _least_as_used(outline, budgets)
+        for share in range(_SHARES):
+            rooms = {**budgets, CPU: min(budget, least + max(0, budget - least) * share // _SHARES)}
+            streamed = share and self._streamed(outline, rooms)  # whole layers too, which takes long, but once
+            for placement in streamed or self._as_used(outline, rooms):
+                yield _filled(outline, placement, budget)
 
 
 def _is_small(room: int, budget: int | None) -> bool:
     return budget is None or room * _SHARE <= budget
+
+
+def _rests_packed(outline: Outline, placement: Placement) -> bool:
+    """Return whether anything on disk rests packed."""
+    return any(home == DISK and name in outline.packed for name, home in placement.homes.items())
+
+
+def _filled(outline: Outline, placement: Placement, budget: int) -> Placement:
+    """Return ``placement`` with as much on the host of what is on disk as its ``budget`` holds, packed what can be.
+
+    Where some that rests packed stays on disk, room is left to unpack it as it is read.
+    """
+    stays = outline.lookups if placement.main == CPU else outline.lookups & outline.packed.keys()
+    waiting = {name for name, home in placement.homes.items() if home == DISK} - stays
+    layout = lay_out(outline, placement, {CPU: budget})
+    kept = layout.kept_free().get(CPU, 0)
+    for unpacked in (False, True):
+        ahead = outline.read_ahead_bytes(waiting, unpacked=unpacked) if placement.main == CPU else 0
+        taken = fitting(outline, waiting, layout.left(CPU, {CPU: max(kept, ahead)}) or 0, at_rest=True)
+        if outline.packed.keys().isdisjoint(waiting - taken):
+            break
+    return _on_host(placement, taken, packed=taken & outline.packed.keys())
+
+
+def _experts_packed(outline: Outline, placement: Placement, budgets: Budgets) -> Iterator[Placement]:
+    """Yield ``placement`` with some of its experts on the host packed, and as many as then fit as they are used."""
+    away = lay_out(outline, placement).offloaded_experts
+    names = [name for module in away for name in outline.experts[module].tensors if name in outline.packed]
+    if not names:
+        return
+    stored = replace(placement, homes={**placement.homes, **dict.fromkeys(names, DISK)})
+    layout = lay_out(outline, stored, budgets)
+    room = layout.left(CPU, layout.kept_free(roomy_slots(outline))) or 0
+    for share in range(1, _SHARES + 1):
+        packed = fitting(outline, names, room * share // _SHARES, at_rest=True)
+        if packed:
+            taken = sum(outline.rest_sizes[name] for name in packed)
+            left = [name for name in names if name not in packed]
+            used = below(outline, left, placement.main, {CPU: max(0, room - taken)})
+            yield _on_host(replace(stored, homes={**stored.homes, **used}), packed, packed=packed)
+
+
+def _on_host(placement: Placement, names: set[str], *, packed: set[str]) -> Placement:
+    return replace(placement, homes={**placement.homes, **dict.fromkeys(names, CPU)}, packed=frozenset(packed))
+
+
+def _least_as_used(outline: Outline, budgets: Budgets) -> int:
+    """Return what the host holds, where it computes, if all that rests packed is streamed, and no more than that."""
+    if budgeted_accelerators(budgets):
+        return 0
+    leaders = {name for layer in outline.layers for name in layer.owned}
+    stays = leaders - outline.packed.keys() - outline.tables
+    placement = Placement({name: CPU if name in stays else DISK for name in leaders}, CPU)
+    return total_bytes(outline, stays) + lay_out(outline, placement).kept_free().get(CPU, 0)

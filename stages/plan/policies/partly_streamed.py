@@ -6,30 +6,36 @@ to the largest streamed part of one. The same part of every layer is streamed, s
 resident layers compute: a token then takes the longer of reading and computing, and not their sum.
 
 Several accelerators each have their share of the layers, hold parts of those and stream the rest over links of their
-own (``link_shares``); or one streams, and the others hold whole layers. Where the budget can't hold a layer's worth at
-all, everything streams, part by part; or the widest weights do, by blocks of rows. A head of 128k words is the largest
-part of most models: what holds it whole, or a reserve for it, has less room for all else, and a product with it can
-take as much again beside it, where a kernel copies its weight.
+own; or one streams, and the others hold whole layers. Layers take turns: a link runs ahead while others compute, but no
+further than its reserve has room, which is about a layer's. Had each accelerator a long stretch of the model, its link
+would fill that room once a token, and wait for its turn. So the next layer of each is on its way while those of the
+others compute; what crosses between them are the activations of a few tokens, a thousandth of a layer's weights.
+
+Where the budget can't hold a layer's worth at all, everything streams, part by part; or the widest weights do, by
+blocks of rows. A head of 128k words is the largest part of most models: what holds it whole, or a reserve for it, has
+less room for all else, and a product with it can take as much again beside it, where a kernel copies its weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.filling import fill
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Layer, Outline
-from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators, resident_bytes
+from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators
 from offstage.stages.plan.policies.chosen_tensors import below, fitting, least_streamed, total_bytes
-from offstage.stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
-from offstage.stages.plan.row_blocks import divisible, least_sizes
-from offstage.stages.units import CPU, DISK, DeviceId
+from offstage.stages.plan.policies.whole_layers import fill
+from offstage.stages.plan.reserves import divisible, least_sizes
+from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
 _EVENED = 3
 """How often layers are shared out anew to several links, by what each was to bring."""
+_SMALL = 8
+"""A layer that is so many times smaller than the mean goes with the one before it: a norm is no turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +107,17 @@ class PartlyStreamed:
             for placement in beside._split(alone, wide=wide):
                 away = {name for name, home in placement.homes.items() if home == DISK} - wide - outline.lookups
                 ahead = outline.read_ahead_bytes(away, unpacked=not away.isdisjoint(outline.packed))
-                left = room - resident_bytes(outline, placement.homes)[CPU] - ahead - block
-                more = fitting(outline, away, max(0, left))
+                left = lay_out(outline, placement, self.budgets).left(CPU, {CPU: ahead + block}) or 0
+                more = fitting(outline, away, left)
                 yield replace(placement, homes={**placement.homes, **dict.fromkeys(more, CPU)})
 
     def _shares(self) -> Iterator[Shares]:
         """Yield how layers can be shared out: partly to the main device alone, or to accelerators that may stream."""
         yield self._alone()
         rooms = {device: room for device in self.accelerators if (room := self.budgets[device]) is not None}
-        for streaming in devices_to_share(rooms, self.rates, most=self.links or len(rooms)):
+        for streaming in _devices_to_share(rooms, self.rates, most=self.links or len(rooms)):
             homes, rest = self._whole_layers([device for device in rooms if device not in streaming])
-            wanted = wanted_bytes(rest, {device: rooms[device] for device in streaming}, self.rates)
+            wanted = _wanted_bytes(rest, {device: rooms[device] for device in streaming}, self.rates)
             yield Shares(homes, share_layers(self.outline, rest, wanted))
 
     def _alone(self) -> Shares:
@@ -144,7 +150,7 @@ class PartlyStreamed:
             }
             left = {layer.name for layers in shares.partly.values() for layer in layers}
             layers = [layer for layer in self.outline.layers if layer.name in left]
-            again = share_layers(self.outline, layers, evened_bytes(shares.partly, brought, self.rates))
+            again = share_layers(self.outline, layers, _evened_bytes(shares.partly, brought, self.rates))
             if again == shares.partly:
                 return
             shares = replace(shares, partly=again)
@@ -222,3 +228,89 @@ def _wide_sets(outline: Outline) -> Iterator[frozenset[str]]:
     wide = {leader: outline.sizes[leader] for leader, names in users.items() if names and names <= divided}
     for least in sorted(set(wide.values()), reverse=True):
         yield frozenset(leader for leader, size in wide.items() if size >= least)
+
+
+def share_layers(
+    outline: Outline, layers: Sequence[Layer], wanted: Mapping[DeviceId, float]
+) -> dict[DeviceId, list[Layer]]:
+    """Return which of ``layers`` each accelerator computes, about as many bytes of them as are ``wanted`` there.
+
+    Layers that share a tensor stay on one.
+    """
+    total = sum(layer.bytes for layer in layers)
+    small, together = total / len(layers) / _SMALL if layers else 0, partners(outline, layers)
+    given: Counter[DeviceId] = Counter()
+    places: dict[str, DeviceId] = {}
+    shares: dict[DeviceId, list[Layer]] = {device: [] for device in wanted}
+    device = next(iter(wanted))
+    for layer in layers:
+        if layer.bytes >= small and together[layer.name] not in places:
+            device = min(wanted, key=lambda one: (given[one] + layer.bytes) / wanted[one])
+        place = places.setdefault(together[layer.name], device)
+        given[place] += layer.bytes
+        shares[place].append(layer)
+    return shares
+
+
+def _devices_to_share(rooms: Mapping[DeviceId, int], rates: Rates, *, most: int) -> Iterator[list[DeviceId]]:
+    """Yield the accelerators to which layers are to be shared out, beside the first one alone, the most first.
+
+    They are the largest, at ``most`` so many; where links are unlike also those of the fastest, down to the fastest.
+    """
+    unlike = bool(rates.links)
+    largest = sorted(rooms, key=lambda device: -rooms[device])
+    fastest = sorted(rooms, key=lambda device: (-rates.link_of(device), -rooms[device]))
+    for count in range(min(most, len(rooms)), 0 if unlike else 1, -1):
+        orders = [fastest, largest] if unlike and count > 1 else [fastest] if unlike else [largest]
+        tried = dict.fromkeys(tuple(in_tier_order(order[:count])) for order in orders)
+        yield from (list(devices) for devices in tried if devices != tuple(rooms)[:1])
+
+
+def _wanted_bytes(layers: Sequence[Layer], rooms: Mapping[DeviceId, int], rates: Rates) -> dict[DeviceId, float]:
+    """Return the bytes of ``layers`` that each accelerator is to compute, so that each link takes as long for them.
+
+    ``rooms`` are the bytes that each can hold.
+    """
+    streamed = max(0, sum(layer.bytes for layer in layers) - sum(rooms.values())) / len(rooms)
+    swifter = _swifter_links(rooms, rates)
+    return {device: max(1, room + streamed * swifter[device]) for device, room in rooms.items()}
+
+
+def _evened_bytes(
+    shares: Mapping[DeviceId, Sequence[Layer]], brought: Mapping[DeviceId, int], rates: Rates
+) -> dict[DeviceId, float]:
+    """Return the bytes that each accelerator is to compute where links that are done first take over from others.
+
+    They are so many bytes of ``brought`` under ``shares``.
+    """
+    mean, swifter = sum(brought.values()) / len(shares), _swifter_links(shares, rates)
+    return {
+        device: max(1, sum(layer.bytes for layer in layers) - (brought[device] - mean * swifter[device]))
+        for device, layers in shares.items()
+    }
+
+
+def _swifter_links(devices: Collection[DeviceId], rates: Rates) -> dict[DeviceId, float]:
+    """Return how many times as much as the mean of ``devices`` the link of each brings."""
+    mean = sum(map(rates.link_of, devices)) / len(devices)
+    return {device: rates.link_of(device) / mean for device in devices}
+
+
+def partners(outline: Outline, layers: Sequence[Layer]) -> dict[str, str]:
+    """Return the first of those layers that share tensors with each layer, itself among them: ties, and borrowers."""
+    first = {layer.name: layer.name for layer in layers}
+
+    def join(one: Layer, other: Layer) -> None:
+        if one.name in first and other.name in first and first[one.name] != first[other.name]:
+            kept, lost = sorted((first[one.name], first[other.name]), key=list(first).index)
+            first.update({name: kept for name, found in first.items() if found == lost})
+
+    for layer in layers:
+        for name in layer.tensors:
+            join(layer, outline.layer_of[outline.skeleton.leader(name)])
+    for module, borrowers in outline.skeleton.borrowers.items():
+        for borrower in borrowers:
+            around = {outline.layer_of[name].name: outline.layer_of[name] for name in outline.below(borrower)}
+            if len(around) == 1 and outline.direct[module]:
+                join(outline.layer_of[outline.direct[module][0]], *around.values())
+    return first

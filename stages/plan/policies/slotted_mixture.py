@@ -7,14 +7,14 @@ needed then. What they leave is for what every token needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.plan.expert_slots import LEAST, pools, roomy_slots
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, execution_device, resident_bytes
+from offstage.stages.plan.placement import Budgets, Placement, execution_device
 from offstage.stages.plan.policies.chosen_tensors import below, fitting, total_bytes
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -31,24 +31,18 @@ class SlottedMixture:
     computing: Collection[DeviceId]
     place_dense: Callable[[Budgets], Iterable[Placement]]
 
-    def placements(self) -> Iterator[Placement]:
-        """Yield those that fit: with slots for all experts of a token, or else with one."""
-        one, slots = _largest_expert(self.outline), roomy_slots(self.outline)
-        roomy = self._beside(slots, slots * one)
-        yield from roomy or self._with_one_slot(one, (slots - LEAST) * one)
+    def placements(self) -> list[Placement]:
+        """Return those with slots for all experts of a token, or else with one, if any fits.
 
-    def _with_one_slot(self, one: int, others: int) -> Iterator[Placement]:
-        """Yield the placements beside a single slot, of ``one`` expert.
-
-        As much is left as there can be of the bytes that the ``others`` would take. Else these, which come as soon as
-        there is room for them, would push out weights that every token needs: more budget is never to bring more bytes.
+        Beside a single slot as much is left of the bytes that the others would take as there can be, by eighths. Else
+        these, which come as soon as there is room for them, would push out weights that every token needs: more budget
+        is never to bring more bytes.
         """
-        found, fits, much = self._beside(LEAST, LEAST * one), 0, others
-        while found and much - fits > 1:
-            left = (fits + much) // 2
-            tried = self._beside(LEAST, LEAST * one + left)
-            found, fits, much = (tried, left, much) if tried else (found, fits, left)
-        yield from found or self._beside(LEAST, LEAST * one, tight=True)
+        one, slots = _largest_expert(self.outline), roomy_slots(self.outline)
+        others = (slots - LEAST) * one
+        tried = [(slots, slots * one), *((LEAST, LEAST * one + others * left // 8) for left in range(7, -1, -1))]
+        found = (self._beside(count, left) for count, left in tried)
+        return next(filter(None, found), None) or self._beside(LEAST, LEAST * one, tight=True)
 
     def _beside(self, slots: int, left: int, *, tight: bool = False) -> list[Placement]:
         """Return the placements with so many ``slots``, and ``left`` bytes that hold nothing else, if any fits.
@@ -75,9 +69,8 @@ def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) ->
     names = [name for layer in outline.layers for name in layer.owned if name in outline.routed]
     away = replace(dense, homes={**dense.homes, **dict.fromkeys(names, DISK)})
     near = _near(outline, away, budgets) if outline.listed else {}
-    held = resident_bytes(outline, {**dense.homes, **near}).get(CPU, 0)
     left = [name for name in names if name not in near]
-    room = _less(budgets.get(CPU, 0), held)
+    room = _less(lay_out(outline, replace(away, homes={**away.homes, **near}), budgets).left(CPU, {}), 0)
     homes = {**dense.homes, **near, **below(outline, left, dense.main, {CPU: room})}
     if outline.experts and dense.main == CPU and room is not None:
         tables = {name for name, home in dense.homes.items() if home == CPU and name in outline.tables}
@@ -97,16 +90,15 @@ def _largest_expert(outline: Outline) -> int:
 
 def _near(outline: Outline, away: Placement, budgets: Budgets) -> dict[str, DeviceId]:
     """Return the experts in lists that the devices hold which compute them, beside what ``away`` has there."""
-    held, kept = resident_bytes(outline, away.homes), lay_out(outline, away).kept_free()
+    layout = lay_out(outline, away, budgets)
     computed: dict[DeviceId, set[str]] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, away)
         computed.setdefault(device, set()).update(name for name in layer.owned if name in outline.listed)
     near: dict[str, DeviceId] = {}
     for device, names in computed.items():
-        room = budgets.get(device, 0)
-        taken = held.get(device, 0) + kept.get(device, 0)
-        near |= dict.fromkeys(names if room is None else fitting(outline, names, room - taken), device)
+        room = layout.left(device, layout.kept_free())
+        near |= dict.fromkeys(names if room is None else fitting(outline, names, room), device)
     return near
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.figures import is_light
+from offstage.stages.plan.figures import declared_weights, is_light
 from offstage.stages.plan.outline import Outline
 from tests.stages.plan.skeletons import outline
 from tests.stages.plan.test_stage import config, two_accelerators
@@ -38,3 +41,16 @@ def test_a_model_is_light_whose_calls_take_far_longer_than_reading_its_weights()
 )
 def test_none_is_light_that_is_trained_or_that_an_accelerator_computes(given: dict[str, Any]) -> None:
     assert not light(**given)
+
+
+def test_before_a_sweep_the_host_is_measured_by_weights_as_the_model_has_them(tmp_path: Path) -> None:
+    def declared(**given: Any) -> HostWeights:
+        return declared_weights({"dtype": "auto", "model": {"kind": "pretrained", "path": str(tmp_path)}, **given})
+
+    assert declared() == OF_FILES, "nothing is there to say it"
+    tmp_path.joinpath("config.json").write_text(json.dumps({"torch_dtype": "float32"}))
+    assert declared() == HostWeights("float32")
+    assert declared(dtype="float16") == HostWeights("float16")
+    quantised = {"dtype": "float16", "quantization_config": {"quant_method": "gptq"}}
+    tmp_path.joinpath("config.json").write_text(json.dumps(quantised))
+    assert declared() == HostWeights("float16", aligned=True)

@@ -19,8 +19,8 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.policies.link_shares import share_layers
 from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.partly_streamed import share_layers
 from offstage.stages.plan.table import render
 from offstage.stages.plan.traffic import Step, forecast, lower_bound_seconds
 from offstage.stages.units import CPU, DISK, DeviceId

@@ -16,7 +16,7 @@ from offstage.stages.machine.row_products import LEAST_ROWS
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement, resident_bytes
-from offstage.stages.plan.row_blocks import block_sizes, divisible
+from offstage.stages.plan.reserves import block_sizes, divisible
 from offstage.stages.units import CPU, DISK
 from tests.stages.plan.plans import make_plan
 
