@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from offstage.pipeline.errors import words_of
 from offstage.pipeline.host_watch import HostWatch
 from offstage.pipeline.plain_data import leaves
-from offstage.pipeline.process_setup import STARTED_TOGETHER
+from offstage.pipeline.process_setup import ON_ONE_MACHINE, STARTED_TOGETHER
 from offstage.pipeline.rendezvous import (
     HostError,
     connect_seconds,
@@ -64,7 +64,7 @@ def environment_alone() -> dict[str, str]:
 
 def on_one_machine() -> int:
     """Return how many of them share this machine, and so its memory."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if started_together() > 1 else 1
+    return max(1, int(os.environ.get(ON_ONE_MACHINE, "1"))) if started_together() > 1 else 1
 
 
 def are_together(config: Mapping[str, Any]) -> bool:

@@ -15,6 +15,8 @@ from importlib import import_module
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 STARTED_TOGETHER = {"RANK", "WORLD_SIZE"}
 """The variables by which a process knows that torchrun, or a hand, started it as one of several."""
+ON_ONE_MACHINE = "LOCAL_WORLD_SIZE"
+"""How many of these are on this machine, by torchrun."""
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Those by which the environment says how long idle threads of OpenMP's teams wait in a loop before they sleep."""
 _LOOPS = 10_000
@@ -44,12 +46,13 @@ def hush_libraries() -> None:
 
 
 def share_cores() -> None:
-    """Have idle teams of operators let others have the cores where this process is one of several, unless the
-    environment says otherwise: those may be on the same machine, and one computes what this one waits for.
+    """Have idle teams of operators let others have the cores where this process is one of several on its machine,
+    unless the environment says otherwise: one of them computes what this one waits for.
 
     OpenMP reads it as torch is imported, and at no other time.
     """
-    if os.environ.keys() >= STARTED_TOGETHER and os.environ.keys().isdisjoint(WAIT_POLICIES):
+    together = os.environ.keys() >= STARTED_TOGETHER and os.environ.get(ON_ONE_MACHINE, "1") != "1"
+    if together and os.environ.keys().isdisjoint(WAIT_POLICIES):
         os.environ[WAIT_POLICIES[1]] = str(_LOOPS)
 
 

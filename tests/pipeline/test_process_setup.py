@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from offstage.pipeline.process_setup import STARTED_TOGETHER, WAIT_POLICIES
+from offstage.pipeline.process_setup import ON_ONE_MACHINE, STARTED_TOGETHER, WAIT_POLICIES
 
 HUSHED = """
 from offstage.pipeline.process_setup import hush_libraries
@@ -58,7 +58,7 @@ def test_libraries_tell_errors_alone_unless_the_environment_says_more(
     assert done.stdout.strip() == expected
 
 
-HOST = {"RANK": "0", "WORLD_SIZE": "2"}
+HOST = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,16 @@ HOST = {"RANK": "0", "WORLD_SIZE": "2"}
     [
         (HOST, "10000"),
         ({}, "None"),
+        ({**HOST, "LOCAL_WORLD_SIZE": "1"}, "None"),
         ({**HOST, "OMP_WAIT_POLICY": "active"}, "None"),
         ({**HOST, "GOMP_SPINCOUNT": "5"}, "5"),
     ],
 )
-def test_teams_of_one_of_several_hosts_soon_let_others_have_the_cores_unless_the_environment_says_otherwise(
+def test_teams_soon_let_other_hosts_on_the_machine_have_the_cores_unless_the_environment_says_otherwise(
     variables: dict[str, str], told: str
 ) -> None:
-    clean = {name: value for name, value in os.environ.items() if name not in {*STARTED_TOGETHER, *WAIT_POLICIES}}
+    theirs = {*STARTED_TOGETHER, ON_ONE_MACHINE, *WAIT_POLICIES}
+    clean = {name: value for name, value in os.environ.items() if name not in theirs}
     code = "import os; from offstage.pipeline.process_setup import set_up; set_up('offstage'); "
     code += "print(os.environ.get('GOMP_SPINCOUNT'))"
     command = [sys.executable, "-c", code]
