@@ -20,7 +20,7 @@ BUDGET_EXIT = 4
 ON_HOST = "+generate.cache_implementation=offloaded"
 PROMPT = f"generate.prompts=[{[place % 90 + 3 for place in range(400)]},{[place % 80 + 3 for place in range(300)]}]"
 LINK = 100 * 10**6
-RATES = f"+hardware.rates={{storage: 1GB, host: 10GB, link: {LINK}, device: 100GB}}"
+RATES = f"+hardware.rates={{storage: 1GB, host: 10GB, host_to_device: {LINK}, device: 100GB}}"
 
 
 @pytest.fixture(scope="module")

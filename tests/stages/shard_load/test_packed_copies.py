@@ -17,12 +17,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rich.filesize import decimal
 from safetensors.torch import load_file
 
 from offstage.pipeline.cache.block_sums import INDEX_NAME, find_store_damage
-from offstage.pipeline.cache.command import main
-from offstage.pipeline.cache.housekeeping import entries
 from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
@@ -314,17 +311,6 @@ def test_a_disk_that_fills_up_while_packing_is_one_clear_line(tmp_path: Path, mo
         load(context, tmp_path / "out")
     monkeypatch.undo()
     assert packed_of(load(context, tmp_path / "out"))
-
-
-def test_the_cache_tells_what_reading_packing_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_model(LLAMA).save_pretrained(tmp_path / "checkpoint")
-    placed = load(context_of(tmp_path, tmp_path / "checkpoint", LLAMA), tmp_path / "out")
-    (entry,) = entries(tmp_path / "cache")
-    packed = packed_of(placed).values()
-    assert (entry.packed, entry.unpacked) == (sum(map(rest_bytes, packed)), sum(tensor.bytes for tensor in packed))
-    with suppress(SystemExit):
-        main(["--outputs", str(tmp_path), "list"])
-    assert f"{decimal(entry.unpacked)} in {decimal(entry.packed)}" in capsys.readouterr().out
 
 
 def test_the_field_s_loader_knows_nothing_of_copies(tmp_path: Path) -> None:

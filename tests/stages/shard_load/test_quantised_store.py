@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from rich.filesize import decimal
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import offstage
-from offstage.pipeline.cache.command import main
-from offstage.pipeline.cache.housekeeping import entries
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints import quantised_copy
 from tests.e2e.quantised_twins import plain_tensors, save_plain
@@ -173,18 +170,9 @@ def test_a_checkpoint_that_is_not_the_models_is_refused_before_any_work(tmp_path
     assert not store_files(tmp_path)
 
 
-def test_an_offload_folder_has_the_store_and_the_cache_says_what_it_saves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_offload_folder_has_the_store(tmp_path: Path) -> None:
     source, cache = save_plain(tmp_path / "plain", "llama"), tmp_path / "cache"
     expected = logits(source, cache)
-    (entry,) = (entry for entry in entries(cache) if entry.stage == "offload")
-    assert entry.unpacked > 1.8 * entry.packed > 0
-    (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs" / "cache").symlink_to(cache)
-    with pytest.raises(SystemExit):
-        main(["--outputs", str(tmp_path / "outputs"), "list"])
-    assert f"{decimal(entry.unpacked)} in {decimal(entry.packed)}" in capsys.readouterr().out
     folder = tmp_path / "folder"
     assert torch.equal(logits(source, tmp_path / "other", offload_folder=str(folder)), expected)
     assert store_files(folder).keys() == store_files(cache).keys()
