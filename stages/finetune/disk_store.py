@@ -33,7 +33,7 @@ from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.finetune.stores import ActivationStore, Follow, span
 from offstage.stages.machine.aligned_memory import ALIGNMENT, TensorRoom, align_up
 from offstage.stages.machine.devices import Devices
-from offstage.stages.units import DeviceId, format_bytes
+from offstage.stages.units import CPU, DeviceId, format_bytes
 
 BLOCK_BYTES = 4 * 2**20
 IN_FLIGHT = 4
@@ -158,7 +158,8 @@ class DiskStore(ActivationStore[FileRegion]):
 
     @cached_property
     def _coming(self) -> PinnedBuffers:
-        return PinnedBuffers(self._back, count=IN_FLIGHT, size=BLOCK_BYTES)
+        """On the host little comes so, what fills no page: one buffer, a first touch of which takes large pages."""
+        return PinnedBuffers(self._back, count=1 if self._device == CPU else IN_FLIGHT, size=BLOCK_BYTES)
 
     def send(self, source: torch.Tensor, region: FileRegion, trace: Trace | None) -> Follow | None:
         """Ask for the copies of ``source``, block by block as there are buffers, each of which is written then."""
