@@ -14,7 +14,7 @@ import logging
 import sys
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -109,20 +109,23 @@ def _find(folder: Path, accelerator: str) -> ProcessMemory:
 
 
 def _key(accelerator: str) -> str:
-    return f"{identity()} on {accelerator}, expandable or not" if accelerator else identity()
+    return f"{identity()} on {accelerator}" if accelerator else identity()
 
 
 def identity(paths: list[str] | None = None) -> str:
-    """Return what the figure hangs on: Python, and all distributions that ``paths`` (``sys.path``) hold, as a hash.
+    """Return what the figure hangs on: what it is made of, Python, and all distributions that ``paths`` (``sys.path``)
+    hold, as a hash.
 
-    Their folders are named by name and version: to look at these takes a run no time.
+    Their folders are named by name and version: to look at these takes a run no time. A version of this project whose
+    figure is made of something else keeps its own.
     """
     found: set[str] = set()
     for path in sys.path if paths is None else paths:
         with suppress(OSError):
             found.update(each.name for each in Path(path).iterdir() if each.suffix in (".dist-info", ".egg-info"))
-    version = ".".join(map(str, sys.version_info[:3]))
-    return f"python {version}; {len(found)} distributions {sha256(' '.join(sorted(found)).encode()).hexdigest()[:16]}"
+    version, made_of = ".".join(map(str, sys.version_info[:3])), ", ".join(each.name for each in fields(ProcessMemory))
+    installed = f"{len(found)} distributions {sha256(' '.join(sorted(found)).encode()).hexdigest()[:16]}"
+    return f"{made_of}; python {version}; {installed}"
 
 
 def _measure_apart(accelerator: str) -> dict[str, int] | None:

@@ -137,11 +137,21 @@ def test_other_packages_are_another_environment(tmp_path: Path) -> None:
     assert identity() == identity()
 
 
+def test_a_figure_that_is_made_of_something_else_is_another_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_to_run(monkeypatch)
+    folder, more = tmp_path / MEASURED, {**KEPT, "pinned": 5}
+    folder.mkdir(parents=True)
+    write_sealed(folder / FILE_NAME, {identity().replace(", ".join(KEPT), ", ".join(more)): more})
+    assert process_memory(folder) == NOMINAL
+
+
 def test_a_machine_with_an_accelerator_has_a_figure_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_run(monkeypatch)
     folder = tmp_path / MEASURED
     folder.mkdir(parents=True)
-    write_sealed(folder / FILE_NAME, {identity(): asdict(NOMINAL), f"{identity()} on an H100, expandable or not": KEPT})
+    write_sealed(folder / FILE_NAME, {identity(): asdict(NOMINAL), f"{identity()} on an H100": KEPT})
     assert process_memory(folder) == NOMINAL
     assert process_memory(folder, accelerator="an H100") == OTHER
     assert process_memory(folder, accelerator="another").host > NOMINAL.host, "its context and kernels are the host's"
