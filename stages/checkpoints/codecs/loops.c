@@ -385,13 +385,13 @@ enum { FLOATS, PAIRS, KEPT, KEPT_PAIRS = KEPT + PAIRS, WAYS };
 
 int32_t multiplies_pairs(void) { return HAS_PAIRS; }
 
-INLINE int in_pairs(int way) { return HAS_PAIRS && way & PAIRS; }
+INLINE int in_pairs(int64_t way) { return HAS_PAIRS && way & PAIRS; }
 
 /* How many bytes a number takes of what is given. */
-INLINE int64_t bytes_of(int way) { return in_pairs(way) ? 2 : 4; }
+INLINE int64_t bytes_of(int64_t way) { return in_pairs(way) ? 2 : 4; }
 
 /* What is given from so many columns on. */
-INLINE const void *given_at(int way, const void *given, int64_t columns) {
+INLINE const void *given_at(int64_t way, const void *given, int64_t columns) {
     return (const char *)given + columns * bytes_of(way);
 }
 
@@ -1044,7 +1044,7 @@ enum { PART = 8, BESIDE = 2 };
    has one place in a cache. */
 enum { ONE_RUN = 2048, SHARING = 32, PADDING = 64 };
 
-INLINE int64_t apart_of(int way, int64_t columns) { return columns * bytes_of(way) + PADDING; }
+INLINE int64_t apart_of(int64_t way, int64_t columns) { return columns * bytes_of(way) + PADDING; }
 
 typedef float Part __attribute__((vector_size(4 * PART)));
 
@@ -1168,7 +1168,7 @@ INLINE void multiply_unpacked_of(int way, const Product *all, int64_t begin, int
 }
 
 static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, char *values) {
-    if (in_pairs((int)all->way))
+    if (in_pairs(all->way))
         multiply_unpacked_of(PAIRS, all, begin, end, values);
     else
         multiply_unpacked_of(FLOATS, all, begin, end, values);
@@ -1181,8 +1181,7 @@ INLINE int64_t rows_of(const Product *all, int64_t apart) {
 
 /* The rows begin to end times all rows given, of which a few don't make it worth the while to unpack anything. */
 static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, char *room) {
-    int way = (int)all->way;
-    int64_t apart = apart_of(way, all->columns);
+    int64_t way = all->way, apart = apart_of(way, all->columns);
     if (all->count >= AT_ONCE)
         for (int64_t first = begin, last; first < end; first = last) {
             last = first + rows_of(all, apart) < end ? first + rows_of(all, apart) : end;
@@ -1409,7 +1408,7 @@ static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, 
         else
             for (int64_t from = 0; from < all->count; from += GIVEN) {
                 int64_t some = all->count - from < GIVEN ? all->count - from : GIVEN;
-                if (in_pairs((int)all->way))
+                if (in_pairs(all->way))
                     multiply_tile_in_pairs(all, groups, first, wide, from, some);
                 else
                     multiply_tile(all, groups, first, wide, from, some);

@@ -51,12 +51,6 @@ def multiply_packed(
     return made
 
 
-def multiplies_pairs() -> bool:
-    """Return whether rows of bfloat16 are multiplied here as they are."""
-    known = loops()
-    return known is not None and known.multiplies_pairs
-
-
 def by_operators(
     given: Tensor, parts: Sequence[Tensor], told: str, bias: Tensor | None = None, *, pairs: bool = False
 ) -> Tensor:

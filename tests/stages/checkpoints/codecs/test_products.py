@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
-from offstage.stages.checkpoints.codecs import loops, products
+from offstage.stages.checkpoints.codecs import loops
 from offstage.stages.checkpoints.codecs.compressed_tensors import fold_compressed
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
@@ -158,9 +158,15 @@ def given_rows(count: int, columns: int = COLUMNS, dtype: torch.dtype = torch.fl
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
+def in_pairs() -> bool:
+    """Return whether the loops multiply pairs of bfloat16 here."""
+    known = loops.loops()
+    return known is not None and known.multiplies_pairs
+
+
 def wanted_of(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None = None) -> Tensor:
     """Return the products as torch's operators compute them: of bfloat16 in pairs where processors do."""
-    pairs = given.dtype == torch.bfloat16 and products.multiplies_pairs()
+    pairs = given.dtype == torch.bfloat16 and in_pairs()
     return by_operators(given, parts, told, bias, pairs=pairs)
 
 
@@ -199,8 +205,7 @@ def test_what_is_given_may_be_rounded_for_the_product(name: str, dtype: torch.dt
     matrix, parts = make(tmp_path, rows, columns)
     given, told = given_rows(5, columns, dtype), as_text(matrix)
     found = multiply_packed(given, parts, told, compute=torch.bfloat16)
-    pairs = products.multiplies_pairs()
-    wanted = by_operators(given.bfloat16().float(), parts, told, pairs=pairs).to(dtype)
+    wanted = by_operators(given.bfloat16().float(), parts, told, pairs=in_pairs()).to(dtype)
     assert same_bits(found, wanted)
     assert not same_bits(found, multiply_packed(given, parts, told))
 
