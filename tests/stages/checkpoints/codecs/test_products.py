@@ -158,16 +158,16 @@ def given_rows(count: int, columns: int = COLUMNS, dtype: torch.dtype = torch.fl
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
-def in_pairs() -> bool:
-    """Return whether the loops multiply pairs of bfloat16 here."""
+def way_of_bfloat16() -> loops.Way:
+    """Return in which way the loops multiply rows of bfloat16 here."""
     known = loops.loops()
-    return known is not None and known.multiplies_pairs
+    return "floats" if known is None else known.way_of_bfloat16
 
 
 def wanted_of(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None = None) -> Tensor:
-    """Return the products as torch's operators compute them: of bfloat16 in pairs where processors do."""
-    pairs = given.dtype == torch.bfloat16 and in_pairs()
-    return by_operators(given, parts, told, bias, pairs=pairs)
+    """Return the products as torch's operators compute them: of bfloat16 in pairs or tiles where processors do."""
+    way: loops.Way = way_of_bfloat16() if given.dtype == torch.bfloat16 else "floats"
+    return by_operators(given, parts, told, bias, way=way)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -205,7 +205,7 @@ def test_what_is_given_may_be_rounded_for_the_product(name: str, dtype: torch.dt
     matrix, parts = make(tmp_path, rows, columns)
     given, told = given_rows(5, columns, dtype), as_text(matrix)
     found = multiply_packed(given, parts, told, compute=torch.bfloat16)
-    wanted = by_operators(given.bfloat16().float(), parts, told, pairs=in_pairs()).to(dtype)
+    wanted = by_operators(given.bfloat16().float(), parts, told, way=way_of_bfloat16()).to(dtype)
     assert same_bits(found, wanted)
     assert not same_bits(found, multiply_packed(given, parts, told))
 
@@ -223,9 +223,16 @@ def test_what_rests_at_an_address_may_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of compilers for x86")
-@pytest.mark.parametrize("lacking", ["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c -mno-fma"])
+@pytest.mark.parametrize(
+    ("lacking", "dtype"),
+    [
+        ("-mno-avx512f", torch.float32),
+        ("-mno-avx512f -mno-avx2 -mno-f16c -mno-fma", torch.float32),
+        ("-mno-amx-tile -mno-amx-bf16", torch.bfloat16),
+    ],
+)
 def test_bits_are_those_of_processors_with_fewer_instructions(
-    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lacking: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", f"cc {lacking}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -236,8 +243,8 @@ def test_bits_are_those_of_processors_with_fewer_instructions(
         folder = tmp_path / str(number)
         folder.mkdir()
         matrix, parts = make(folder, rows, columns)
-        given, told = given_rows(6, columns), as_text(matrix)
-        wanted = by_operators(given, parts, told)
+        given, told = given_rows(6, columns, dtype), as_text(matrix)
+        wanted = wanted_of(given, parts, told)
         assert same_bits(multiply_packed(given, parts, told), wanted)
         assert same_bits(multiply_packed(given[:1], parts, told), wanted[:1])
 
