@@ -63,10 +63,7 @@ class LocalJobs:
                     progress.begin([job.known.number])
                     at_work[self._start(job, signals, beside=at_once - 1)] = job
                 else:
-                    wait_for_any([process for each in at_work for process in each.processes], LOOK_SECONDS)
-                    for each in at_work:
-                        each.go_on()
-                    self._log_here()
+                    self._wait(at_work)
                     progress.refresh()
                 for each in [each for each in at_work if each.code is not None]:
                     ended(at_work.pop(each), each.code)
@@ -81,6 +78,13 @@ class LocalJobs:
         started = StartedJob(job.prepared, signals, debug=is_debugging(), output=screen, beside=beside)
         self._log_here()
         return started
+
+    def _wait(self, at_work: Collection[StartedJob]) -> None:
+        """Wait until one of them has something to do, for a moment at most, and have them do it."""
+        wait_for_any([process for each in at_work for process in each.processes], LOOK_SECONDS)
+        for each in at_work:
+            each.go_on()
+        self._log_here()
 
     def _log_here(self) -> None:
         """Log what the sweep says itself: what was said of a job has gone to its folder."""

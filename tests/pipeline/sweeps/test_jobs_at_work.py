@@ -111,5 +111,5 @@ def test_a_job_that_somebody_is_at_is_waited_for_and_keeps_nobody_from_work(tmp_
     held = lock(tmp_path / "0" / ".job.lock")
     Timer(3.0, os.close, [held]).start()
     ended, statuses = run(tmp_path, [0.0, 0.0, 0.0], at_once=2)
-    assert (set(ended), list(ended)[0]) == ({0, 1, 2}, 1)
+    assert (set(ended), next(iter(ended))) == ({0, 1, 2}, 1)
     assert statuses == ["completed"] * 3
