@@ -23,7 +23,6 @@ from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.empty_init.siblings import missing_sibling, unlike_sibling
 
-
 _LISTED = "experts"
 """The pattern of what is stacked as it rests."""
 

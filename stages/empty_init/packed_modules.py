@@ -271,9 +271,7 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint, compute_dtype: str | N
         )
 
 
-def _stacks_of(
-    step: NamingStep, entries: Mapping[str, AtRest], named: Mapping[str, nn.Parameter]
-) -> Sequence[Stack]:
+def _stacks_of(step: NamingStep, entries: Mapping[str, AtRest], named: Mapping[str, nn.Parameter]) -> Sequence[Stack]:
     """Return what the one tensor that ``step`` makes is multiplied as, as it rests; nothing where it can't be.
 
     That is one stack, or its two halves. Matrices of single experts, one after the other, are a stack too.

@@ -184,7 +184,7 @@ def save_listed_codes(folder: Path, scheme: str) -> Path:
 
 def save_stacks_in_gguf(folder: Path) -> Path:
     folder.mkdir()
-    config = Qwen3MoeConfig(**SMALL, **HEADS, num_experts=4, num_experts_per_tok=2, head_dim=64, moe_intermediate_size=256)
+    config = Qwen3MoeConfig(**SMALL, **HEADS, num_experts=4, num_experts_per_tok=2, head_dim=64)
     kinds = ("q4_k", "q6_k", "q8_0")  # so that the halves of a first matrix are of two, as in published files
     return Path(make_gguf(folder / "model.gguf", "qwen3moe", config, kinds=kinds, tokens=320))
 
