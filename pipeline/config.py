@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.installed_stages import stage_configs
-from offstage.pipeline.measure import MeasureConfig, check_measure
+from offstage.pipeline.measure import MeasureConfig
 from offstage.pipeline.objective import ObjectiveConfig, check_objective
 from offstage.pipeline.plain_data import LARGEST, unrecordable, walk
 from offstage.pipeline.regular_files import SIGN, read_lines
@@ -264,8 +264,6 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
     yield from wrong
     if config.get("outputs") == "":
         yield Fault("outputs", "'' is no path of a folder")
-    if not any(fault.key.startswith("measure") for fault in wrong):
-        yield from check_measure(config)
     if not any(fault.key.startswith("objective") for fault in wrong):
         yield from check_objective(config)
     if not any(fault.key in ("stages", "stop_after") for fault in wrong):

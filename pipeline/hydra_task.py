@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import chdir
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +52,8 @@ class Task:
     def _run(self, config: DictConfig) -> int:
         with composing():
             record = _start_record(config)
-            code = run_tracked(record, lambda: self._carry_out(record))
+            with tracked(record):
+                code = self._carry_out(record)
             if code == 0:
                 require_numbers(RunRecord.load(record.path).run)
             return code
@@ -84,18 +85,20 @@ def _start_record(config: DictConfig) -> RunRecord:
     return record
 
 
-def run_tracked(record: RunRecord, work: Callable[[], int], *, sweep: Path | None = None) -> int:
-    """Return what ``work`` returns, which carries out the run of ``record``; whatever it comes to, the record says it.
+@contextmanager
+def tracked(record: RunRecord, *, sweep: Path | None = None) -> Iterator[None]:
+    """Carry out the run of ``record`` in the block; whatever that comes to, the record says it.
 
     The run is logged to the tracker that its config names, if any, below its ``sweep`` if it has one.
     """
     with never_left_running(record):
         if usable_tracker(record.config) is None:
-            return work()
+            yield
+            return
         from offstage.pipeline.tracking.trackers import require_tracker, track
 
         require_tracker(record.config, sweep=sweep)
         try:
-            return work()
+            yield
         finally:
             track(record.config, record.path.parent, sweep=sweep)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +46,7 @@ def completed(folder: Path, overrides: Sequence[str]) -> bool:
 
 
 class JobFolder:
-    """A job's ``folder``, held as a context manager until nobody works in it any more.
+    """A job's ``folder``, which is ``taken`` when nobody works in it any more, and held to the end of the context.
 
     ``lock`` is the descriptor of the lock: a process that inherits it holds the folder too, so that a job whose waiting
     process was killed keeps it to its own end. Null where no locks are to be had.
@@ -58,11 +57,19 @@ class JobFolder:
         self.lock: int | None = None
 
     def __enter__(self) -> JobFolder:
+        return self
+
+    def taken(self) -> bool:
+        """Return whether the folder is held now; not while another process works in it."""
         with mendable(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with suppress(OSError):  # a file system without locks: go on, as if nobody were there
-                self.lock = lock(self._folder / _LOCK)
-        return self
+            try:
+                self.lock = lock(self._folder / _LOCK, wait=False)
+            except BlockingIOError:
+                return False
+            except OSError:  # a file system without locks: go on, as if nobody were there
+                pass
+        return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.lock is not None:

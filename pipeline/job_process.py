@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from offstage.pipeline.command_exit import INTERRUPTED, heeded_signals
 from offstage.pipeline.errors import KilledError
@@ -22,58 +25,80 @@ from offstage.pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.record import RunRecord
 
-_MOMENT = 1.0
-"""Seconds between two looks at what is shown while a job works."""
+_LOOK_SECONDS = 0.05
+"""How often it is looked whether a process has ended where the system can't tell when."""
 
 _log = logging.getLogger("offstage")
 
 
-def supervise(
-    record: RunRecord, *, capped: bool = False, options: Sequence[str] = (),
-    lock: int | None = None, signals: PassedSignals | None = None, output: Path | None = None,
-    meanwhile: Callable[[], object] | None = None,
-) -> int:  # fmt: skip
+def supervise(record: RunRecord, *, capped: bool = False, options: Sequence[str] = ()) -> int:
     """Run the job of ``record`` in a fresh process and return its exit code; ``record`` isn't current afterwards.
 
-    ``capped`` puts it under a memory cap where this process may; ``options`` go to the job's command line;
-    the descriptor ``lock`` stays open in it, so that what it locks is locked until
-    both have ended. From ``signals`` one learns which came to this process meanwhile. What the job prints is added to
-    the file ``output``, by default it is seen where this process's is; ``meanwhile`` is called each second.
-
-    Raises:
-        KilledError: a signal ended it that it could not heed; the record says so.
+    See ``JobProcess`` for what else is given, and raised.
     """
-    group = _group(record) if capped else None
-    debug = ["--debug"] if logging.getLogger().isEnabledFor(logging.DEBUG) else []
-    command = own_command("job", str(record.path.parent), *options, *debug, "--parent", str(os.getpid()))
-    if group is not None:
-        command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
-    try:
-        with signals or PassedSignals() as signals, _opened(output) as stream:
+    with PassedSignals() as signals:
+        job = JobProcess(record, signals, capped=capped, options=options)
+        job.process.wait()
+    return job.settle()
+
+
+class JobProcess:
+    """A fresh ``process`` that carries out the job of ``record``: once it has ended, ``settle`` says how.
+
+    ``capped`` puts it under a memory cap where this process may; ``options`` go to the job's command line; the
+    descriptor ``lock`` stays open in it, so that what it locks is locked until both have ended. ``signals`` passes on
+    to it what comes to this process. What the job prints is added to the file ``output``, by default it is seen where
+    this process's is.
+    """
+
+    def __init__(
+        self, record: RunRecord, signals: PassedSignals, *, capped: bool = False, options: Sequence[str] = (),
+        lock: int | None = None, output: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._path, self._signals = record.path, signals
+        self._group = _group(record) if capped else None
+        debug = ["--debug"] if logging.getLogger().isEnabledFor(logging.DEBUG) else []
+        command = own_command("job", str(record.path.parent), *options, *debug, "--parent", str(os.getpid()))
+        if (group := self._group) is not None:
+            command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
+        with ExitStack() as failed, ExitStack() as opened:
+            failed.callback(self._remove_group)
+            stream = None if output is None else opened.enter_context(output.open("ab"))
             # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, process_group=0,
                 pass_fds=() if lock is None else (lock,), stdout=stream, stderr=stream,
             )  # fmt: skip
-            signals.pass_to(process)
-            code = _wait(process, meanwhile)
-        return _settle(record.path, code, signals.came, group)
-    finally:
-        if group is not None:
-            group.remove()
+            signals.pass_to(self.process)
+            failed.pop_all()
 
+    def settle(self) -> int:
+        """Return the exit code of the process, which has ended; where it couldn't write how, write that for it.
 
-def _opened(output: Path | None) -> AbstractContextManager[IO[bytes] | None]:
-    return nullcontext() if output is None else output.open("ab")
-
-
-def _wait(process: subprocess.Popen[bytes], meanwhile: Callable[[], object] | None) -> int:
-    while meanwhile is not None:
+        Raises:
+            KilledError: a signal ended it that it could not heed; the record says so.
+        """
         try:
-            return process.wait(_MOMENT)
-        except subprocess.TimeoutExpired:
-            meanwhile()
-    return process.wait()
+            return _settle(self._path, self.process.wait(), self._signals.came, self._group)
+        finally:
+            self._remove_group()
+
+    def _remove_group(self) -> None:
+        if self._group is not None:
+            self._group.remove()
+
+
+def wait_for_any(processes: Collection[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Return as soon as one of ``processes`` has ended, after so many ``seconds`` at the latest."""
+    if sys.platform != "linux":
+        time.sleep(min(seconds, _LOOK_SECONDS))
+        return
+    with ExitStack() as opened, suppress(ProcessLookupError):  # one that nobody waits for any more
+        watched = list[int]()
+        for process in processes:
+            watched.append(os.pidfd_open(process.pid))
+            opened.callback(os.close, watched[-1])
+        select.select(watched, [], [], seconds)
 
 
 def _group(record: RunRecord) -> MemoryGroup | None:
@@ -86,7 +111,7 @@ def _group(record: RunRecord) -> MemoryGroup | None:
 
 
 class PassedSignals:
-    """Passes signals on to a process: the first as it is, a later one as SIGKILL; ``came`` are those that came.
+    """Passes signals on to processes: the first as it is, a later one as SIGKILL; ``came`` are those that came.
 
     It is entered before there is a process: one that came while that was made would else leave it to go on alone. It
     ends that before its first line.
@@ -94,7 +119,7 @@ class PassedSignals:
 
     def __init__(self) -> None:
         self.came: list[int] = []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> PassedSignals:
@@ -107,14 +132,18 @@ class PassedSignals:
 
     def pass_to(self, process: subprocess.Popen[bytes]) -> None:
         """Pass on to ``process`` what comes from now on; end it if something came already."""
-        self._process = process
+        self._processes.append(process)
         if self.came:
             process.kill()
 
+    def end(self, number: int = signal.SIGINT) -> None:
+        """Have the processes end, as if the signal ``number`` came to this one."""
+        self._pass_on(number, None)
+
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self.came.append(number)
-        if self._process is not None:
-            self._process.send_signal(number if len(self.came) == 1 else signal.SIGKILL)
+        for process in self._processes:  # one that has ended gets none
+            process.send_signal(number if len(self.came) == 1 else signal.SIGKILL)
 
 
 def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | None) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from offstage.pipeline.errors import Fault
-from offstage.pipeline.typed_config import read
+from offstage.pipeline.typed_config import LEAST, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class MeasureConfig:
     ``fresh`` ones are wanted where this run itself is to take them.
     """
 
-    repeats: int = 1
-    warmup: int = 0
+    repeats: int = field(default=1, metadata={LEAST: 1})
+    warmup: int = field(default=0, metadata={LEAST: 0})
     fresh: bool = False
 
 
@@ -37,12 +37,3 @@ def refuse_unmeasured(config: Mapping[str, Any], stages: Iterable[str]) -> Itera
                 f"measure.{entry.name}",
                 f"{value!r} asks for repeats, and none of {', '.join(stages)} can be repeated; leave it out",
             )
-
-
-def check_measure(config: Mapping[str, Any]) -> Iterable[Fault]:
-    """Yield what is wrong with the values of the keys ``measure``, which are of their types."""
-    given = read_measure(config)
-    if given.repeats < 1:
-        yield Fault("measure.repeats", f"{given.repeats} is fewer than 1 repeat; give 1 or more")
-    if given.warmup < 0:
-        yield Fault("measure.warmup", f"{given.warmup} is no number of passes; give 0 or more")

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import KIND_TITLES, Metric, MetricTable
-from offstage.pipeline.report.placements import linked_devices
-from offstage.pipeline.report.quantities import scale_for, tell
+from offstage.pipeline.report.quantities import linked_devices, scale_for, tell
 from offstage.pipeline.run_schema import Metrics, Run, RunMemory
 from offstage.pipeline.terminal import plain_table
 

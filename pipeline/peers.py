@@ -9,9 +9,10 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from offstage.pipeline.errors import words_of
 from offstage.pipeline.host_watch import HostWatch
 from offstage.pipeline.plain_data import leaves
-from offstage.pipeline.process_setup import ON_ONE_MACHINE, STARTED_TOGETHER
+from offstage.pipeline.process_setup import STARTED_TOGETHER
 from offstage.pipeline.rendezvous import (
     HostError,
     connect_seconds,
@@ -33,8 +34,13 @@ from offstage.pipeline.rendezvous import (
 if TYPE_CHECKING:
     import torch
 
-_HEADER_BYTES = 512
-"""What goes before a message: the JSON of what it is, if that is short, and how long it is."""
+_LENGTHS = struct.Struct("<QQ")
+"""What a message begins with: the bytes of its JSON, and of all of it."""
+_ALIGNMENT = 64
+"""Tensors begin at multiples of so many bytes of a message."""
+_FIRST_BYTES, _MOST_AT_ONCE = 512, 2**20
+"""What is received before it is known how long a message is: as much as the last one had, within these. A token's
+messages are as long as those of the token before, so each goes at once; a rest would wait until it is asked for."""
 _NEVER_TAG = 2**20
 """By which nothing is sent."""
 _ENDING_SECONDS = 10.0
@@ -60,11 +66,6 @@ def own_rank() -> int:
 def environment_alone() -> dict[str, str]:
     """Return the environment of a process that this one starts for itself, and that is none of them."""
     return {name: value for name, value in os.environ.items() if name not in STARTED_TOGETHER}
-
-
-def on_one_machine() -> int:
-    """Return how many of them share this machine, and so its memory."""
-    return max(1, int(os.environ.get(ON_ONE_MACHINE, "1"))) if started_together() > 1 else 1
 
 
 def are_together(config: Mapping[str, Any]) -> bool:
@@ -98,6 +99,8 @@ class Peers:
         self.sent_bytes = 0
         self._distributed = distributed
         self._waits: list[Any] = []
+        self._first_sent: dict[tuple[int, int], int] = {}  # how much of the next message, by host and tag
+        self._first_received: dict[tuple[int, int], int] = {}
         self._ending, self._is_over = threading.Lock(), False
         self._watch: HostWatch | None = None
         store, machines = meet(self.rank, self.size)
@@ -115,11 +118,12 @@ class Peers:
         found = []
         for host in range(self.size):
             if host == self.rank:
+                message = packed(value)
                 for other in range(self.size):
-                    self.send_json(value, other)
+                    self.send(message, other)
                 found.append(json.loads(json.dumps(value)))
             else:
-                found.append(self.receive_json(host))
+                found.append(self.receive(host)[0])
         return found
 
     def agree(self, said: bool) -> bool:
@@ -138,8 +142,8 @@ class Peers:
                         f"{what} is {other!r} on host {host} and {own!r} on host {self.rank}; have the same on both"
                     )
 
-    def send_json(self, value: object, host: int, *, tag: int = 0) -> None:
-        """Send ``value`` to ``host``; to this one itself nothing is sent.
+    def send(self, message: torch.Tensor, host: int, *, tag: int = 0) -> None:
+        """Send what ``packed`` returned to ``host``; to this one itself nothing is sent.
 
         What is sent to a host by one ``tag`` is received by it in that order; threads may have tags of their own.
         """
@@ -147,39 +151,27 @@ class Peers:
 
         if host == self.rank:
             return
-        text = json.dumps(value, separators=(",", ":")).encode()
-        first = len(text).to_bytes(8, "little") + text[: _HEADER_BYTES - 8]
-        self._send(torch.frombuffer(bytearray(first.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8), host, tag)
-        if rest := text[_HEADER_BYTES - 8 :]:
-            self._send(torch.frombuffer(bytearray(rest), dtype=torch.uint8), host, tag)
+        first = self._first_sent.get((host, tag), _FIRST_BYTES)
+        self._first_sent[host, tag] = _first_of_next(message.numel())
+        missing = torch.zeros(max(0, first - message.numel()), dtype=torch.uint8)
+        self._send(torch.cat((message, missing)) if missing.numel() else message[:first], host, tag)
+        if message.numel() > first:
+            self._send(message[first:], host, tag)
 
-    def receive_json(self, host: int, *, tag: int = 0) -> Any:
-        """Return the value that ``host`` sends next."""
+    def receive(self, host: int, *, tag: int = 0) -> tuple[Any, torch.Tensor]:
+        """Return the value that ``host`` sends next, and the bytes of the tensors that come with it."""
         import torch
 
-        first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        message = first = torch.empty(self._first_received.get((host, tag), _FIRST_BYTES), dtype=torch.uint8)
         self._receive(first, host, tag)
-        held = bytes(first.numpy())
-        length = int.from_bytes(held[:8], "little")
-        rest = torch.empty(max(0, length - _HEADER_BYTES + 8), dtype=torch.uint8)
-        if rest.numel():
-            self._receive(rest, host, tag)
-        return json.loads(held[8 : 8 + length] + bytes(rest.numpy()))
-
-    def send(self, tensor: torch.Tensor, host: int, *, tag: int = 0) -> None:
-        """Send the values of ``tensor`` to ``host``."""
-        import torch
-
-        if tensor.numel():
-            self._send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), host, tag)
-
-    def receive(self, tensor: torch.Tensor, host: int, *, tag: int = 0) -> torch.Tensor:
-        """Fill ``tensor``, which lies on the host, with the values that ``host`` sends next, and return it."""
-        import torch
-
-        if tensor.numel():
-            self._receive(tensor.reshape(-1).view(torch.uint8), host, tag)
-        return tensor
+        length, whole = _LENGTHS.unpack(bytes(first[: _LENGTHS.size].numpy()))
+        if whole > first.numel():
+            message = torch.empty(whole, dtype=torch.uint8)
+            message[: first.numel()] = first
+            self._receive(message[first.numel() :], host, tag)
+        self._first_received[host, tag] = _first_of_next(whole)
+        text = message[_LENGTHS.size : _LENGTHS.size + length]
+        return json.loads(bytes(text.numpy())), message[aligned(_LENGTHS.size + length) : whole]
 
     def _send(self, data: torch.Tensor, host: int, tag: int) -> None:
         with self._guarded(host):
@@ -249,6 +241,35 @@ class Peers:
         if self._watch is not None:
             self.exchange(True)
             self._watch.leave()
+
+
+def packed(value: object, tensors: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """Return the message of ``value``, which is JSON, and of what ``tensors`` hold now: bytes, on the host."""
+    import torch
+
+    text = json.dumps(value, separators=(",", ":")).encode()
+    begins = [aligned(_LENGTHS.size + len(text))]
+    for tensor in tensors:
+        begins.append(aligned(begins[-1] + tensor.nbytes))
+    message = torch.empty(begins[-1], dtype=torch.uint8)
+    head = bytearray(_LENGTHS.pack(len(text), begins[-1]) + text)
+    message[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
+    for begin, tensor in zip(begins, tensors, strict=False):  # and where the last one ends
+        message[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return message
+
+
+def aligned(length: int) -> int:
+    """Return where a tensor of a message begins that comes after so many bytes."""
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _first_of_next(length: int) -> int:
+    """Return how much of a message is received before its length is known, after one of so many bytes.
+
+    After a long one, which is many tokens', short ones follow.
+    """
+    return length if _FIRST_BYTES <= length <= _MOST_AT_ONCE else _FIRST_BYTES
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from importlib import import_module
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 STARTED_TOGETHER = {"RANK", "WORLD_SIZE"}
 """The variables by which a process knows that torchrun, or a hand, started it as one of several."""
-ON_ONE_MACHINE = "LOCAL_WORLD_SIZE"
+_ON_ONE_MACHINE = "LOCAL_WORLD_SIZE"
 """How many of these are on this machine, by torchrun."""
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Those by which the environment says how long idle threads of OpenMP's teams wait in a loop before they sleep."""
@@ -51,9 +51,14 @@ def share_cores() -> None:
 
     OpenMP reads it as torch is imported, and at no other time.
     """
-    together = os.environ.keys() >= STARTED_TOGETHER and os.environ.get(ON_ONE_MACHINE, "1") != "1"
-    if together and os.environ.keys().isdisjoint(WAIT_POLICIES):
+    if on_one_machine() > 1 and os.environ.keys().isdisjoint(WAIT_POLICIES):
         os.environ[WAIT_POLICIES[1]] = str(_LOOPS)
+
+
+def on_one_machine() -> int:
+    """Return how many of the processes that were started together share this machine, and so its memory and cores."""
+    told = os.environ.get(_ON_ONE_MACHINE, "")
+    return max(1, int(told)) if os.environ.keys() >= STARTED_TOGETHER and told.isdecimal() else 1
 
 
 def open_streams() -> None:

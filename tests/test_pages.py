@@ -83,6 +83,7 @@ def each_once(lines: Iterator[str]) -> list[str]:
 OF_NOW = [page for page in PAGES if page.name != _HISTORY]
 COMMANDS = each_once(line for page in OF_NOW for line in commands(page))
 """Those of offstage on all pages."""
+TORCHRUN_COMMANDS = each_once(line for page in OF_NOW for line in fenced(page) if line.startswith("torchrun "))
 OTHER_COMMANDS = each_once(shlex.join(words) for page in OF_NOW for words in other_commands(page))
 
 
@@ -143,3 +144,4 @@ def test_each_other_command_is_one_that_its_parser_takes(command: str) -> None:
 def test_the_pages_have_commands() -> None:
     assert len(OTHER_COMMANDS) > 10
     assert len(COMMANDS) > 30
+    assert TORCHRUN_COMMANDS

@@ -10,7 +10,6 @@ from typing import Any
 
 from offstage.pipeline.report.differences import Spread, answers, config_differences, flatten, spread
 from offstage.pipeline.report.noise import Noise, noise
-from offstage.pipeline.report.placements import Placements, placements_of
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import Front, Series, pareto, speed_series
 from offstage.pipeline.stage import model_name
@@ -33,7 +32,6 @@ class CheckpointGroup:
     jobs: tuple[Job, ...]
     series: tuple[Series, ...]
     front: Front
-    placements: Placements
     answers: tuple[tuple[Job, tuple[str, ...]], ...]
     noise: Noise
     labels: Mapping[str, str]
@@ -58,7 +56,6 @@ def _group(title: str, jobs: Sequence[Job]) -> CheckpointGroup:
         jobs=tuple(jobs),
         series=speed_series(jobs, differences),
         front=pareto(jobs),
-        placements=placements_of(jobs, most=MOST_ROWS),
         answers=answers(jobs),
         noise=noise(jobs),
         labels=_labels(jobs, differences),

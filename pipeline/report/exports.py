@@ -17,7 +17,7 @@ from offstage.pipeline.report.checkpoint_groups import CheckpointGroup
 from offstage.pipeline.report.comparison import RunComparison
 from offstage.pipeline.report.differences import Spread
 from offstage.pipeline.report.noise import LEVEL
-from offstage.pipeline.report.placements import in_tier_order
+from offstage.pipeline.report.quantities import in_tier_order
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.summary import Summary
 from offstage.pipeline.run_schema import Output, RunError

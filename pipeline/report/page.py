@@ -141,7 +141,7 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
         speed_picture(group.series, jobs),
         repeat_picture(jobs, names, group.noise, most=MOST_ROWS),
         pareto_picture(group.front),
-        placement_picture(group.placements, jobs, names),
+        placement_picture(jobs, names, most=MOST_ROWS),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs, names),
         stage_picture(jobs, names, most=MOST_ROWS),

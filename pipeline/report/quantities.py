@@ -1,11 +1,12 @@
-"""Numbers with units, for people: a column shares one unit, so that its digits line up and compare."""
+"""Numbers with units, for people: a column shares one unit, so that its digits line up and compare. And devices in the
+order of the tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from offstage.pipeline.metrics import A_SECOND, Unit
+from offstage.pipeline.metrics import A_SECOND, MetricTable, Unit
 from offstage.pipeline.run_schema import Number
 
 Kind = Unit
@@ -83,3 +84,29 @@ def listed(names: Sequence[str], *, most: int = 8) -> str:
 def shorten(text: str, most: int) -> str:
     """Return ``text``, cut where it is longer than ``most`` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def tier(device: str) -> tuple[int, int]:
+    """Return a sort key that puts devices in the order of the tiers: accelerators by index, cpu, disk."""
+    return (0, int(device)) if device.isdecimal() else (1 if device == "cpu" else 2, 0)
+
+
+def in_tier_order(devices: Iterable[str]) -> list[str]:
+    """Return ``devices`` without repeats, in the order of the tiers."""
+    return sorted(set(devices), key=lambda device: (*tier(device), device))
+
+
+def linked_devices(table: MetricTable, metrics: Iterable[str]) -> list[str]:
+    """Return the devices that ``metrics``, by their names, tell links of, in the order of the tiers; none where one is.
+
+    What the only link carries is all that is streamed.
+    """
+    linked = {metric.name for metric in table.links()}
+    parts = (name.partition(".") for name in metrics)
+    devices = in_tier_order(device for metric, _, device in parts if device and metric in linked)
+    return devices if len(devices) > 1 else []
+
+
+def device_title(device: str) -> str:
+    """Return what a device is called in a legend."""
+    return f"accelerator {device}" if device.isdecimal() else device

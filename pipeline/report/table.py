@@ -14,8 +14,7 @@ from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.metrics import Metric, MetricTable, Unit
 from offstage.pipeline.report.differences import ABSENT, Spread
 from offstage.pipeline.report.noise import SECONDS, Noise, token_times, told_repeats
-from offstage.pipeline.report.placements import in_tier_order, linked_devices
-from offstage.pipeline.report.quantities import MISSING, listed, scale_for, shorten
+from offstage.pipeline.report.quantities import MISSING, in_tier_order, linked_devices, listed, scale_for, shorten
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import DISK
 from offstage.pipeline.run_schema import Bytes, HostRun, Number, Run

@@ -1,7 +1,7 @@
-"""One job of a sweep, from its folder to its end: started by the sweep itself, or in a process beside others.
+"""One job of a sweep, from its folder to its end: started by the sweep itself, or on a node of a queue.
 
-Nothing is composed again. A process beside others, on a node of a queue or here, reads its job from a file in the job's
-folder, which the sweep wrote there, and leaves its exit code beside it; what came of it the record says.
+Nothing is composed again. What a queue starts reads its job from a file in the job's folder, which the sweep wrote
+there, and leaves its exit code beside it; what came of it the record says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,20 +25,20 @@ from offstage.pipeline.decoding import decode
 from offstage.pipeline.environment import environment
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.hydra_messages import composing
-from offstage.pipeline.hydra_task import run_tracked
+from offstage.pipeline.hydra_task import tracked
 from offstage.pipeline.job import configure_log
 from offstage.pipeline.job_folder import JobFolder, completed
-from offstage.pipeline.job_process import PassedSignals, supervise
+from offstage.pipeline.job_process import JobProcess, PassedSignals, wait_for_any
 from offstage.pipeline.objective import require_numbers
 from offstage.pipeline.peers import own_rank
-from offstage.pipeline.process_setup import die_with_parent, own_command
+from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.record import HOSTS, RunRecord
 from offstage.pipeline.stage import Config
 
 SCREEN = "screen.log"
 """What a job that the sweep starts itself would have shown on a screen of its own."""
-ENDING_SECONDS = 15.0
-"""How long jobs beside each other have to end after they were told to."""
+LOOK_SECONDS = 1.0
+"""How long nobody looks, at most, what became of a job."""
 _QUEUED, _EXIT = ".job.json", ".job.exit"
 """What a queue's process starts from, and the exit code that it leaves at its end."""
 
@@ -48,7 +49,7 @@ class PreparedJob:
 
     ``fault`` is what is wrong with the config, empty where nothing is; ``logging`` what the job logs, as
     ``logging.config`` takes it; ``variables`` are added to its environment; with ``is_current`` its folder is the
-    current one. At most so many others are at work ``beside`` it.
+    current one.
     """
 
     number: int
@@ -60,7 +61,6 @@ class PreparedJob:
     logging: Any
     variables: Mapping[str, str]
     is_current: bool
-    beside: int = 0
 
     def queue(self) -> None:
         """Write the job to its folder, for the process that a queue starts."""
@@ -99,73 +99,95 @@ class PreparedJob:
         code, left = INTERRUPTED, Path(self.folder, _EXIT)
         left.unlink(missing_ok=True)
         try:
-            code = run_job(self, debug=debug).exit_code
+            code = run_job(self, debug=debug)
         finally:
             with mendable(Path(self.folder)):
                 replace_file(left, f"{code}\n")
         return code
 
 
-@dataclass(frozen=True, slots=True)
-class JobEnd:
-    """How a job ended: its exit ``code``, null where its process was lost; whether a signal to its sweep ended it."""
+class StartedJob:
+    """A job that was begun, unless it completed before, and its ``process`` once there is one.
 
-    code: int | None
-    interrupted: bool = False
+    What a user can mend is printed. ``signals`` are those that come to this process; ``output`` is the file for what
+    the job's prints, null where it prints where this one does; at most so many others are at work ``beside`` it.
+    """
+
+    def __init__(
+        self, job: PreparedJob, signals: PassedSignals, *, debug: bool, output: Path | None = None, beside: int = 0
+    ) -> None:
+        self._job, self._signals, self._output, self._beside = job, signals, output, beside
+        self.process: subprocess.Popen[bytes] | None = None
+        self.code: int | None = None
+        """The exit code, null until the job is over."""
+        self._steps = self._work(debug=debug)
+        self.go_on()
 
     @property
-    def exit_code(self) -> int:
-        """The code that the sweep exits with where this job is the first that didn't end well."""
-        return 1 if self.code is None else self.code
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """What it waits for: nothing, where that is somebody else who works in its folder."""
+        return [] if self.process is None else [self.process]
 
+    def go_on(self) -> None:
+        """Do what can be done without waiting: where that is the last of it, the job has its ``code``."""
 
-def run_job(
-    job: PreparedJob, *, debug: bool, output: Path | None = None,
-    meanwhile: Callable[[], object] | None = None,
-) -> JobEnd:  # fmt: skip
-    """Run ``job`` in a process of its own, unless it completed before, and return how it ended.
+        def step() -> int:
+            with composing(), env_override(dict(self._job.variables)):
+                next(self._steps, None)
+            return 0
 
-    What a user can mend is printed. ``output`` is the file for what
-    its process prints, null where it prints where this one does; ``meanwhile`` is called now and then as it works.
-    """
-    signals = PassedSignals()
+        self.code = last_resort(step) or self.code
 
-    def run() -> int:
-        with composing():
-            return _run(job, signals, debug=debug, output=output, meanwhile=meanwhile)
+    def _work(self, *, debug: bool) -> Iterator[None]:
+        """Yield while there is something to wait for."""
+        job, lies = self._job, Path(self._job.folder)
+        with JobFolder(lies) as folder:
+            while not folder.taken():
+                yield
+            configure_log(lies, chosen=job.logging, debug=debug)
+            if folder.has_completed(job.overrides):
+                code = 0
+            else:
+                code = yield from self._run(folder.lock, debug=debug)
+        if code == 0:
+            require_numbers(RunRecord.load(lies).run)
+        self.code = code
 
-    code = last_resort(run)
-    return JobEnd(code, interrupted=bool(signals.came))
-
-
-def _run(job: PreparedJob, signals: PassedSignals, *, debug: bool, **options: Any) -> int:
-    lies = Path(job.folder)
-    with JobFolder(lies) as folder, env_override(dict(job.variables)):
-        configure_log(lies, chosen=job.logging, debug=debug)
-        done = folder.has_completed(job.overrides)
-        code = 0 if done else _record_run(job, lock=folder.lock, signals=signals, **options)
-    if code == 0:
-        require_numbers(RunRecord.load(lies).run)
-    return code
-
-
-def _record_run(job: PreparedJob, **options: Any) -> int:
-    with chdir(job.folder) if job.is_current else nullcontext():
-        record = RunRecord.start(
-            Path(job.folder),
-            overrides=job.overrides,
-            config=job.config,
-            environment=environment(jobs_beside=job.beside),
-        )
-
-        def carry_out() -> int:
+    def _run(self, lock: int | None, *, debug: bool) -> Generator[None, None, int]:
+        job, here = self._job, chdir(self._job.folder) if self._job.is_current else nullcontext()
+        with here:
+            record = RunRecord.start(
+                Path(job.folder),
+                overrides=job.overrides,
+                config=job.config,
+                environment=environment(jobs_beside=self._beside),
+            )
+        with tracked(record, sweep=Path(job.sweep)):
             if job.fault:
                 raise ConfigError(job.fault)
             logged = ["--logging", json.dumps(job.logging)]
             capped = record.config["enforce_memory"] is True
-            return supervise(record, capped=capped, options=logged, **options)
+            with here:
+                at_work = JobProcess(
+                    record, self._signals, capped=capped, options=logged, lock=lock, output=self._output
+                )
+            self.process = at_work.process
+            while self.process.poll() is None:
+                yield
+            configure_log(record.path.parent, chosen=job.logging, debug=debug)
+            return at_work.settle()
 
-        return run_tracked(record, carry_out, sweep=Path(job.sweep))
+
+def run_job(job: PreparedJob, *, debug: bool) -> int:
+    """Run ``job`` in a process of its own, unless it completed before, and return its exit code."""
+    with PassedSignals() as signals:
+        started = StartedJob(job, signals, debug=debug)
+        while started.code is None:
+            if signals.came and started.process is None:
+                raise KeyboardInterrupt
+            wait_for_any(started.processes, LOOK_SECONDS)
+            started.go_on()
+    return started.code
 
 
 def main() -> None:
@@ -173,18 +195,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="offstage-queued-job", description="Runs a job that was queued.")
     parser.add_argument("folder", type=Path, help="the job's folder")
     parser.add_argument("--debug", action="store_true", help="log everything")
-    parser.add_argument("--parent", type=int, help="end with this process, which started this one")
     given = parser.parse_args()
-    if given.parent is not None:
-        die_with_parent(given.parent)
     run_command("offstage", lambda: PreparedJob.of_queue(given.folder).run_queued(debug=given.debug))
 
 
-def queued_command(job: PreparedJob, *, child: bool = False) -> list[str]:
+def queued_command(job: PreparedJob) -> list[str]:
     """Write ``job`` to its folder, and return the command of a process that runs it; see ``main``."""
     job.queue()
-    flags = ["--debug"] * is_debugging() + ["--parent", str(os.getpid())] * child
-    return own_command("queued_job", job.folder, *flags)
+    return own_command("queued_job", job.folder, *["--debug"] * is_debugging())
 
 
 def is_debugging() -> bool:

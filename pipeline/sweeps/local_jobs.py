@@ -1,4 +1,4 @@
-"""Jobs on this machine, each in a process of its own that the sweep waits for: one after another, or side by side.
+"""Jobs on this machine, each in a process of its own, so many at a time: one, unless it is said otherwise.
 
 What all go by and is measured of the machine is measured once, before the first of them begins: a job that measures
 while others start, or compute, finds a slower machine than there is, and every plan after it would be made for that
@@ -9,14 +9,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import signal
-import subprocess
-import sys
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -27,19 +22,18 @@ from offstage.pipeline.config import check
 from offstage.pipeline.environment import allowed_cores
 from offstage.pipeline.errors import OffstageError
 from offstage.pipeline.installed_stages import installed_stages
+from offstage.pipeline.job_process import PassedSignals, wait_for_any
 from offstage.pipeline.runner import load_stages
 from offstage.pipeline.stage import Config
-from offstage.pipeline.sweeps.job_run import ENDING_SECONDS, SCREEN, JobEnd, is_debugging, queued_command, run_job
+from offstage.pipeline.sweeps.job_run import LOOK_SECONDS, SCREEN, StartedJob, is_debugging
 from offstage.pipeline.sweeps.jobs import ComposedJob
 from offstage.pipeline.sweeps.progress import SweepProgress
 
-_POLL_SECONDS = 0.1
 _PLAN_ALONE, _PLAN_BYTES = ("empty_init", "plan"), 2 * 10**9
 """The stages that compute nothing, and what a process may take for them: a large model's plan takes less."""
 _WHERE = ("model", "hardware", "stages", "outputs")
 """The keys that say which checkpoint and machine a job is about."""
-Ended = Callable[[ComposedJob, JobEnd], None]
-Processes = dict["subprocess.Popen[bytes]", ComposedJob]
+Ended = Callable[[ComposedJob, int | None], None]
 
 
 class LocalJobs:
@@ -50,15 +44,53 @@ class LocalJobs:
         self._preparation = MachinePreparation()
 
     def run(self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Ended) -> None:
-        """Run ``jobs``, and say of each how it ended; what all go by is measured of the idle machine before."""
-        self._preparation.prepare([job.prepared.config for job in jobs])
-        at_once = min(self._at_once(jobs), len(jobs))
-        if at_once > 1:
-            self._run_side_by_side(jobs, at_once, progress, ended)
-        else:
-            self._run_in_turn(jobs, progress, ended)
+        """Run ``jobs``, and say of each how it ended; what all go by is measured of the idle machine before.
 
-    def _at_once(self, jobs: Sequence[ComposedJob]) -> int:
+        Whoever interrupts a sweep doesn't mean the one job alone that was at work: none begins any more.
+        """
+        self._preparation.prepare([job.prepared.config for job in jobs])
+        with PassedSignals() as signals:
+            self._run(deque(jobs), signals, progress, ended)
+        if signals.came:
+            raise KeyboardInterrupt
+
+    def _run(self, waiting: deque[ComposedJob], signals: PassedSignals, progress: SweepProgress, ended: Ended) -> None:
+        at_once, at_work = min(self._at_once(waiting), len(waiting)), dict[StartedJob, ComposedJob]()
+        try:
+            while at_work or (waiting and not signals.came):
+                if waiting and len(at_work) < at_once and not signals.came:
+                    job = waiting.popleft()
+                    progress.begin([job.known.number])
+                    at_work[self._start(job, signals, beside=at_once - 1)] = job
+                else:
+                    self._wait(at_work)
+                    progress.refresh()
+                for each in [each for each in at_work if each.code is not None]:
+                    ended(at_work.pop(each), each.code)
+                if signals.came:  # who waits for another's job needn't any more
+                    at_work = {each: job for each, job in at_work.items() if each.processes}
+        finally:
+            _end(at_work, signals)
+
+    def _start(self, job: ComposedJob, signals: PassedSignals, *, beside: int) -> StartedJob:
+        job.write_files()
+        screen = Path(job.prepared.folder, SCREEN)
+        started = StartedJob(job.prepared, signals, debug=is_debugging(), output=screen, beside=beside)
+        self._log_here()
+        return started
+
+    def _wait(self, at_work: Collection[StartedJob]) -> None:
+        """Wait until one of them has something to do, for a moment at most, and have them do it."""
+        wait_for_any([process for each in at_work for process in each.processes], LOOK_SECONDS)
+        for each in at_work:
+            each.go_on()
+        self._log_here()
+
+    def _log_here(self) -> None:
+        """Log what the sweep says itself: what was said of a job has gone to its folder."""
+        configure_log(self._hydra.hydra_logging, self._hydra.verbose)
+
+    def _at_once(self, jobs: Collection[ComposedJob]) -> int:
         """Return how many jobs are at work at a time: plans have no seconds to compare, and take little memory."""
         given: int | None = self._hydra.launcher.n_jobs
         if given is not None:
@@ -68,55 +100,15 @@ class LocalJobs:
             return 1
         return max(1, min(len(allowed_cores()), psutil.virtual_memory().available // _PLAN_BYTES))
 
-    def _run_in_turn(self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Ended) -> None:
-        meanwhile = progress.refresh if sys.stderr.isatty() else None
-        for job in jobs:
-            progress.begin([job.known.number])
-            job.write_files()
-            screen = Path(job.prepared.folder, SCREEN)
-            how = run_job(job.prepared, debug=is_debugging(), output=screen, meanwhile=meanwhile)
-            configure_log(self._hydra.hydra_logging, self._hydra.verbose)  # the job's has gone to its folder
-            ended(job, how)
 
-    def _run_side_by_side(
-        self, jobs: Sequence[ComposedJob], at_once: int, progress: SweepProgress, ended: Ended
-    ) -> None:
-        waiting, at_work = deque(jobs), Processes()
-        try:
-            while waiting or at_work:
-                while waiting and len(at_work) < at_once:
-                    job = waiting.popleft()
-                    at_work[self._start(job, beside=at_once - 1)] = job
-                    progress.begin([job.known.number])
-                time.sleep(_POLL_SECONDS)
-                progress.refresh()
-                for process in [each for each in at_work if each.poll() is not None]:
-                    job = at_work.pop(process)
-                    ended(job, JobEnd(job.prepared.exit_code()))
-        finally:
-            _end(at_work)
-
-    def _start(self, job: ComposedJob, *, beside: int) -> subprocess.Popen[bytes]:
-        job.write_files()
-        prepared = replace(job.prepared, beside=beside)
-        command = queued_command(prepared, child=True)
-        with Path(prepared.folder, SCREEN).open("ab") as screen:
-            # In a group of its own: a terminal's Ctrl-C reaches it by way of the sweep, once.
-            return subprocess.Popen(
-                command, process_group=0, stdin=subprocess.DEVNULL, stdout=screen, stderr=screen
-            )  # fmt: skip
-
-
-def _end(processes: Collection[subprocess.Popen[bytes]]) -> None:
-    """Have ``processes`` end, and their records say so: first they are asked to."""
-    for process in processes:
-        process.send_signal(signal.SIGINT)
-    deadline = time.monotonic() + ENDING_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
+def _end(jobs: Collection[StartedJob], signals: PassedSignals) -> None:
+    """Have ``jobs`` end, where any are left, and their records say so."""
+    if jobs and not signals.came:
+        signals.end()
+    for job in jobs:
+        for process in job.processes:
+            process.wait()
+            job.go_on()
 
 
 class MachinePreparation:

@@ -26,11 +26,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.errors import ConfigError, words_of
-from offstage.pipeline.sweeps.job_run import ENDING_SECONDS, JobEnd, queued_command
+from offstage.pipeline.sweeps.job_run import queued_command
 from offstage.pipeline.sweeps.jobs import ComposedJob
 from offstage.pipeline.sweeps.progress import SweepProgress
 
 _POLL_SECONDS = 1.0
+_ENDING_SECONDS = 15.0
+"""How long jobs have to end after they were told to."""
 _ABSENT_SECONDS = 30.0
 """How long a queue that answers hasn't known a job that is lost: its exit code may be on its way from a node."""
 
@@ -142,7 +144,7 @@ class SlurmJobs:
         self._queue = SlurmQueue()
 
     def run(
-        self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Callable[[ComposedJob, JobEnd], None]
+        self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Callable[[ComposedJob, int | None], None]
     ) -> None:
         """Queue ``jobs``, and say of each how it ended, once it has."""
         self._refuse_several_tasks(jobs)
@@ -154,7 +156,7 @@ class SlurmJobs:
                 over = [each for each in waiting if self._is_over(each)]
                 waiting = [each for each in waiting if each not in over]
                 for each in over:
-                    ended(each.job, JobEnd(each.job.prepared.exit_code()))
+                    ended(each.job, each.job.prepared.exit_code())
                 if waiting:
                     time.sleep(_POLL_SECONDS)
                     progress.refresh()
@@ -228,7 +230,7 @@ class SlurmJobs:
         """Have every job that still runs end, and wait until its record says so."""
         for each in jobs:
             each.queued.cancel(check=False)
-        deadline = time.monotonic() + ENDING_SECONDS
+        deadline = time.monotonic() + _ENDING_SECONDS
         while time.monotonic() < deadline and jobs:
             time.sleep(_POLL_SECONDS / 10)
             self._queue.ask()

@@ -21,13 +21,12 @@ from offstage.pipeline.sweeps.sweep_keys import SLURM, refuse_launcher
 
 if TYPE_CHECKING:
     from offstage.pipeline.hydra_task import Task
-    from offstage.pipeline.sweeps.job_run import JobEnd
     from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
     from offstage.pipeline.sweeps.progress import SweepProgress
     from offstage.pipeline.sweeps.record import Sweep
     from offstage.pipeline.tracking.trackers import SweepTracking
 
-    Ended = Callable[[ComposedJob, JobEnd], None]
+    Ended = Callable[[ComposedJob, int | None], None]
     Where = Callable[[Sequence[ComposedJob], SweepProgress, Ended], None]
 
 
@@ -69,13 +68,13 @@ class JobSweeper(Sweeper):
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         by = SweepComposition(self.hydra_context.config_loader, self.config, folder, self.task.files, self.task.resumed)
         sweep = Sweep(folder, describe_sweep(by, self.task.command, self.foresee(by, arguments)))
-        ended: dict[int, JobEnd] = {}
+        ended: dict[int, int | None] = {}
         tracking = SweepTracking(sweep.folder)
         try:
             OmegaConf.save(self.config, sweep.folder / "multirun.yaml")
             self._run(sweep, self.rounds(by, sweep, arguments), run, ended, tracking)
         finally:
-            self.task.code = next((end.exit_code for end in ended.values() if end.exit_code), 0)
+            self.task.code = next((1 if code is None else code for code in ended.values() if code != 0), 0)
             self._show(sweep, list(ended))
             tracking.end(jobs=len(sweep.jobs))
             sweep.close()
@@ -92,18 +91,16 @@ class JobSweeper(Sweeper):
         return LocalJobs(self.config).run
 
     def _run(
-        self, sweep: Sweep, rounds: Iterator[Sequence[ComposedJob]], run: Where, ended: dict[int, JobEnd],
+        self, sweep: Sweep, rounds: Iterator[Sequence[ComposedJob]], run: Where, ended: dict[int, int | None],
         tracking: SweepTracking,
     ) -> None:  # fmt: skip
         from offstage.pipeline.sweeps.progress import SweepProgress
 
         progress = SweepProgress(sweep)
 
-        def end(job: ComposedJob, how: JobEnd) -> None:
-            ended[job.known.number] = how
+        def end(job: ComposedJob, code: int | None) -> None:
+            ended[job.known.number] = code  # null where its process was lost
             progress.end(job.known.number)
-            if how.interrupted:
-                raise KeyboardInterrupt  # whoever interrupts a sweep doesn't mean the one job that was at work
 
         for jobs in rounds:
             waiting = [job for job in jobs if not sweep.has_completed(job.known.number)]

@@ -266,14 +266,18 @@ def _entry(header: GgufHeader, named: NamedTensor) -> AtRest:
     """Return what the tensor ``named`` rests in; plain values in the model's own order are it, in their own dtype."""
     sources = [header.tensors[name] for name in named.sources]
     kinds = tuple(source.kind for source in sources)
-    parts = tuple(_part(source, named.arrangement) for source in sources)
+    parts = tuple(_part(source, named) for source in sources)
     if kinds[0] in PLAIN and len(kinds) == 1 and named.arrangement == AS_THEY_ARE:
         parts = (replace(parts[0], dtype=PLAIN[kinds[0]], shape=named.shape),)
     return PackedTensor(GgufCodec(kinds, named.arrangement), parts, "float32", named.shape)
 
 
-def _part(tensor: GgufTensor, arrangement: Arrangement) -> Extent:
-    """Return the extent of ``tensor``: rows of blocks, of a vector whose elements change places one element each."""
-    width = FORMATS[tensor.kind].bytes
-    by_element = arrangement.swapped is not None and len(tensor.shape) == 1
-    return replace(tensor.extent, shape=(tensor.shape[0], width)) if by_element else tensor.extent
+def _part(tensor: GgufTensor, named: NamedTensor) -> Extent:
+    """Return the extent of ``tensor``: rows of blocks, of a stack those of each matrix, of a vector whose elements
+    change places one element each.
+    """
+    if len(tensor.shape) == len(named.shape) == 3 and tensor.shape[0] == named.shape[0]:
+        return replace(tensor.extent, shape=(*tensor.shape[:2], tensor.extent.shape[-1]))
+    by_element = named.arrangement.swapped is not None and len(tensor.shape) == 1
+    shape = (tensor.shape[0], FORMATS[tensor.kind].bytes)
+    return replace(tensor.extent, shape=shape) if by_element else tensor.extent

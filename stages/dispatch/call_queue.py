@@ -25,7 +25,7 @@ from offstage.pipeline.errors import BusyError
 from offstage.stages.dispatch.streaming.lanes import Task
 from offstage.stages.dispatch.streaming.lockstep import UNWANTED
 from offstage.stages.dispatch.streaming.module_state import LockstepError
-from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.dispatch.streaming.passes import ModelPasses
 
 _IDLE_SECONDS = 5.0
 
@@ -64,13 +64,13 @@ class SubmittedCall(Future[Any]):
 
 
 class CallQueue(Iterator[Task | None]):
-    """The calls that wait for the model of ``streamer``: at most ``size`` are under way, and ``most_waiting`` wait.
+    """The calls that wait for the model of ``passes``: at most ``size`` are under way, and ``most_waiting`` wait.
 
     As an iterator it gives lockstep what joins next. All of its state is guarded by ``_changed``.
     """
 
-    def __init__(self, streamer: Streamer, *, size: int, most_waiting: int) -> None:
-        self._streamer, self._size, self._most_waiting = streamer, size, most_waiting
+    def __init__(self, passes: ModelPasses, *, size: int, most_waiting: int) -> None:
+        self._passes, self._size, self._most_waiting = passes, size, most_waiting
         self._refusal: str | None = None
         self._start_anew()
 
@@ -99,7 +99,7 @@ class CallQueue(Iterator[Task | None]):
                     "with a larger max_waiting"
                 )
             seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-            call = SubmittedCall(function, seed, self._streamer.fail_call)
+            call = SubmittedCall(function, seed, self._passes.fail_call)
             self._waiting.append(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="offstage-calls", daemon=True)
@@ -125,7 +125,7 @@ class CallQueue(Iterator[Task | None]):
         """
         with self._changed:
             self._under_way = [call for call in self._under_way if not call.done()]
-            if not self._waiting or (self._has_begun and self._streamer.is_awaited):
+            if not self._waiting or (self._has_begun and self._passes.lock.is_awaited):
                 return None
             self._has_begun = True
             call = self._waiting.popleft()
@@ -137,7 +137,7 @@ class CallQueue(Iterator[Task | None]):
         while self._has_calls():
             self._has_begun = False
             try:
-                self._streamer.go_together(self, size=self._size, is_queue=True)
+                self._passes.go_together(self, size=self._size, is_queue=True)
             except Exception as error:  # noqa: BLE001 - those under way are told
                 if isinstance(error, LockstepError):
                     self._size = 1

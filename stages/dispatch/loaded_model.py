@@ -67,7 +67,7 @@ class LoadedModel:
         self._chain = chain
         self._dispatched: Dispatched = chain.live(DispatchStage.name)
         self._turn, self._is_closed, self._together = RLock(), False, together
-        self._calls = CallQueue(self._dispatched.streamer, size=together, most_waiting=max_waiting)
+        self._calls = CallQueue(self._dispatched.streamer.passes, size=together, most_waiting=max_waiting)
 
     @property
     def model(self) -> nn.Module:

@@ -25,9 +25,17 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from offstage.pipeline.errors import OffstageError
 from offstage.stages.calls.results import kept_cache
-from offstage.stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, rehearsing, swapped
+from offstage.stages.empty_init.fake_weights import (
+    REFUSALS,
+    Faking,
+    RefusedError,
+    answered,
+    fake_weights,
+    quiet,
+    rehearsing,
+    swapped,
+)
 from offstage.stages.empty_init.kept_caches import (
     Leftover,
     Probe,
@@ -157,7 +165,7 @@ def weigh(model: nn.Module, blocks: Iterable[str]) -> Weighed:
     try:
         with rehearsing(model), _shortened(model, classes) as stands_for:
             runs, alike = _runs(model, classes)
-    except REFUSALS:
+    except RefusedError:
         return Weighed()
     finally:
         Faking.cache_clear()  # it outlives the mode: one entry for each operator met
@@ -200,9 +208,7 @@ def weigh_call(
     try:
         with rehearsing(model), _shortened(model, classes) as stands_for:
             run = _run(model, call, classes)
-    except OffstageError:
-        raise
-    except REFUSALS:
+    except RefusedError:
         return Weighed()
     finally:
         Faking.cache_clear()
@@ -274,14 +280,10 @@ def _run(
     """Return what is alive after each operator of one forward, with its kernel, and what it leaves.
 
     One that ``caches`` is given what ``generate`` would keep keys and values in. What ``follows`` is given what the
-    forward kept, where that is something. Code that asks for values is answered as ``deciding`` decides.
+    forward kept, where that is something. Code that asks for values is answered as ``deciding`` decides; a
+    ``RefusedError`` where it refuses that too.
     """
-    try:
-        return _tally(model, call, blocks, caches=caches, follows=follows)
-    except OffstageError:
-        raise
-    except REFUSALS:
-        return _tally(model, call, blocks, caches=caches, follows=follows, decides=True)
+    return answered(lambda decides: _tally(model, call, blocks, caches=caches, follows=follows, decides=decides))
 
 
 def _tally(
@@ -291,7 +293,7 @@ def _tally(
     *,
     caches: bool,
     follows: Callable[..., object] | None,
-    decides: bool = False,
+    decides: bool,
 ) -> _Forward:
     with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
         fakes, given = fake_weights(model), new_cache(model) if caches else {}

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 
-from offstage.pipeline.errors import OffstageError
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.empty_init.activation_peaks import Weighed, weigh
 from offstage.stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
 from offstage.stages.empty_init.experts import describe_experts
-from offstage.stages.empty_init.fake_weights import REFUSALS, rehearsing, unchanged_buffers
+from offstage.stages.empty_init.fake_weights import REFUSALS, RefusedError, answered, rehearsing, unchanged_buffers
 from offstage.stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse, rehearse_next_token
 from offstage.stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
 from offstage.stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
@@ -121,17 +120,15 @@ def _tensors(model: nn.Module) -> Iterable[TensorSpec]:
 
 def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None) -> tuple[Rehearsal | None, str | None]:
     """Return what a rehearsal saw and null, or null and why the model's code refused fake tensors."""
-    refusals = []
-    for decides in (False, True):
-        try:
-            with rehearsing(model):
-                return rehearse(model, call, decides=decides), None
-        except OffstageError:
-            raise  # of a call that can't be made, with fake tensors or real ones
-        except REFUSALS as error:
-            first_line = (str(error).strip() or "no message").splitlines()[0]
-            refusals.append(f"{type(error).__name__}: {first_line}")
-    return None, refusals[0]
+
+    def run(decides: bool) -> Rehearsal:
+        with rehearsing(model):
+            return rehearse(model, call, decides=decides)
+
+    try:
+        return answered(run), None
+    except RefusedError as refusal:
+        return None, str(refusal)
 
 
 def _borrowers(seen: Rehearsal, tied: list[list[str]]) -> dict[str, tuple[str, ...]]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from offstage.pipeline.errors import OffstageError
 from offstage.stages.empty_init.deciding import decide, is_decided, with_indices
+
+Found = TypeVar("Found")
 
 REFUSALS = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, AssertionError,
@@ -57,6 +60,28 @@ def _fake_grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwar
         return left.new_empty((left.shape[0], right.shape[2]))
     product = torch.ops.aten._grouped_mm.default(left.bfloat16(), right.bfloat16(), *args, **kwargs)
     return product.to(left.dtype)  # type: ignore[no-any-return]
+
+
+class RefusedError(RuntimeError):
+    """A model's code refused fake tensors; it says how."""
+
+
+def answered(run: Callable[[bool], Found]) -> Found:
+    """Return what ``run`` returns of a model whose code meets fake tensors; it is told whether to decide what data do.
+
+    At first it isn't to (see ``deciding``), and is where code refuses that. A ``RefusedError`` has the first refusal
+    where both are. An error of ours is none: it is of a call that can't be made, with fake tensors or real ones.
+    """
+    refusals = []
+    for decides in (False, True):
+        try:
+            return run(decides)
+        except OffstageError:
+            raise
+        except REFUSALS as error:
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            refusals.append(f"{type(error).__name__}: {first_line}")
+    raise RefusedError(refusals[0])
 
 
 def fake_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -125,10 +150,7 @@ def rehearsing(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, attributes in before:
-            now = vars(module)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update(attributes)
+            _restore(vars(module), attributes)
 
 
 @contextmanager

@@ -23,6 +23,9 @@ from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.empty_init.siblings import missing_sibling, unlike_sibling
 
+_LISTED = "experts"
+"""The pattern of what is stacked as it rests."""
+
 
 class Converter(Protocol):
     """What is used of transformers' ``WeightConverter``."""
@@ -101,16 +104,25 @@ def _converted(model: Any, entries: Mapping[str, AtRest]) -> Naming:
     """Return the naming of a transformers model, renamed and grouped as its own loader does it."""
     from transformers.core_model_loading import dot_natural_key
 
-    rename = _Renamer(model)
+    rename, listed = _Renamer(model), _listed(model)
     groups: dict[tuple[str, int], list[tuple[str, str]]] = {}
     unexpected: list[str] = []
     for source in sorted(entries, key=dot_natural_key):
-        target, pattern = rename(source)
+        target, pattern = (listed[source], _LISTED) if source in listed else rename(source)
         if target not in rename.expected:
             unexpected.append(source)
             continue
         groups.setdefault((target, rename.index(pattern)), []).append((pattern or "", source))
     return Naming(tuple(_step(rename, *key, sources, entries) for key, sources in groups.items()), tuple(unexpected))
+
+
+def _listed(model: nn.Module) -> dict[str, str]:
+    """Return what is stacked, one after the other, in tensors of modules that say so themselves, and in which."""
+    return {
+        source: f"{name}.{attribute}"
+        for name, module in model.named_modules()
+        for source, attribute in getattr(module, "listed", {}).items()
+    }
 
 
 class _Renamer:
@@ -121,12 +133,13 @@ class _Renamer:
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
+        from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
 
         mapping = get_model_conversion_mapping(model)
         self.model = model
         self.expected: Mapping[str, torch.Tensor] = model.state_dict()
-        self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._theirs = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self.converters = [*self._theirs, WeightConverter([_LISTED], [_LISTED], [MergeModulelist(dim=0)])]
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self.shapes: dict[object, tuple[int, ...]] = {}
         """What comes of sources that look alike, where a converter makes one tensor and only moves data."""
@@ -147,7 +160,7 @@ class _Renamer:
         from transformers.core_model_loading import rename_source_key
 
         prefix = self.model.base_model_prefix
-        renamed = rename_source_key(source, self._renamings, self.converters, prefix, self.expected)
+        renamed = rename_source_key(source, self._renamings, self._theirs, prefix, self.expected)
         if renamed[0] not in self.expected and source in self.expected:
             renamed = rename_source_key(source, [], [], prefix, self.expected)
         target, pattern = renamed

@@ -21,9 +21,11 @@ from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.codecs.loops import LANES
 from offstage.stages.checkpoints.codecs.packed_matrices import (
+    UPPER,
     PackedMatrix,
     as_text,
     can_look_up,
+    halves,
     packed_matrix,
     stacked,
     unpack_rows,
@@ -45,24 +47,39 @@ KEY = "quantized.products"
 """The key of the config that has weights stay packed."""
 
 
+_HALVES = ("", UPPER)
+"""What the names of the halves of a stack end with, where these rest each by itself."""
 Modules = Sequence[tuple[str, nn.Module]]
 PackedModule: TypeAlias = "PackedLinear | PackedEmbedding | PackedExperts"
 
 
 class Stack(NamedTuple):
-    """What a parameter of a module rests in: the checkpoint's ``sources``, of one ``codec``, in ``parts`` that have one
-    ``matrix``, or one for each expert.
+    """What a parameter of a module rests in, or half of one: the checkpoint's ``sources``, of one ``codec``, in
+    ``parts`` that have one ``matrix``, or one for each expert.
+
+    Of experts that are ``listed`` the sources are these matrices, one after the other.
     """
 
     matrix: PackedMatrix
     parts: Sequence[nn.Parameter]
     sources: Sequence[str]
     codec: Codec
+    listed: bool = False
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """What the names of the parts end with."""
+        return ("", *self.matrix.beside)
 
     @property
     def kept(self) -> dict[str, tuple[str, ...]]:
-        """What belongs to each source, by the ends of the names."""
-        return dict.fromkeys(self.sources, self.matrix.beside)
+        """What the parts of each source are called as they rest."""
+        return {source: tuple(source + end for end in self.ends) for source in self.sources}
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def transposed(self) -> bool:
@@ -84,7 +101,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.kind, self.told, self.kept = stack.codec.name, as_text(stack.matrix), stack.kept
-        self._parts = tuple("weight" + end for end in ("", *stack.matrix.beside))
+        self._parts = tuple("weight" + end for end in stack.ends)
         for name, part in zip(self._parts, stack.parts, strict=True):
             self.register_parameter(name, part)
         self.register_parameter("bias", linear.bias)
@@ -120,31 +137,46 @@ class PackedExperts(nn.Module):
     """In the place of ``experts``, a module of transformers' interface for these: its ``stacks``, by their attributes,
     rest in parts of one row an expert, each under the attribute's name and what its matrix calls it.
 
+    The halves of a first matrix may rest each by itself: the gate's under the attribute's name, and the other. What is
+    ``listed`` in the checkpoint, one by one, is stacked under these names.
+
     An expert multiplies the tokens that are routed to it as such a linear layer. What comes of them is weighted, and
     added up for each token in float32, in the order of its choices.
     """
 
     multiplies_packed = True
 
-    def __init__(self, experts: Any, stacks: Mapping[str, Stack], compute: torch.dtype | None) -> None:
+    def __init__(self, experts: Any, stacks: Mapping[str, Sequence[Stack]], compute: torch.dtype | None) -> None:
         super().__init__()
         self.num_experts, self.config = experts.num_experts, experts.config
         self.has_gate, self.has_bias, self.is_transposed = experts.has_gate, experts.has_bias, experts.is_transposed
-        self.kept = {name: beside for stack in stacks.values() for name, beside in stack.kept.items()}
-        self.kind = stacks["down_proj"].codec.name
-        self._told = {attribute: as_text(stack.matrix) for attribute, stack in stacks.items()}
-        self._parts = {
-            attribute: tuple(attribute + end for end in ("", *stack.matrix.beside))
-            for attribute, stack in stacks.items()
-        }
-        for attribute, stack in stacks.items():
-            for name, part in zip(self._parts[attribute], stack.parts, strict=True):
-                self.register_parameter(name, part)
+        every = [stack for pieces in stacks.values() for stack in pieces]
+        self.kind = max(every, key=lambda stack: stack.bytes).codec.name
+        self.kept: dict[str, tuple[str, ...]] = {}
+        self.listed: dict[str, str] = {}
+        self._parts: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+        for attribute, pieces in stacks.items():
+            self._parts[attribute] = [
+                self._register(attribute + end, stack, end) for end, stack in zip(_HALVES, pieces, strict=False)
+            ]
         for name, parameter in experts.named_parameters(recurse=False):
             if name not in stacks:
                 self.register_parameter(name, parameter)
         self._activate = experts._apply_gate if self.has_gate else experts.act_fn
         self.compute, self.training = compute, experts.training
+
+    def _register(self, name: str, stack: Stack, half: str) -> tuple[str, tuple[str, ...]]:
+        """Take the parts of ``stack`` under ``name``; return what its matrix is, as text, and what they are called."""
+        own = tuple(name + end for end in stack.ends)
+        for each, part in zip(own, stack.parts, strict=True):
+            self.register_parameter(each, part)
+        for source, rests in stack.kept.items():
+            if stack.listed:
+                self.listed |= dict(zip(rests, own, strict=True))
+                self.kept[source] = rests
+            else:
+                self.kept[source] = (*self.kept.get(source, ()), *(source + half + end for end in stack.ends))
+        return as_text(stack.matrix), own
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -167,9 +199,14 @@ class PackedExperts(nn.Module):
         return self._multiply(self._activate(self._multiply(given, first, expert)), "down_proj", expert)
 
     def _multiply(self, given: torch.Tensor, attribute: str, expert: int) -> torch.Tensor:
-        parts = [getattr(self, name)[expert] for name in self._parts[attribute]]
+        pieces = self._parts[attribute]
         bias = getattr(self, f"{attribute}_bias")[expert] if self.has_bias else None
-        return _multiply(given, parts, self._told[attribute], bias, self.compute)
+        added = [None] * len(pieces) if bias is None else bias.chunk(len(pieces))
+        made = [
+            _multiply(given, [getattr(self, name)[expert] for name in names], told, own, self.compute)
+            for (told, names), own in zip(pieces, added, strict=True)
+        ]
+        return made[0] if len(made) == 1 else torch.cat(made, -1)
 
 
 def _shares(index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -202,20 +239,21 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint, compute_dtype: str | N
     whose weights the model's class has in a dtype of its own, which its code looks at.
     """
     entries, named = open_reader(checkpoint).entries, dict(model.named_parameters(remove_duplicate=False))
-    stacks: dict[str, dict[str, Stack]] = defaultdict(dict)
+    stacks: dict[str, dict[str, Sequence[Stack]]] = defaultdict(dict)
     users: dict[int, list[str]] = {}
     for name, parameter in named.items():
         users.setdefault(id(parameter), []).append(name)
     own_dtype, compute = kept_in_float32(model), None if compute_dtype is None else torch_dtype(compute_dtype)
     for step in name_tensors(model, entries).steps:
-        stack = _stack_of(step, entries, named)
-        if stack is None:
+        pieces = _stacks_of(step, entries, named)
+        if not pieces:
             continue
         (target,) = step.targets
         if named[target].dim() == 3:
             module, _, attribute = target.rpartition(".")
-            stacks[module][attribute] = stack
+            stacks[module][attribute] = pieces
             continue
+        (stack,) = pieces
         names = users[id(named[target])]
         modules = [(parent(name), model.get_submodule(parent(name))) for name in names]
         fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
@@ -233,35 +271,54 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint, compute_dtype: str | N
         )
 
 
-def _stack_of(step: NamingStep, entries: Mapping[str, AtRest], named: Mapping[str, nn.Parameter]) -> Stack | None:
-    """Return what the one tensor that ``step`` makes is multiplied as; null where it can't be as it rests.
+def _stacks_of(step: NamingStep, entries: Mapping[str, AtRest], named: Mapping[str, nn.Parameter]) -> Sequence[Stack]:
+    """Return what the one tensor that ``step`` makes is multiplied as, as it rests; nothing where it can't be.
 
-    Matrices of single experts, one after the other, are a stack.
+    That is one stack, or its two halves. Matrices of single experts, one after the other, are a stack too.
     """
     sources = sources_in_order(step, entries)
     tensor = named.get(next(iter(step.targets)))
     if tensor is None or len(step.targets) != 1 or not sources:
-        return None
-    found = [entries[name] for name in sources]
+        return ()
+    found = [entry for name in sources if isinstance(entry := entries[name], PackedTensor)]
+    if len(found) < len(sources) or math.prod(tensor.shape) != sum(math.prod(entry.shape) for entry in found):
+        return ()
+    if len(found) == 1:
+        stacks = [_stack([piece], sources, whole=True) for piece in halves(found[0])]
+    else:
+        stacks = _stacks_of_list(found, sources, experts=len(tensor) if tensor.dim() == 3 else 0)
+    made = [stack for stack in stacks if stack is not None]
+    return made if len(made) == len(stacks) <= len(_HALVES) else ()
+
+
+def _stacks_of_list(found: Sequence[PackedTensor], sources: Sequence[str], *, experts: int) -> list[Stack | None]:
+    """Return what the matrices ``found`` are for so many ``experts``: one stack where those of an expert are rows of
+    one matrix, one below the other, or a stack of the first ones, one of the second ones.
+    """
+    first, pieces = packed_matrix(found[0]), len(found) // experts if experts else 0
+    if first is None or pieces * experts != len(found) or len(found[0].shape) != 2:
+        return [None]
+    if all(packed_matrix(other) == first for other in found):
+        joined = stacked(first, pieces)
+        if joined is not None:
+            shapes = [(experts, pieces * rows, *rest) for rows, *rest in (part.shape for part in found[0].parts)]
+            return [Stack(joined, _on_meta(found[0], shapes), sources, found[0].codec)]
+    return [_stack(found[piece::pieces], sources[piece::pieces]) for piece in range(pieces)]
+
+
+def _stack(found: Sequence[PackedTensor], sources: Sequence[str], *, whole: bool = False) -> Stack | None:
+    """Return what is ``found`` as a stack: the ``whole`` of one, or a matrix for each expert, all of them alike."""
     first, matrix = found[0], packed_matrix(found[0])
-    if matrix is None or not isinstance(first, PackedTensor):
+    if matrix is None or any(packed_matrix(other) != matrix for other in found[1:]):
         return None
-    shapes = [part.shape for part in first.parts]
-    if len(found) > 1:
-        pieces, over = divmod(len(found), len(tensor))
-        alike = tensor.dim() == 3 and all(packed_matrix(other) == matrix for other in found)
-        matrix = stacked(matrix, pieces) if alike and len(first.shape) == 2 and not over else None
-        shapes = [(len(tensor), pieces * rows, *rest) for rows, *rest in shapes]
-    if matrix is None or math.prod(tensor.shape) != len(found) * math.prod(first.shape):
-        return None
-    parts = [_on_meta(replace(part, shape=shape)) for part, shape in zip(first.parts, shapes, strict=True)]
-    return Stack(matrix, parts, sources, first.codec)
+    shapes = [part.shape if whole else (len(found), *part.shape) for part in first.parts]
+    return Stack(matrix, _on_meta(first, shapes), sources, first.codec, listed=not whole)
 
 
-def _are_all_of(experts: Any, stacks: Mapping[str, Stack]) -> bool:
+def _are_all_of(experts: Any, stacks: Mapping[str, Sequence[Stack]]) -> bool:
     """Return whether ``stacks`` are what ``experts`` multiply by, each as the rows that the matrix has."""
     wanted = {"down_proj", "gate_up_proj" if experts.has_gate else "up_proj"}
-    turned = all(stack.transposed == experts.is_transposed for stack in stacks.values())
+    turned = all(stack.transposed == experts.is_transposed for pieces in stacks.values() for stack in pieces)
     return wanted == stacks.keys() and turned and not getattr(experts, "has_post_expert_norm", False)
 
 
@@ -279,19 +336,20 @@ def _as_it_lies(part: Extent) -> Extent:
     return replace(part, dtype="uint8") if DTYPE_BYTES[part.dtype] == 1 else part
 
 
-def _on_meta(part: Extent) -> nn.Parameter:
-    kind = torch_dtype(_as_it_lies(part).dtype)
-    return nn.Parameter(torch.empty(part.shape, dtype=kind, device="meta"), requires_grad=False)
+def _on_meta(tensor: PackedTensor, shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
+    """Return the parts of ``tensor`` as parameters without data, of these ``shapes``."""
+    kinds = [torch_dtype(_as_it_lies(part).dtype) for part in tensor.parts]
+    empty = (torch.empty(shape, dtype=kind, device="meta") for shape, kind in zip(shapes, kinds, strict=True))
+    return [nn.Parameter(each, requires_grad=False) for each in empty]
 
 
 def as_they_rest(model: nn.Module, entries: Mapping[str, AtRest]) -> Mapping[str, AtRest]:
     """Return the checkpoint's ``entries``, those that ``model`` keeps packed as the bytes that they are on disk."""
-    kept = {name: beside for module in packed_modules(model).values() for name, beside in module.kept.items()}
+    kept = {name: rests for module in packed_modules(model).values() for name, rests in module.kept.items()}
     found: dict[str, AtRest] = {}
     for name, entry in entries.items():
         if name in kept and isinstance(entry, PackedTensor):
-            parts = map(_as_it_lies, entry.parts)
-            found |= {name + end: part for end, part in zip(("", *kept[name]), parts, strict=True)}
+            found |= dict(zip(kept[name], map(_as_it_lies, entry.parts), strict=True))
         else:
             found[name] = entry
     return found

@@ -121,7 +121,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     name = "empty_init"
     doing = "imports torch and the model's code, and reads its shapes"
-    version = 21
+    version = 22
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.pipeline.errors import OffstageError
 from offstage.stages.calls.results import named_tensors
-from offstage.stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, swapped, unchanged_buffers
+from offstage.stages.empty_init.fake_weights import Faking, answered, fake_weights, quiet, swapped, unchanged_buffers
 from offstage.stages.empty_init.live_storages import CountingFakes, LiveStorages
 from offstage.stages.empty_init.module_usage import ModuleUsage, ModuleWatch, watch_modules
 from offstage.stages.empty_init.saved_tensors import DroppedStorages
@@ -52,17 +51,12 @@ def rehearse_step(
     (see ``run_backward``). One that ``accumulates`` has the gradients of an earlier step. Without gradients (under
     ``torch.no_grad``, or with all weights frozen) it is a forward alone. The model's own mode counts: with
     ``train()`` and checkpointing as it is set. What ``call`` gives it from outside must need no gradients: they would
-    be fake. Raises one of ``fake_weights.REFUSALS`` where its code refuses fake
-    tensors.
+    be fake. Raises a ``RefusedError`` where its code refuses fake tensors.
     """
     step = _StepRehearsal(model, call, loss, accumulates=accumulates, smallest=smallest)
     with unchanged_buffers(model), torch.random.fork_rng(devices=()):
         try:
-            return step.rehearse()
-        except OffstageError:
-            raise
-        except REFUSALS:
-            return step.rehearse(decides=True)
+            return answered(step.rehearse)
         finally:
             Faking.cache_clear()
 
@@ -119,7 +113,7 @@ class _StepRehearsal:
     accumulates: bool
     smallest: int
 
-    def rehearse(self, *, decides: bool = False) -> RehearsedStep:
+    def rehearse(self, decides: bool) -> RehearsedStep:
         """Return what the step takes; one that ``decides`` runs code too that asks for values."""
         moments = _Moments(LiveStorages())
         watch = ModuleWatch(moments, clock=lambda: 0.0)

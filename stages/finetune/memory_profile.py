@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from offstage.pipeline.errors import ConfigError, OffstageError, words_of
+from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.streaming.guard import is_guarded
-from offstage.stages.empty_init.fake_weights import REFUSALS
+from offstage.stages.empty_init.fake_weights import RefusedError
 from offstage.stages.empty_init.module_usage import ModuleUsage
 from offstage.stages.empty_init.training_peaks import Loss, RehearsedStep, rehearse_step
 from offstage.stages.finetune.module_profile import MemoryProfile, ModuleProfile
@@ -117,10 +117,8 @@ def _rehearse(model: nn.Module, inputs: Any, kwargs: Any, loss: Loss | None) -> 
     try:
         with _without_hooks(model) if is_guarded(model) else nullcontext():
             return rehearse_step(model, lambda module: module(*given, **named), loss=loss), None
-    except OffstageError:
-        raise
-    except REFUSALS as error:
-        return None, words_of(error)
+    except RefusedError as refusal:
+        return None, str(refusal)
 
 
 def _apart(value: Any) -> Any:

@@ -107,7 +107,7 @@ class Decoding:
             for number in sorted(left.keys() - together):
                 self._answer_alone(partial(answer, number))
             reason = self._answer_together([partial(answer, number) for number in together], members)
-            if self._dispatched.streamer.is_divided and together:
+            if self._dispatched.streamer.passes.borders is not None and together:
                 reason = _agreed(reason, progress)
             if reason is None:
                 return
@@ -126,7 +126,7 @@ class Decoding:
 
     def _answer_alone(self, answer: Callable[[], list[TimedBatch]]) -> None:
         """Have ``answer`` made by itself, and count what it costs."""
-        with self._dispatched.streamer.alone():
+        with self._dispatched.streamer.passes.alone():
             self.cost.add(*answer())
 
     def _answer_together(self, answers: Sequence[Callable[[], list[TimedBatch]]], size: int) -> str | None:
@@ -140,7 +140,9 @@ class Decoding:
             spans.extend(answer())
 
         try:
-            group = self._dispatched.streamer.go_together([partial(make, answer) for answer in answers], size=size)
+            group = self._dispatched.streamer.passes.go_together(
+                [partial(make, answer) for answer in answers], size=size
+            )
         except LockstepError as error:  # those that have their answer keep it
             self.cost.add(*spans)
             return error.reason

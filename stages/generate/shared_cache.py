@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,8 @@ from transformers.cache_utils import (
 )
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from offstage.stages.dispatch.streaming.lockstep import Shared
+from offstage.stages.dispatch.streaming.lockstep import WaitFor
 from offstage.stages.units import Position
-
-WaitFor = Callable[[Shared], None]
-"""Returns when it is the caller's turn to use what it waits for."""
 
 _SHARED = (DynamicLayer, DynamicSlidingWindowLayer)
 """The layers of which the last positions can be taken back: others keep a state that each token changes."""

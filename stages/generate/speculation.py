@@ -145,7 +145,7 @@ class _Forwards:
         calls, kwargs = [], self._kwargs
         for number in range(len(guesses) + 1):
             views = {
-                name: view_of(cache, number, self._streamer.wait_for)
+                name: view_of(cache, number, self._streamer.passes.wait_for)
                 for name, cache in kept_cache(self._kwargs).items()
             }
             calls.append(partial(self._one, whole[:, : tokens.shape[1] + number], {**kwargs, **views}))

@@ -196,4 +196,5 @@ def _send_on(module: nn.Module, wire: Wire, hosts: list[int], after: AwayRun | N
         if after is not None:
             after.put(output)
 
-    module.register_forward_hook(returned)
+    if hosts or after is not None:
+        module.register_forward_hook(returned)

@@ -15,6 +15,7 @@ others still send or tell of it is dropped.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from offstage.pipeline.errors import ConfigError, words_of
-from offstage.pipeline.peers import Peers
+from offstage.pipeline.peers import Peers, aligned, packed
 from offstage.pipeline.rendezvous import HostError
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.hosts.calls_over import CallsOver, around
@@ -185,7 +186,7 @@ class Wire:
         self.wait: Callable[[Arrival], None] = lambda arrival: arrival.wait_for_any((arrival,))
         self._peers = peers
         self._inbox = _Inbox(self._received)
-        self._outboxes: dict[int, SimpleQueue[tuple[Any, list[torch.Tensor]]]] = {}
+        self._outboxes: dict[int, SimpleQueue[torch.Tensor]] = {}
 
     @property
     def hosts(self) -> int:
@@ -197,10 +198,10 @@ class Wire:
         self._inbox.check()
         tensors: list[torch.Tensor] = []
         shape = _described(value, tensors)
-        copies = [tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
+        message = packed([self.call(), shape], tensors)
         for host in hosts:
-            self._outbox(host).put(([self.call(), shape], copies))
-            self._peers.sent_bytes += sum(tensor.nbytes for tensor in copies)
+            self._outbox(host).put(message)
+            self._peers.sent_bytes += sum(tensor.nbytes for tensor in tensors)
 
     def fail(self, call: str, error: Exception, *, why_not_together: str | None = None) -> None:
         """Tell the other hosts that ``call`` has failed here by ``error``, so that it does there, with its parts.
@@ -217,7 +218,7 @@ class Wire:
         failed = _FAILED_FOR_LOCKSTEP if by_lockstep else _FAILED
         for host in range(self.hosts):
             if host != self._peers.rank:
-                self._outbox(host).put(([call, [failed, reason]], []))
+                self._outbox(host).put(packed([call, [failed, reason]]))
 
     def end(self, call: str) -> None:
         """Hear that ``call`` is over on this host, with its parts: nothing more of it is waited for here.
@@ -233,7 +234,7 @@ class Wire:
         self.wait(arrival)
         return _moved(self._inbox.take(arrival.key), device)
 
-    def _outbox(self, host: int) -> SimpleQueue[tuple[Any, list[torch.Tensor]]]:
+    def _outbox(self, host: int) -> SimpleQueue[torch.Tensor]:
         if host not in self._outboxes:
             self._outboxes[host] = SimpleQueue()
             threading.Thread(target=self._send_all, args=(host,), name=f"offstage-to-{host}", daemon=True).start()
@@ -242,28 +243,31 @@ class Wire:
     def _send_all(self, host: int) -> None:
         try:
             while True:
-                message, tensors = self._outboxes[host].get()
-                self._peers.send_json(message, host, tag=_TAG)
-                for tensor in tensors:
-                    self._peers.send(tensor, host, tag=_TAG)
+                self._peers.send(self._outboxes[host].get(), host, tag=_TAG)
         except Exception as error:  # noqa: BLE001 - whoever sends or waits next raises it
             self._inbox.fail(error)
 
     def _received(self, host: int) -> tuple[str, Any]:
-        call, shape = self._peers.receive_json(host, tag=_TAG)
-        return call, self._built(shape, host)
+        (call, shape), data = self._peers.receive(host, tag=_TAG)
+        return call, _built(shape, data)[0]
 
-    def _built(self, shape: Any, host: int) -> Any:
-        kind, what = shape
-        if kind == "tensor":
-            sizes, dtype = what
-            return self._peers.receive(torch.empty(sizes, dtype=torch_dtype(dtype)), host, tag=_TAG)
-        if kind == "plain":
-            return what
-        if kind in (_FAILED, _FAILED_FOR_LOCKSTEP):
-            return FailedCallError(what, hangs_on_lockstep=kind == _FAILED_FOR_LOCKSTEP)
-        parts = [self._built(part, host) for part in what]
-        return tuple(parts) if kind == "tuple" else parts
+
+def _built(shape: Any, data: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return what ``_described`` described as ``shape``, its tensors out of ``data``, and what is left of that."""
+    kind, what = shape
+    if kind == "tensor":
+        dtype = torch_dtype(what[1])
+        length = math.prod(what[0]) * dtype.itemsize
+        return data[:length].view(dtype).view(what[0]), data[aligned(length) :]
+    if kind == "plain":
+        return what, data
+    if kind in (_FAILED, _FAILED_FOR_LOCKSTEP):
+        return FailedCallError(what, hangs_on_lockstep=kind == _FAILED_FOR_LOCKSTEP), data
+    parts = []
+    for part in what:
+        value, data = _built(part, data)
+        parts.append(value)
+    return tuple(parts) if kind == "tuple" else parts, data
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> list[Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.environment import has_accelerator_driver
-from offstage.pipeline.peers import on_one_machine
+from offstage.pipeline.process_setup import on_one_machine
 from offstage.stages.machine.host_memory import Host, host_memory
 from offstage.stages.machine.hosts import host_count
 from offstage.stages.units import CPU, DeviceId, parse_size

@@ -73,7 +73,7 @@ class ScoringSession(ModelSession[ScoreInputs]):
             for number, batch in left.items():
                 chosen = [self._windows[index] for index in batch]
                 began = time.perf_counter()
-                with self.dispatched.streamer.alone():
+                with self.dispatched.streamer.passes.alone():
                     scores = score_windows(self.dispatched.model, chosen, self.dispatched.device)
                 cost.add(time.perf_counter() - began, results=sum(len(score.values) for score in scores))
                 progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])

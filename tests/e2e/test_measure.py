@@ -166,8 +166,8 @@ def test_where_nothing_takes_samples_asking_for_some_is_refused(stages: str, key
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("repeats", "0", "fewer than 1 repeat"),
-        ("warmup", "-1", "no number of passes"),
+        ("repeats", "0", "0 is no whole number from 1; the default is 1"),
+        ("warmup", "-1", "-1 is no whole number from 0; the default is 0"),
         ("repeats", "many", "'many' is no whole number"),
         ("fresh", "yes_please", "is neither true nor false"),
         ("repeat", "3", "unknown key (did you mean 'repeats'?)"),

@@ -24,10 +24,11 @@ from offstage.pipeline.cache import command as cache_command
 from offstage.pipeline.report import command as report_command
 from tests.e2e import checkpoints_of_kinds as kinds, media_checkpoints as media
 from tests.e2e.conftest import enter, records_in
+from tests.e2e.forked_hosts import run_forks
 from tests.e2e.test_forward import save_unet
 from tests.long_form import in_ci
 from tests.stages.checkpoints.test_gguf_entries import made as make_gguf
-from tests.test_pages import COMMANDS, OTHER_COMMANDS
+from tests.test_pages import COMMANDS, OTHER_COMMANDS, TORCHRUN_COMMANDS
 
 TINY = Path(__file__).parents[2] / "conf/checkpoints/tiny"
 NEEDS = {
@@ -119,7 +120,7 @@ def unet(folder: Path) -> None:
 
 HEARS = transformers.Wav2Vec2FeatureExtractor()
 CHECKPOINTS: Mapping[str, Callable[[Path], object]] = {
-    "/ckpt/llama": tiny, "/ckpt/llama-70b-fp8": tiny, "/ckpt/opt-13b": tiny, "/my/llama": tiny,
+    "/ckpt/llama": tiny, "/ckpt/llama-70b-fp8": tiny, "/ckpt/opt-13b": tiny, "/my/llama": tiny, "/ckpt/llama-7b": tiny,
     "llama-70b": config_alone, "/ckpt/llama-405b": config_alone, "/ckpt/deepseek-v3": config_alone,
     "/ckpt/llava": lambda folder: media.save(folder, "llava"),
     "/ckpt/whisper": hearing,
@@ -189,6 +190,13 @@ def test_a_command_of_a_page_runs(command: str, here: Path, capfd: pytest.Captur
     new = [record for path, record in records_in(here).items() if path not in before]
     assert {record["status"] for record in new} <= {"completed"}
     assert new
+
+
+@pytest.mark.parametrize("command", TORCHRUN_COMMANDS)
+def test_a_command_of_torchrun_on_a_page_runs(command: str, here: Path) -> None:
+    words = given_words(f"offstage {command.partition(' -m offstage ')[2]}", here)
+    ended = run_forks(here, words, words)
+    assert [code for code, _, _ in ended] == [0, 0], [err for _, _, err in ended]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ def test_what_completed_is_done_and_stays_as_it_is(tmp_path: Path) -> None:
     leave(tmp_path, "completed")
     before = tmp_path.joinpath(RECORD).read_bytes()
     with JobFolder(tmp_path) as folder:
+        assert folder.taken()
         assert folder.has_completed(OVERRIDES)
     assert tmp_path.joinpath(RECORD).read_bytes() == before
 
@@ -33,6 +33,7 @@ def test_what_completed_is_done_and_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", ["running", "interrupted", "failed"])
 def test_what_did_not_complete_is_set_aside_each_time(status: str, tmp_path: Path) -> None:
     with JobFolder(tmp_path) as folder:
+        assert folder.taken()
         assert not folder.has_completed(OVERRIDES)
         for _ in range(2):
             leave(tmp_path, status)
@@ -43,23 +44,17 @@ def test_what_did_not_complete_is_set_aside_each_time(status: str, tmp_path: Pat
 def test_a_job_of_other_overrides_is_left_where_it_is(tmp_path: Path) -> None:
     leave(tmp_path, "completed")
     with JobFolder(tmp_path) as folder:
+        assert folder.taken()
         assert not folder.has_completed(["seed=2"])
     assert tmp_path.joinpath(RECORD).exists()
 
 
 def test_a_folder_is_free_when_the_last_process_that_works_in_it_has_ended(tmp_path: Path) -> None:
     with JobFolder(tmp_path) as folder:
+        assert folder.taken()
         assert folder.lock is not None
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(folder.lock,))
-    entered = Event()
-
-    def wait() -> None:
-        with JobFolder(tmp_path):
-            entered.set()
-
-    waiting = Thread(target=wait)
-    waiting.start()
-    assert not entered.wait(0.2), "the job still works, though who waited for it is gone"
-    child.communicate(b"\n")
-    waiting.join(60)
-    assert entered.is_set()
+    with JobFolder(tmp_path) as folder:
+        assert not folder.taken(), "the job still works, though who waited for it is gone"
+        child.communicate(b"\n")
+        assert folder.taken()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from offstage.pipeline.process_setup import ON_ONE_MACHINE, STARTED_TOGETHER, WAIT_POLICIES
+from offstage.pipeline.process_setup import WAIT_POLICIES
 
 HUSHED = """
 from offstage.pipeline.process_setup import hush_libraries
@@ -67,6 +67,7 @@ HOST = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         (HOST, "10000"),
         ({}, "None"),
         ({**HOST, "LOCAL_WORLD_SIZE": "1"}, "None"),
+        ({**HOST, "LOCAL_WORLD_SIZE": "?"}, "None"),
         ({**HOST, "OMP_WAIT_POLICY": "active"}, "None"),
         ({**HOST, "GOMP_SPINCOUNT": "5"}, "5"),
     ],
@@ -74,7 +75,7 @@ HOST = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 def test_teams_soon_let_other_hosts_on_the_machine_have_the_cores_unless_the_environment_says_otherwise(
     variables: dict[str, str], told: str
 ) -> None:
-    theirs = {*STARTED_TOGETHER, ON_ONE_MACHINE, *WAIT_POLICIES}
+    theirs = {*HOST, *WAIT_POLICIES}
     clean = {name: value for name, value in os.environ.items() if name not in theirs}
     code = "import os; from offstage.pipeline.process_setup import set_up; set_up('offstage'); "
     code += "print(os.environ.get('GOMP_SPINCOUNT'))"

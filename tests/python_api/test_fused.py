@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 import offstage
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
+from offstage.stages.checkpoints.packed import rest_bytes
+from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.packed_modules import PackedEmbedding, PackedLinear, packed_modules
+from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.shard_load.stage import ShardLoadStage
 
 pytest.importorskip("gguf")
@@ -144,6 +147,48 @@ def plain_llama(dtype: torch.dtype = torch.bfloat16) -> Any:
     return LlamaForCausalLM(LlamaConfig(**FP8_SIZES, num_key_value_heads=2)).to(dtype)
 
 
+def save_listed(folder: Path, quantization: Mapping[str, Any], pack: Callable[[tuple[int, int], int], Any]) -> Path:
+    """Write a mixture whose layers' linear weights, experts' one by one, are what ``pack`` makes of shape and seed."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MOE, dtype=torch.float16).save_pretrained(folder)
+    saved = {}
+    for seed, (name, tensor) in enumerate(tensors_in(folder).items()):
+        if name.endswith("proj.weight"):
+            packed = pack(tuple(tensor.shape), seed)
+            saved |= {name.removesuffix("weight") + end: part.contiguous() for end, part in packed.items()}
+        else:
+            saved[name] = tensor
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    told = json.loads((folder / "config.json").read_text()) | {"quantization_config": dict(quantization)}
+    (folder / "config.json").write_text(json.dumps(told))
+    return folder
+
+
+def save_listed_groups(folder: Path, kind: str) -> Path:
+    how = test_grouped.KINDS[kind]
+    return save_listed(folder, how, lambda shape, seed: test_grouped.packed(how, shape, seed=seed)[0])
+
+
+def save_listed_nf4(folder: Path) -> Path:
+    def pack(shape: tuple[int, int], _seed: int) -> Mapping[str, torch.Tensor]:
+        return {f"weight{end}": part for end, part in nf4(shape, nested=False).items()}
+
+    return save_listed(folder, test_bitsandbytes.QUANTIZATION, pack)
+
+
+def save_listed_codes(folder: Path, scheme: str) -> Path:
+    torch.manual_seed(0)
+    test_compressed_tensors.compress(AutoModelForCausalLM.from_config(MOE, dtype=torch.bfloat16), scheme, folder)
+    return folder
+
+
+def save_stacks_in_gguf(folder: Path) -> Path:
+    folder.mkdir()
+    config = Qwen3MoeConfig(**SMALL, **HEADS, num_experts=4, num_experts_per_tok=2, head_dim=64)
+    kinds = ("q4_k", "q6_k", "q8_0")  # so that the halves of a first matrix are of two, as in published files
+    return Path(make_gguf(folder / "model.gguf", "qwen3moe", config, kinds=kinds, tokens=320))
+
+
 def save_nf4(folder: Path) -> Path:
     """Write a Llama whose layers' linear weights are of random codes, as bitsandbytes packs them."""
     model, saved = plain_llama(), {}
@@ -191,23 +236,31 @@ MOE = Qwen3MoeConfig(
 )
 MIXTURES: Mapping[str, tuple[Callable[[Path], Path], str]] = {
     "stacks in MXFP4": (save_packed_mixture, "mxfp4"),
+    "stacks in GGUF": (save_stacks_in_gguf, "q4_k q6_k q8_0"),
     "experts in FP8, one by one": (partial(save_fp8, config=MOE, block=(32, 32)), "fp8"),
+    "in INT8, one by one": (partial(save_listed_codes, scheme="INT8 by channels"), "int8"),
+    "in INT4, one by one": (partial(save_listed_codes, scheme="INT4 by groups"), "int4"),
+    "in NVFP4, one by one": (partial(save_listed_codes, scheme="NVFP4"), "fp4"),
+    "in GPTQ, one by one": (partial(save_listed_groups, kind="GPTQ, zeros less one"), "gptq4"),
+    "in GPTQ, reordered": (partial(save_listed_groups, kind="GPTQ, reordered"), "gptq4"),
+    "in AWQ, one by one": (partial(save_listed_groups, kind="AWQ"), "awq4"),
+    "in NF4, one by one": (save_listed_nf4, "nf4"),
 }
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_are_multiplied_and_kept_as_they_rest(tmp_path: Path, name: str) -> None:
-    save, kind = MIXTURES[name]
+    save, kinds = MIXTURES[name]
     path = save(tmp_path / "model")
-    answers_everywhere(path, TOKENS % 96, dtype="float32", kinds={kind})  # so that no token is routed otherwise
+    answers_everywhere(path, TOKENS % 96, dtype="float32", kinds=set(kinds.split()))  # so that none is routed otherwise
     with load(path, dtype="float32", device_map={"": "disk"}) as loaded:
         packed = {place: module for place, module in packed_modules(loaded.model).items() if hasattr(module, "config")}
         lines = loaded.plan.tensors
-        stacks = [f"{place}.{stack}" for place in packed for stack in ("gate_up_proj", "down_proj")]
-        at_rest = sum(lines[stack + end].bytes for stack in stacks for end in ("", "_scales"))
-        assert {lines[stack].serving for stack in stacks} == {"experts"}
-    in_files = [tensor for key, tensor in tensors_in(path).items() if ".experts." in key and "bias" not in key]
-    assert at_rest == sum(tensor.nbytes for tensor in in_files) > 0
+        stacks = {name: line for name, line in lines.items() if parent(name) in packed and "bias" not in name}
+        assert {line.serving for line in stacks.values()} == {"experts"}
+    entries = open_reader(open_checkpoint(path)).entries
+    in_files = [rest_bytes(entry) for key, entry in entries.items() if ".experts." in key and "bias" not in key]
+    assert sum(line.bytes for line in stacks.values()) == sum(in_files) > 0
 
 
 def test_scales_under_another_name_are_the_same(tmp_path: Path) -> None:

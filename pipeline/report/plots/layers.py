@@ -14,42 +14,46 @@ from offstage.pipeline.report.figures import (
     rows_called,
     told,
 )
-from offstage.pipeline.report.placements import Placements, RunPlacement, device_title, in_tier_order
-from offstage.pipeline.report.quantities import listed
+from offstage.pipeline.report.quantities import device_title, in_tier_order, listed
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import PlacedLayers
 
+Plan = tuple[PlacedLayers, ...]
+"""Where the layers lie, in the order of execution."""
 _Piece = tuple[str, float, float, str]
 
 
-def placement_picture(placements: Placements, jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:
-    """Return the map of ``jobs``, None where none has a plan."""
-    plans = placements.plans
+def placement_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int) -> Picture | None:
+    """Return the map of the first ``most`` plans of ``jobs``, None where none has one."""
+    plans: dict[Plan, list[Job]] = {}
+    for job in jobs:
+        if job.run.layers:
+            plans.setdefault(job.run.layers, []).append(job)
     if not plans:
         return None
-    links = {job.name: job.link for job in jobs}
-    names = [(_row_name(plan, labels), links[plan.jobs[0]]) for plan in plans]
-    pieces = [(row, piece) for row, plan in enumerate(plans) for piece in _pieces(plan.layers)]
+    drawn = list(plans)[:most]
+    names = [(_row_name(plans[plan], labels), plans[plan][0].link) for plan in drawn]
+    pieces = [(row, piece) for row, plan in enumerate(drawn) for piece in _pieces(plan)]
     devices = in_tier_order(device for _, (device, *_) in pieces)
     traces = [_cells(device, [(row, piece) for row, piece in pieces if piece[0] == device]) for device in devices]
-    drawn = figure(
-        traces, rows=len(plans), barmode="overlay", bargap=0.38, showlegend=True, yaxis=rows_called(names),
-        xaxis={"title": {"text": "layer"}, "showgrid": False, "range": [0, max(plan.count for plan in plans)]},
+    longest = max(sum(layers.count for layers in plan) for plan in drawn)
+    shown = figure(
+        traces, rows=len(drawn), barmode="overlay", bargap=0.38, showlegend=True, yaxis=rows_called(names),
+        xaxis={"title": {"text": "layer"}, "showgrid": False, "range": [0, longest]},
     )  # fmt: skip
-    return Picture("placement", "Where each layer lies", _caption(placements), drawn)
+    return Picture("placement", "Where each layer lies", _caption(drawn[0], left_out=len(plans) - len(drawn)), shown)
 
 
-def _caption(placements: Placements) -> str:
-    first, last = placements.plans[0].layers[0].first, placements.plans[0].layers[-1].last
-    parts = [f"One row a plan, its layers in the order of execution: from {first} to {last}."]
+def _caption(plan: Plan, *, left_out: int) -> str:
+    parts = [f"One row a plan, its layers in the order of execution: from {plan[0].first} to {plan[-1].last}."]
     parts.append("A layer of two colours has tensors on both.")
-    if placements.left_out:
-        parts.append(f"{placements.left_out:,} further plans are not drawn.")
+    if left_out:
+        parts.append(f"{left_out:,} further plans are not drawn.")
     return " ".join(parts)
 
 
-def _row_name(plan: RunPlacement, labels: Mapping[str, str]) -> str:
-    return labels[plan.jobs[0]] if len(plan.jobs) == 1 else listed(plan.jobs, most=6)
+def _row_name(jobs: Sequence[Job], labels: Mapping[str, str]) -> str:
+    return labels[jobs[0].name] if len(jobs) == 1 else listed([job.name for job in jobs], most=6)
 
 
 def _cells(device: str, pieces: Sequence[tuple[int, _Piece]]) -> go.Bar:

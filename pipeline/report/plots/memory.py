@@ -24,8 +24,7 @@ from offstage.pipeline.report.figures import (
     told,
     told_first,
 )
-from offstage.pipeline.report.placements import device_title
-from offstage.pipeline.report.quantities import tell
+from offstage.pipeline.report.quantities import device_title, tell
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import known
 from offstage.pipeline.report.table import devices

@@ -64,9 +64,10 @@ AS_THEY_ARE = Arrangement()
 class GgufCodec(DeviceCodec):
     """Unpacks tensors of a GGUF file.
 
-    A part is rows of blocks of one of ``FORMATS``, an extent of ``uint8`` (rows, bytes a row) or, of plain values, one
-    of their own dtype and of the tensor's shape; ``kinds`` has a name for each part. Where there are several, each has
-    as many rows of every matrix of a stack: first come those of the first part.
+    A part is rows of blocks of one of ``FORMATS``, an extent of ``uint8`` (rows, bytes a row), of a stack (matrices,
+    rows, bytes a row), or, of plain values, one of their own dtype and of the tensor's shape; ``kinds`` has a name for
+    each part. Where there are several, each has as many rows of every matrix of a stack: first come those of the first
+    part.
     """
 
     kinds: tuple[str, ...]

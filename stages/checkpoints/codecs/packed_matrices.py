@@ -48,6 +48,8 @@ from offstage.stages.units import DTYPE_BYTES
 
 BESIDE = ("_scales", "_above", "_zeros", "_groups")
 """What the names of parts beside a weight end with."""
+UPPER = "_up"
+"""What the names of the second half of a stack end with, where halves rest each by itself; before the other ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,15 @@ class GgmlMatrix:
 
     @classmethod
     def of(cls, source: PackedTensor, codec: GgufCodec) -> Self | None:
-        """Return ``source`` as such a matrix; null where its rows aren't whole, in one piece, or have no loop."""
+        """Return the matrix ``source``, or each of a stack, as such a one; null where its rows aren't whole, in one
+        piece, or have no loop.
+        """
         order = codec.arrangement
         if order.transposed or order.less or len(source.parts) != 1 or codec.name not in FORMATS_OF_LOOPS:
             return None
-        rows, columns = source.shape
+        if len(source.shape) == 3 and source.parts[0].shape[:2] != source.shape[:2]:
+            return None
+        rows, columns = source.shape[-2:]
         return cls(rows, columns, codec.name, order.swapped)
 
     def values(self, parts: list[Tensor], begin: int, end: int) -> Tensor:
@@ -236,11 +242,21 @@ def packed_matrix(source: AtRest) -> PackedMatrix | None:
     stack = len(source.shape) == 3 and len(source.parts) == 2 and isinstance(codec, ScaledCodes) and not codec.values
     if isinstance(codec, ScaledCodes) and (stack or len(source.shape) == 2):
         return ScaledMatrix.of(source, codec)
-    if len(source.shape) != 2:
-        return None
-    if isinstance(codec, GgufCodec):
+    if isinstance(codec, GgufCodec) and len(source.shape) in (2, 3):
         return GgmlMatrix.of(source, codec)
-    return GroupedMatrix.of(source, codec) if isinstance(codec, GroupedIntegers) else None
+    return GroupedMatrix.of(source, codec) if isinstance(codec, GroupedIntegers) and len(source.shape) == 2 else None
+
+
+def halves(source: PackedTensor) -> list[PackedTensor]:
+    """Return what ``source`` is one below the other, each by itself: the stacks that a GGUF file has apart; else it."""
+    if not isinstance(source.codec, GgufCodec) or len(source.parts) == 1 or len(source.parts[0].shape) != 3:
+        return [source]
+    codecs = [replace(source.codec, kinds=(kind,)) for kind in source.codec.kinds]
+    shapes = [(*part.shape[:2], source.shape[-1]) for part in source.parts]
+    return [
+        replace(source, codec=codec, parts=(part,), shape=shape)
+        for codec, part, shape in zip(codecs, source.parts, shapes, strict=True)
+    ]
 
 
 def parts_of(tensor: PackedTensor, data: Sequence[object]) -> list[Tensor]:
@@ -254,6 +270,8 @@ def parts_of(tensor: PackedTensor, data: Sequence[object]) -> list[Tensor]:
 
 def stacked(matrix: PackedMatrix, pieces: int) -> PackedMatrix | None:
     """Return the matrix that so many like ``matrix`` are, one below the other; null where their parts aren't theirs."""
+    if isinstance(matrix, GgmlMatrix):
+        return None if matrix.swapped else replace(matrix, rows=pieces * matrix.rows)
     if not isinstance(matrix, ScaledMatrix) or matrix.beside != BESIDE[:1] or matrix.values_of_codes:
         return None
     return replace(matrix, rows=pieces * matrix.rows) if matrix.rows % matrix.block_rows == 0 else None

@@ -16,7 +16,8 @@ from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertSlots, Exp
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
 from offstage.stages.dispatch.experts.slot_memory import ExpertLayer, Kind, Phases, RowShape, kind_bytes, slot_rows
-from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
+from offstage.stages.dispatch.streaming.caches import part_positions
+from offstage.stages.dispatch.streaming.lockstep import WaitFor
 from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait_for, place_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.transport import Transport
@@ -28,26 +29,21 @@ from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
 from offstage.stages.machine.probes import bounce_buffers
 from offstage.stages.plan.expert_slots import bank_bounds, wanted
 from offstage.stages.shard_load.sources import DiskWeights
-from offstage.stages.units import DeviceId
+from offstage.stages.units import DeviceId, Position
 
 
 @dataclass(slots=True)
 class _Mixed:
-    """The experts of one module that wait: their spec, where they compute, and their places in the model.
-
-    ``position`` is when they come in a pass.
+    """The experts of one module that wait: their spec, where they compute, their places in the model, and where the
+    rows of each stack wait, by its attribute. ``position`` is when they come in a pass.
     """
 
     number: int
-    position: int
+    position: Position
     spec: ExpertsSpec
     computes: DeviceId
     places: Sequence[TensorPlace]
-
-    @property
-    def attributes(self) -> list[str]:
-        """The names of the stacks in their module."""
-        return [place.attribute for place in self.places]
+    rows: Mapping[str, Sequence[RowSource]]
 
 
 @dataclass(slots=True)
@@ -82,14 +78,14 @@ def attach_experts(
     transport: Transport,
     *,
     saved: SavedWeights | None = None,
-    turns: Callable[[], Turns] = lambda: ALONE,
+    wait_for: WaitFor = lambda shared: None,
 ) -> None:
     """Have the experts in ``places`` of ``model`` be brought for what tokens are routed to, as ``routed``.
 
-    ``saved`` sees what autograd saves of the model; ``turns`` says who may use a layer's experts now.
+    ``saved`` sees what autograd saves of the model; ``wait_for`` returns when the caller may use a layer's experts.
     """
     saved, plan = saved or SavedWeights(), transport.plan
-    mixed = list(_mixed(plan, places))
+    mixed = list(_mixed(plan, places, transport.stored))
     for (computes, kind), members in _by_kind(mixed).items():
         pool = _open_slots(
             members,
@@ -100,7 +96,7 @@ def attach_experts(
         )
         routed.pools.append(pool)
         for each in members:
-            experts = RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, position=(each.position,))
+            experts = RoutedExperts(pool, each.number, [*each.rows], saved, wait_for=wait_for, position=each.position)
             routed.uses[each.spec.module] = pool.uses[each.number]
             routed.layers.append(experts)
             _have_wait(each, experts, transport)
@@ -117,7 +113,7 @@ def _open_slots(
     buffers, since direct reads can't choose where a row begins.
     """
     device = members[0].computes
-    link, rows = transport.link(device), [_rows(each, transport.stored) for each in members]
+    link = transport.link(device)
     experts = sum(each.spec.count for each in members)
     bounds = bank_bounds(
         max(1, min(slot_bytes // max(1, kind_bytes(kind)), experts)),
@@ -125,17 +121,17 @@ def _open_slots(
         largest=max(each.spec.count for each in members),
         together=together,
     )
-    phases = _phases(kind, members, rows) if link.in_place else {}
+    phases = _phases(kind, members) if link.in_place else {}
     banks = [Bank(found) for found in slot_rows(kind, bounds, link, room=slot_bytes, phases=phases)]
-    sources = [row for layer in rows for stack_rows in layer.values() for row in stack_rows]
-    places = [place for row in sources for place in ((row,) if isinstance(row, torch.Tensor) else row)]
+    rows = [row for each in members for stack_rows in each.rows.values() for row in stack_rows]
+    places = [place for row in rows for place in ((row,) if isinstance(row, torch.Tensor) else row)]
     passing = [place for place in places if not link.in_place or isinstance(place, Extent)]
     lengths = transport.read_lengths(device, passing)
     buffers = PinnedBuffers(link, count=bounce_buffers(max(lengths)), size=max(lengths)) if lengths else None
     if buffers is not None:
         transport.stack.callback(buffers.close)
     pool = ExpertSlots(
-        [ExpertLayer(each.number, each.spec.module, row) for each, row in zip(members, rows, strict=True)],
+        [ExpertLayer(each.number, each.spec.module, each.rows) for each in members],
         {each.number: banks[place % len(banks)] for place, each in enumerate(members)},
         transport.mover(device, places, buffers),
     )
@@ -143,13 +139,13 @@ def _open_slots(
     return pool
 
 
-def _phases(kind: Kind, members: Sequence[_Mixed], layers: Sequence[Mapping[str, Sequence[RowSource]]]) -> Phases:
+def _phases(kind: Kind, members: Sequence[_Mixed]) -> Phases:
     """Return how stacks of ``kind`` begin where they wait, as far as all rows of a stack begin alike."""
     return {
-        (each.number, attribute): beyond if (beyond := _beyond(layer[attribute])) % row.dtype.itemsize == 0 else 0
+        (each.number, attribute): beyond if (beyond := _beyond(each.rows[attribute])) % row.dtype.itemsize == 0 else 0
         for attribute, row in kind
         if row.bytes % TENSOR_ALIGNMENT == 0
-        for each, layer in zip(members, layers, strict=True)
+        for each in members
     }
 
 
@@ -170,12 +166,14 @@ def _wanted(spec: ExpertsSpec, tokens: int) -> int:
     return round(wanted(spec.count, spec.per_token, tokens))
 
 
-def _mixed(plan: DispatchPlan, places: Mapping[str, Sequence[TensorPlace]]) -> Iterator[_Mixed]:
+def _mixed(plan: DispatchPlan, places: Mapping[str, Sequence[TensorPlace]], stored: DiskWeights) -> Iterator[_Mixed]:
+    positions = part_positions(plan)
     for number, (name, found) in enumerate(places.items()):
         spec = plan.parts[name].experts
         assert spec is not None
-        position = plan.order.index(name) if name in plan.order else 0
-        yield _Mixed(number, position, spec, plan.parts[name].execution, found)
+        rows = {place.attribute: list(_rows(place, stored)) for place in found}
+        assert all(len(stack_rows) == spec.count for stack_rows in rows.values()), name
+        yield _Mixed(number, positions.get(name, (0,)), spec, plan.parts[name].execution, found, rows)
 
 
 def _by_kind(mixed: Sequence[_Mixed]) -> dict[tuple[DeviceId, Kind], list[_Mixed]]:
@@ -197,14 +195,9 @@ def _share(slot_bytes: int, kind: Kind, members: Sequence[_Mixed], mixed: Sequen
     return slot_bytes * mine // max(1, whole)
 
 
-def _rows(each: _Mixed, stored: DiskWeights) -> dict[str, list[RowSource]]:
-    """Return where each row of the stacks waits."""
-    found: dict[str, list[RowSource]] = {}
-    for place in each.places:
-        rows = stored.rows[place.name] if place.host is None else place.host.detach().unbind(0)
-        assert len(rows) == each.spec.count, place.name
-        found[place.attribute] = list(rows)
-    return found
+def _rows(place: TensorPlace, stored: DiskWeights) -> Sequence[RowSource]:
+    """Return where each row of the stack in ``place`` waits."""
+    return stored.rows[place.name] if place.host is None else place.host.detach().unbind(0)
 
 
 def _have_wait(each: _Mixed, experts: RoutedExperts, transport: Transport) -> None:

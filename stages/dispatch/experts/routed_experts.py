@@ -12,7 +12,7 @@ the next one; see ``ExpertTurns``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
-from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns, current_call
+from offstage.stages.dispatch.streaming.lockstep import WaitFor, current_call
 from offstage.stages.dispatch.streaming.saved_weights import Bring, SavedWeights
 from offstage.stages.empty_init.experts import routing
 from offstage.stages.units import Position
@@ -48,9 +48,9 @@ class ExpertTurns:
     calls go together, then the second ones. One that goes from expert to expert, all tensors of each, waits for each.
     """
 
-    def __init__(self, pool: ExpertSlots, turns: Callable[[], Turns], position: Position) -> None:
+    def __init__(self, pool: ExpertSlots, wait_for: WaitFor, position: Position) -> None:
         self.order: dict[Expert, int] = {}
-        self._pool, self._turns, self._position = pool, turns, position
+        self._pool, self._turn_of, self._position = pool, wait_for, position
         self._known: dict[Position, _Turn] = {}
         self._sweeps: dict[object, int] = {}  # how many each call has begun
         self._ahead: Position = ()  # what was asked for last
@@ -93,7 +93,7 @@ class ExpertTurns:
 
     def _wait_for(self, inside: Position) -> None:
         position = (*self._position, *inside)
-        self._turns().wait_for(self._known.setdefault(position, _Turn(position)))
+        self._turn_of(self._known.setdefault(position, _Turn(position)))
 
     def _ask_ahead(self, attribute: str, now: Position, kept: Set[Expert]) -> None:
         """Ask for what comes after ``now`` in the same sweep, as far as slots hold nothing that comes before it."""
@@ -112,7 +112,7 @@ class ExpertTurns:
 class RoutedExperts:
     """The experts of the layer ``number`` of ``pool``; ``attributes`` are the module's stacked tensors.
 
-    What a backward pass needs of them ``saved`` has brought again. ``turns`` says who may use them now;
+    What a backward pass needs of them ``saved`` has brought again. ``wait_for`` returns when the caller may use them;
     ``position`` is when the layer comes in a pass.
     """
 
@@ -123,16 +123,16 @@ class RoutedExperts:
         attributes: Sequence[str],
         saved: SavedWeights,
         *,
-        turns: Callable[[], Turns] = lambda: ALONE,
+        wait_for: WaitFor = lambda shared: None,
         position: Position = (0,),
     ) -> None:
         self.position = position
         self._pool, self._number, self._attributes, self._saved = pool, number, attributes, saved
-        self._turns = turns
+        self._wait_for = wait_for
         self._calls: dict[object, bool] = {}  # those under way, and whether it is known what they are routed to
         self._routed: set[Expert] = set()  # what calls are routed to that wait for others to come as far
         self._kept: set[Expert] = set()
-        self._in_turn = ExpertTurns(pool, turns, position)
+        self._in_turn = ExpertTurns(pool, wait_for, position)
 
     def expect(self, users: int) -> None:
         """Nothing: how many of them calls in lockstep use is known as these begin."""
@@ -161,7 +161,7 @@ class RoutedExperts:
             return
         self._calls[current_call()] = True
         self._routed.update((self._number, expert) for expert in experts)
-        self._turns().wait_for(self)
+        self._wait_for(self)
         if self._routed:
             self._bring_together()
 

@@ -6,7 +6,7 @@ are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -14,8 +14,8 @@ import torch
 
 from offstage.stages.dispatch.streaming.saved_weights import Bring
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
-from offstage.stages.machine.devices import Devices
 from offstage.stages.units import DeviceId
 
 _Saved = dict[DeviceId, list[int]]
@@ -23,15 +23,13 @@ _Saved = dict[DeviceId, list[int]]
 
 
 class BackwardOrder:
-    """What the graphs of a model's passes have saved; ``stored`` has what waits on disk.
+    """What the graphs of a model's passes have saved.
 
     ``held`` is the context in which what streams is the calling thread's: a backward pass is in no forward.
     """
 
-    def __init__(
-        self, stored: Mapping[str, torch.Tensor], devices: Devices, held: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._stored, self._devices, self._held = stored, devices, held
+    def __init__(self, held: Callable[[], AbstractContextManager[None]]) -> None:
+        self._held = held
         self._caches: dict[DeviceId, WeightCache] = {}
         self._saving: _Saved | None = None
         self._asking: _Saved | None = None
@@ -56,17 +54,17 @@ class BackwardOrder:
             order = saving.setdefault(part.computes, [])
             if order[-1:] != [part.number]:
                 order.append(part.number)
-        return partial(self._bring, part, index, saving)
+        waiting = part.places[index].before
+        assert isinstance(waiting, WaitingTensor)  # blocks of rows are in no graph
+        return partial(self._bring, part, index, waiting, saving)
 
-    def _bring(self, part: StreamedPart, index: int, saved: _Saved | None) -> torch.Tensor:
+    def _bring(self, part: StreamedPart, index: int, waiting: WaitingTensor, saved: _Saved | None) -> torch.Tensor:
         with self._held():
-            return self._lend(part, index, saved)
+            return self._lend(part, index, waiting, saved)
 
-    def _lend(self, part: StreamedPart, index: int, saved: _Saved | None) -> torch.Tensor:
+    def _lend(self, part: StreamedPart, index: int, waiting: WaitingTensor, saved: _Saved | None) -> torch.Tensor:
         if part.cache is None:  # the hooks are gone: it is read from where it waits
-            place = part.places[index]
-            data = self._stored[place.name] if place.host is None else place.host
-            return data.detach().to(self._devices.torch_device(part.computes))
+            return waiting.now(waiting.source.device)
         if saved is not None and saved is not self._asking:
             self._asking = saved
             for device, order in saved.items():

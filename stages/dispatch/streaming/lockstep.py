@@ -51,6 +51,10 @@ class Shared(Protocol):
         """Hear that so many more will use it, before it may be let go."""
 
 
+WaitFor = Callable[[Shared], None]
+"""Returns when it is the caller's turn to use what is shared."""
+
+
 class Turns:
     """Who may go on: without lockstep, whoever asks. The hooks of a model ask it at each pass and each shared part.
 

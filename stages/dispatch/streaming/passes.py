@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.streaming.lanes import Grouping, Task
-from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Turns
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Shared, Turns
 from offstage.stages.dispatch.streaming.module_state import LockstepError, ModuleState
 from offstage.stages.dispatch.streaming.pass_lock import PassLock, calls_on
 from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies
@@ -90,6 +90,10 @@ class ModelPasses:
         borders.wire.call = self._call
         borders.wire.wait = lambda arrival: self.turns.receive(arrival)
         self.borders = borders
+
+    def wait_for(self, shared: Shared) -> None:
+        """Return when it is the turn of the caller, one of several calls in lockstep, to use ``shared``."""
+        self.turns.wait_for(shared)
 
     def _call(self) -> str:
         """Return what names the call under way, alike on all hosts; one that is no lockstep's by its pass."""

@@ -19,19 +19,21 @@ it will be.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 _ROUTES = 4
 """So many orders are known beside that of a pass: of an encoder, of the first pass of a prompt with images, …"""
 
 
 class Schedule:
-    """A cyclic order of part numbers, the next step, and the first step not yet asked for.
+    """A cyclic order of part numbers, what is expected next, and how much of that was asked for.
 
     ``order`` are the parts of one pass, as they are expected, and those of the backward after it. Those of the order
-    that is given that are ``optional`` aren't in it. A step is a position in the endless repetition of the order:
-    after the last part of a pass comes the first of the next one, or of the backward pass that is expected between.
-    What was left out and is used now comes before that, as far as it is known what follows it.
+    that is given that are ``optional`` aren't in it. Expected is all of the order once, from the next part on: after
+    the last part of a pass comes the first of the next one, or of the backward pass that is expected between. What was
+    left out and is used now comes before that, as far as it is known what follows it.
     """
 
     def __init__(self, order: Sequence[int], optional: Collection[int] = ()) -> None:
@@ -42,36 +44,28 @@ class Schedule:
         self._left_out: set[int] = set()  # what no pass is expected to use
         self._routes: list[list[int]] = []  # what was used where some of that was used, the latest first
         self.order = self._forward  # and what comes between
-        self._beside: list[int] = []  # the rest of one of them that is expected now
-        self._beside_asked = 0
-        self._again: set[int] = set()  # what was left out, and used by the last pass all the same
-        self._in_pass = self._is_known = False  # the order is known once a whole pass was seen
-        self._ended: int | None = None  # how many parts the pass had used when it ended
-        self._turns = 0
-        self._step = 0
-        self._asked = 0
+        self._ahead = deque(self.order)  # the rest of such a route, and then all of the order, from ``_begun`` on
+        self._begun = 0
+        self._asked = 0  # so many of these
         self._wanted: dict[int, int] = {}
+        self._again: set[int] = set()  # what was left out, and used by the last pass all the same
+        self._is_known = False  # the order, once a whole pass was seen
+        self._ended: int | None = 0  # how many parts the pass had used when it ended; null in a pass
+        self._turns = 0
         self._seen: list[int] = []
 
     def next_to_ask(self) -> int | None:
         """Return the part to ask for next, at most one pass ahead; null where all that is known was asked for."""
-        if self._beside_asked < len(self._beside):
-            return self._beside[self._beside_asked]
-        order = self.order
-        return order[self._asked % len(order)] if self._asked < self._step + len(order) else None
+        return self._ahead[self._asked] if self._asked < len(self._ahead) else None
 
     def note_asked(self, part: int) -> None:
         """Note that ``part``, which was next, was asked for."""
         self._wanted[part] = self._wanted.get(part, 0) + 1
-        if self._beside_asked < len(self._beside):
-            self._beside_asked += 1
-        else:
-            self._asked += 1
+        self._asked += 1
 
     def expected(self) -> list[int]:
         """Return the parts from the next one on, at most one pass ahead."""
-        begun = self._step % len(self.order) if self.order else 0
-        return [*self._beside, *self.order[begun:], *self.order[:begun]]
+        return [*self._ahead]
 
     def wanted(self, part: int) -> bool:
         """Return whether ``part`` is among the steps that were asked for and not yet used."""
@@ -85,19 +79,27 @@ class Schedule:
         if part in self._optional:
             return False
         self._seen.append(part)
-        if part in self._beside:
-            self._keep_beside(self._beside[self._beside.index(part) + 1 :])
+        if part in self._ahead:
+            self._skip(self._ahead.index(part) + 1)
             return False
-        if self._beside:
-            self._keep_beside([])
-        if part in self._left_out:
-            return self._follow_route(part)
-        order, step = self.order, self._step
-        for ahead in range(len(order)):
-            if order[(step + ahead) % len(order)] == part:
-                self._skip_to(step + ahead + 1)
-                break
-        return False
+        self._skip(self._on_route)
+        return part in self._left_out and self._follow_route(part)
+
+    @property
+    def _on_route(self) -> int:
+        """How many parts are expected before those of the order."""
+        return len(self._ahead) - len(self.order)
+
+    def _skip(self, count: int) -> None:
+        """Expect the next ``count`` parts no more; of the order they come again after the others."""
+        for _ in range(count):
+            of_order, part = not self._on_route, self._ahead.popleft()
+            if self._asked:
+                self._asked -= 1
+                self._wanted[part] -= 1
+            if of_order:
+                self._ahead.append(part)
+                self._begun = (self._begun + 1) % len(self.order)
 
     def _follow_route(self, part: int) -> bool:
         """Expect what followed ``part``, which was left out, the last time, and then the next pass, or the backward of
@@ -107,25 +109,17 @@ class Schedule:
         rest = route[route.index(part) + 1 :]
         if not rest:
             return False
-        begun = self._step % len(self.order) if self.order else 0
-        is_over = not begun and not self._left_out.issuperset(self._seen)
-        if self._in_pass and begun < len(self._forward) and not is_over:
-            self._skip_to(self._step - begun + len(self._forward))
+        is_over = not self._begun and not self._left_out.issuperset(self._seen)
+        if self._ended is None and not is_over:
+            self._skip(max(0, len(self._forward) - self._begun))
         self.ask_again()
-        self._beside = rest
+        self._ahead.extendleft(reversed(rest))
         return True
 
     def _note_route(self, used: Sequence[int]) -> None:
         """Note the order in which parts were ``used``, if some of them were left out."""
         if not self._left_out.isdisjoint(used):
             self._routes = [[*used], *(route for route in self._routes if route != used)][:_ROUTES]
-
-    def _keep_beside(self, parts: list[int]) -> None:
-        """Expect no more of a route than ``parts``, the last of what was expected of it."""
-        past = len(self._beside) - len(parts)
-        for part in self._beside[: min(past, self._beside_asked)]:
-            self._wanted[part] -= 1
-        self._beside, self._beside_asked = parts, max(0, self._beside_asked - past)
 
     def begin_pass(self) -> bool:
         """Begin a pass of the model: the next part is the first. Return whether another order is expected now.
@@ -136,21 +130,20 @@ class Schedule:
         used = self._seen[self._ended or 0 :]
         since = [part for part in used if part not in self._left_out]
         followed = since if self._turns and self._ended is not None else []
-        is_outside = bool(used) and not self._turns and not self._in_pass
-        self._seen, self._ended, self._turns, self._in_pass = [], None, 0, True
-        self._keep_beside([])
+        is_outside = bool(used) and not self._turns and self._ended is not None
+        self._seen, self._ended, self._turns = [], None, 0
+        self._skip(self._on_route)
         if is_outside:
             self._note_route(used)
         if followed != self._backward:
-            self._turn_to(followed, step=0)
+            self._turn_to(followed, begun=0)
             return True
         if is_outside and not self._is_known and since and not {*since} >= {*self._forward}:
             self._leave_out(since)
             self._note_route(used)
-            self._turn_to([], step=0)
+            self._turn_to([], begun=0)
             return True
-        if self.order:
-            self._skip_to(-(-self._step // len(self.order)) * len(self.order))
+        self._skip(len(self.order) - self._begun if self._begun else 0)
         return False
 
     def end_pass(self) -> bool:
@@ -158,7 +151,7 @@ class Schedule:
 
         What was left out is expected in no pass from now on.
         """
-        seen, self._ended, self._in_pass, self._is_known = self._seen, len(self._seen), False, True
+        seen, self._ended, self._is_known = self._seen, len(self._seen), True
         besides = self._left_out.intersection(seen)
         self._left_out -= besides & self._again
         self._again = besides
@@ -168,7 +161,7 @@ class Schedule:
             return False
         self._leave_out({*self._forward}.difference(certain))
         self._forward = certain
-        self._turn_to([], step=0)
+        self._turn_to([], begun=0)
         return True
 
     def _leave_out(self, parts: Collection[int]) -> None:
@@ -188,22 +181,18 @@ class Schedule:
         if known and self._turns == 1:
             return False
         self._saved = certain
-        self._turn_to(self._backward if known else certain[::-1], step=len(self._forward))
+        self._turn_to(self._backward if known else certain[::-1], begun=len(self._forward))
         return True
 
-    def _turn_to(self, backward: list[int], *, step: int) -> None:
-        """Expect ``backward`` after each pass, and next what is at ``step``."""
-        self._backward, self._step = backward, step
-        self.order = self._forward + self._backward
+    def _turn_to(self, backward: list[int], *, begun: int) -> None:
+        """Expect ``backward`` after each pass, and next what is in the order after as many as have ``begun``."""
+        route = [*islice(self._ahead, self._on_route)]
+        self._backward, self.order = backward, self._forward + backward
+        self._begun = begun % len(self.order) if self.order else 0
+        self._ahead = deque([*route, *self.order[self._begun :], *self.order[: self._begun]])
         self.ask_again()
 
     def ask_again(self) -> None:
         """Forget what was asked for: it was given up, or is asked for in another order."""
-        self._asked, self._beside_asked = self._step, 0
+        self._asked = 0
         self._wanted.clear()
-
-    def _skip_to(self, step: int) -> None:
-        for used in range(self._step, min(step, self._asked)):
-            self._wanted[self.order[used % len(self.order)]] -= 1
-        self._step = step
-        self._asked = max(self._asked, step)

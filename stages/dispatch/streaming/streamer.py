@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -23,8 +23,6 @@ from offstage.stages.dispatch.streaming.backward import BackwardOrder
 from offstage.stages.dispatch.streaming.caches import open_caches, part_positions
 from offstage.stages.dispatch.streaming.guard import guard, refuse_calls, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
-from offstage.stages.dispatch.streaming.lanes import Task
-from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared
 from offstage.stages.dispatch.streaming.passes import ModelPasses
 from offstage.stages.dispatch.streaming.places import Newcomers, TensorPlace, have_wait, have_wait_for
 from offstage.stages.dispatch.streaming.row_blocks import BlockedWeight, RowBlocks
@@ -102,12 +100,13 @@ def lockstep(model: nn.Module, calls: Iterable[Callable[[], Answer]], *, size: i
         answers[number] = call()
 
     tasks = (partial(answer, number, call) for number, call in enumerate(calls))
-    streamer_of(model).go_together(tasks, size=size)
+    streamer_of(model).passes.go_together(tasks, size=size)
     return [answers[number] for number in sorted(answers)]
 
 
 class Streamer:
-    """The hooks of one dispatched model, and the caches behind them: one for each device that computes.
+    """The hooks of one dispatched model, and the caches behind them: one for each device that computes; ``passes`` are
+    those of the model, by which calls go one after another or together.
 
     ``stored`` has what waits on disk; what waits on the host is in the model, best in the block ``host``. ``devices``
     are those behind the device ids. How each tensor is served, the plan says. ``skip_keys`` are
@@ -139,7 +138,7 @@ class Streamer:
         self._refusal: str | None = None
         self._at_begin: list[Callable[[], object]] = [self._is_there]  # of each pass, while the hooks serve
         self._at_end: list[Callable[[], object]] = []
-        self._passes = ModelPasses(
+        self.passes = ModelPasses(
             model,
             begin=self._at_begin,
             end=self._at_end,
@@ -147,8 +146,8 @@ class Streamer:
             is_left=lambda: self._saved.in_calls,
         )
         if borders is not None:
-            self._passes.meet(borders, part_positions(plan))
-        self._backward = BackwardOrder(stored, devices, self._passes.lock.held)
+            self.passes.meet(borders, part_positions(plan))
+        self._backward = BackwardOrder(self.passes.lock.held)
         self.is_attached = True
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
             undo.callback(self.remove)
@@ -158,27 +157,6 @@ class Streamer:
             self._prepare_passes()
             undo.pop_all()
         _streamers[model] = weakref.ref(self)
-
-    def go_together(self, tasks: Iterable[Task | None], *, size: int, is_queue: bool = False) -> Lockstep:
-        """Call ``tasks``, at most ``size`` at a time; their calls of the model share its passes.
-
-        See ``lockstep``. The first error of a task is raised once all have ended.
-        """
-        return self._passes.go_together(tasks, size=size, is_queue=is_queue)
-
-    def fail_call(self, error: Exception) -> None:
-        """Have the call under way fail by ``error`` on all hosts that compute it, where several do."""
-        self._passes.fail_call(error)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether other hosts compute parts of the model."""
-        return self._passes.borders is not None
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether another thread waits to call the model."""
-        return self._passes.lock.is_awaited
 
     @property
     def is_apart(self) -> bool:
@@ -197,14 +175,6 @@ class Streamer:
         found = next(apart, None)
         return None if found is None else self._transport.link(found)
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Return a context of calls that keep in the modules of the model nothing that later ones see."""
-        return self._passes.alone()
-
-    def wait_for(self, shared: Shared) -> None:
-        """Return when it is the turn of the caller, one of several calls in lockstep, to use ``shared``."""
-        self._passes.turns.wait_for(shared)
-
     def remove(self, *, refusal: str | None = None) -> None:
         """Take all hooks off the model, when what is under way is done, in other threads too.
 
@@ -212,7 +182,7 @@ class Streamer:
         With ``refusal`` they won't come back: that is what ends each use from here on, in calls too that waited for
         their turn meanwhile, which go on without hooks otherwise.
         """
-        with self._passes.lock.held():
+        with self.passes.lock.held():
             self.is_attached, self._refusal = False, refusal or self._refusal
             if refusal is not None:  # before the hooks go, since a call of another thread may begin meanwhile
                 refuse_calls(self._model, refusal)
@@ -224,7 +194,7 @@ class Streamer:
 
     def start_anew(self) -> None:
         """Go on in a process that was forked from the one where the model was loaded: no thread reads here yet."""
-        in_use = self._passes.start_anew()
+        in_use = self.passes.start_anew()
         able = [cache.start_anew(in_use=in_use) for cache in self._caches]
         if self.routed.pools or not all(able):
             self._refusal = _FORKED
@@ -253,12 +223,12 @@ class Streamer:
         self._transport.open_unpackers(waiting)
         self._bring(brought)
         attach_experts(
-            self.routed, self._model, experts, self._transport, saved=self._saved, turns=lambda: self._passes.turns
+            self.routed, self._model, experts, self._transport, saved=self._saved, wait_for=self.passes.wait_for
         )
         self._have_wait(parts, plan)
         for name in experts:
-            self._hook_call(self._model.get_submodule(name), self._passes.enter_call, self._passes.leave_call)
-        for unhook in self._passes.hook():
+            self._hook_call(self._model.get_submodule(name), self.passes.enter_call, self.passes.leave_call)
+        for unhook in self.passes.hook():
             self._stack.callback(unhook)
 
     def _bring(self, parts: Sequence[StreamedPart]) -> None:
@@ -308,12 +278,12 @@ class Streamer:
 
     def _acquire(self, part: StreamedPart, *_: object) -> None:
         """Have ``part`` be bound for one use more, if the hooks still serve once it is the caller's turn."""
-        self._passes.enter_call()
+        self.passes.enter_call()
         is_used = False
         try:
             if self._is_there():
                 if part.is_shared and part.users == 0:
-                    self._passes.turns.wait_for(part)
+                    self.passes.wait_for(part)
                 part.expected = max(0, part.expected - 1)
                 if not part.is_bound:
                     part.bind(self._on_host(part) if part.cache is None else part.cache.acquire(part.number))
@@ -321,7 +291,7 @@ class Streamer:
                 is_used = True
         finally:
             if not is_used:
-                self._passes.leave_call()
+                self.passes.leave_call()
 
     def _is_there(self) -> bool:
         """Return whether the hooks still serve, which may go while a call waits for its turn."""
@@ -347,7 +317,7 @@ class Streamer:
 
     def _release(self, part: StreamedPart, *_: object) -> None:
         """Let ``part`` go when its last user leaves; a call whose acquire failed has nothing to release."""
-        if part.users == 0 or not self._passes.lock.is_mine():
+        if part.users == 0 or not self.passes.lock.is_mine():
             return
         part.users -= 1
         changed = list[str]()
@@ -362,7 +332,7 @@ class Streamer:
                 if part.cache is not None:
                     part.cache.release(part.number)
         finally:
-            self._passes.leave_call()
+            self.passes.leave_call()
         if changed:
             raise ConfigError(
                 f"device_map: {changed[0]!r} is streamed, and the model's own code changes it in place, in a call of "

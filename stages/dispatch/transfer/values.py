@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from offstage.stages.empty_init.module_usage import tensors_of
+
 
 def send_to_device(
     tensor: Any,
@@ -53,15 +55,7 @@ def _copies_itself(tensor: torch.Tensor, device: torch.device) -> bool:
 
 def first_device(value: Any) -> torch.device | None:
     """Return the device of the first tensor found in ``value``, or None if it holds none."""
-    if isinstance(value, torch.Tensor):
-        return value.device
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return next((found for item in value if (found := first_device(item)) is not None), None)
-    return None
+    return next((tensor.device for tensor in tensors_of(value)), None)
 
 
 def _send_sequence(value: Any, device: torch.device, skip_keys: Collection[str]) -> Any:

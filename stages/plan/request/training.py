@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.decoding import decode
-from offstage.pipeline.errors import OffstageError
 from offstage.pipeline.stage import MEASURED, Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import adapter_folder
@@ -148,7 +147,7 @@ def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window
     """Return the figure of one step, rehearsed on a copy of the model."""
     import torch
 
-    from offstage.stages.empty_init.fake_weights import REFUSALS
+    from offstage.stages.empty_init.fake_weights import RefusedError
     from offstage.stages.empty_init.training_peaks import rehearse_step
 
     model: Any = copy.deepcopy(live())
@@ -162,9 +161,7 @@ def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window
     sizes = [weight.nbytes for weight in learning.values()]
     try:
         peaks = rehearse_step(model, call, accumulates=options.gradient_accumulation > 1).peaks
-    except OffstageError:
-        raise
-    except REFUSALS:
+    except RefusedError:
         geometry = geometry_of(model.config.to_dict())
         peaks = bound_peaks(geometry, tokens=options.batch_size * window, gradient_bytes=sum(sizes))
     return {"peaks": asdict(peaks), "largest_bytes": max(sizes)}

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from offstage.pipeline.report.differences import config_differences, flatten, spread
-from offstage.pipeline.report.placements import placements_of
 from offstage.pipeline.report.quantities import listed, scale_for, tell
 from offstage.pipeline.report.run_folders import Job, find
 from offstage.pipeline.report.speed import (
@@ -14,8 +13,8 @@ from offstage.pipeline.report.speed import (
     pareto,
     speed_series,
 )
-from offstage.pipeline.run_schema import PlacedLayers, Run, RunMemory
-from tests.pipeline.report.sample_runs import repeat, write_failure, write_run, write_sweep
+from offstage.pipeline.run_schema import Run, RunMemory
+from tests.pipeline.report.sample_runs import repeat, write_run, write_sweep
 
 
 def test_a_config_is_flattened_and_one_is_not_the_string_one() -> None:
@@ -76,17 +75,6 @@ def test_past_six_settings_the_others_share_a_series(tmp_path: Path) -> None:
     series = speed_series(jobs, config_differences(jobs))
     assert len(series) == 7
     assert [len(entry.measured) for entry in series if entry.name == OTHERS] == [3]
-
-
-def test_jobs_whose_layers_lie_alike_share_a_plan_and_those_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    for number in range(3):
-        write_run(tmp_path / str(number), budget=(number // 2 + 1) * 10**9)
-    write_failure(tmp_path / "3")
-    jobs = find([tmp_path]).jobs
-    first, second = placements_of(jobs, most=5).plans
-    assert (first.jobs, second.jobs) == (("#0", "#1"), ("#2",))
-    assert first.layers[0] == PlacedLayers(("cpu",), 2, "model.layers.0", "model.layers.1")
-    assert (first.count, placements_of(jobs, most=1).left_out) == (6, 1)
 
 
 @pytest.mark.parametrize(

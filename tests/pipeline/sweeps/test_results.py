@@ -53,7 +53,8 @@ def test_a_job_that_somebody_is_still_at_is_not_marked_as_lost(tmp_path: Path, m
     monkeypatch.setattr(results, "_PATIENCE", 0.1)
     job = sweep_of(1).jobs[0]
     record = RunRecord.start(tmp_path / "0", overrides=["seed=0"], config={}, environment={})
-    with JobFolder(tmp_path / "0"):
+    with JobFolder(tmp_path / "0") as folder:
+        assert folder.taken()
         assert settled(tmp_path, job).status == "running"
         assert RunRecord.load(record.path).data["status"] == "running"
     assert settled(tmp_path, job).status == RunRecord.load(record.path).data["status"] == "failed"

@@ -156,7 +156,7 @@ class LateModel:
     def _together(self) -> None:
         seeds = [self.chance.randrange(2**31) for _ in range(self.chance.randint(2, 4))]
         calls = [partial(copy_context().run, self._one_of_several, seed) for seed in seeds]
-        self.setup.streamer.go_together(calls, size=self.chance.randint(1, 3))
+        self.setup.streamer.passes.go_together(calls, size=self.chance.randint(1, 3))
 
     def _one_of_several(self, seed: int) -> None:
         self.model(self._begin(seed))

@@ -82,7 +82,7 @@ def _cancelled(
 
 def _kept(model: Any) -> int:
     """Return how many entries are kept of the calls of ``model``, none of which is under way."""
-    borders = streamer_of(model)._passes.borders
+    borders = streamer_of(model).passes.borders
     assert borders is not None
     inbox = borders.wire._inbox
     values = [run._values for before, _, after in borders.runs for run in (before, after)]

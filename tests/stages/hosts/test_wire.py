@@ -1,9 +1,11 @@
-"""What a host keeps of calls of the model: of those that are over nothing, however many there were."""
+"""What hosts send each other comes as it was; of calls of the model that are over a host keeps nothing."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 
 from offstage.stages.hosts.calls_over import CallsOver, around
 from offstage.stages.hosts.wire import FailedCallError, _Inbox
+from tests.e2e.forked_hosts import run_alike
+from tests.stages.hosts.messages import AT_ONCE, MESSAGES, main
 
 HOST = 1
 
@@ -78,3 +82,10 @@ def test_what_a_call_is_told_before_it_begins_is_kept_until_it_is_over(sent: Sim
     inbox.end("3")
     inbox.ask((HOST, "4.0"))
     assert inbox.take((HOST, "4.0")) == "early"
+
+
+def test_messages_of_all_lengths_and_types_come_as_they_were_and_a_tokens_go_at_once(tmp_path: Path) -> None:
+    run_alike(2, main, tmp_path)
+    for host in range(2):
+        parts = json.loads((tmp_path / f"parts-{host}.json").read_text())
+        assert parts == {name: 1 if name in AT_ONCE else 2 for name in MESSAGES}

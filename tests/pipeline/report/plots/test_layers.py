@@ -9,11 +9,10 @@ import pytest
 
 from offstage.pipeline.record import RecordError, read_run
 from offstage.pipeline.report.command import run
-from offstage.pipeline.report.placements import placements_of
 from offstage.pipeline.report.plots.layers import placement_picture
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.pages import entries, markup, traces
-from tests.pipeline.report.sample_runs import LAYERS, write_run
+from tests.pipeline.report.sample_runs import LAYERS, write_failure, write_run
 
 USES = {
     f"model.layers.{index}.mlp.experts": {"hits": hits, "misses": 10 - hits, "streamed_bytes": 7, "evictions": 1}
@@ -47,9 +46,23 @@ def test_a_row_has_each_run_of_layers_on_one_device(tmp_path: Path) -> None:
     write_run(tmp_path / "0", budget=10**9)
     write_run(tmp_path / "1", budget=2 * 10**9)
     jobs = find([tmp_path]).jobs
-    picture = placement_picture(placements_of(jobs, most=40), jobs, {job.name: job.name for job in jobs})
+    picture = placement_picture(jobs, {job.name: job.name for job in jobs}, most=40)
     assert picture
     assert entries(picture) == ["cpu", "disk"]
     (cpu,), (disk,) = traces(picture, "cpu"), traces(picture, "disk")
     assert [(cpu.base, cpu.x), (disk.base, disk.x)] == [((0, 0), (2, 4)), ((2, 4), (4, 2))]
     assert disk.hovertext[0].startswith(f"4 layers, {LAYERS[2]} to {LAYERS[-1]}")
+
+
+def test_jobs_whose_layers_lie_alike_share_a_row_and_plans_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    for number in range(3):
+        write_run(tmp_path / str(number), budget=(number // 2 + 1) * 10**9)
+    write_failure(tmp_path / "3")
+    jobs = find([tmp_path]).jobs
+    whole, cut = (placement_picture(jobs, {job.name: job.name for job in jobs}, most=most) for most in (5, 1))
+    assert whole
+    assert cut
+    assert list(whole.figure.layout.yaxis.ticktext) == ["#0, #1", "#2"]
+    assert whole.figure.layout.xaxis.range == (0, len(LAYERS))
+    assert "not drawn" not in whole.caption
+    assert "1 further plans are not drawn." in cut.caption

@@ -177,7 +177,7 @@ class Prepared:
         with opened(self.folder, **self.options) as loaded:
             tasks = enumerate(calls(loaded.model, asked, **MODES[setting.mode]))
             torch.manual_seed(3)
-            group = streamer_of(loaded.model).go_together(
+            group = streamer_of(loaded.model).passes.go_together(
                 [partial(answer, number, call) for number, call in tasks], size=setting.size
             )
             assert all(torch.equal(answers[place], each) for place, each in enumerate(self.wanted)), setting

@@ -212,7 +212,7 @@ def test_calls_in_lockstep_bring_the_experts_of_all_of_them_once(
     prompts = [torch.randint(WORDS, (count,), generator=there.words) for count in (1, 3, 1, 2, 7)]
     there.called.clear()
     expected, answers, before = [there.plain(ids) for ids in prompts], [], there.streamer.traffic.streamed_bytes
-    there.streamer.go_together([lambda ids=ids: answers.append(there.model(ids)) for ids in prompts], size=5)
+    there.streamer.passes.go_together([lambda ids=ids: answers.append(there.model(ids)) for ids in prompts], size=5)
     assert all(any(torch.equal(answer, each) for answer in answers) for each in expected)
     assert there.streamer.traffic.streamed_bytes - before == there.routed_bytes() + norms(there.plain)
 

@@ -44,7 +44,7 @@ def test_passes_are_as_many_as_the_longest_way_through_the_group(tmp_path: Path)
     asked = [(torch.randint(3, WORDS, (1, 4)), new) for new in (5, 2, 3, 1)]
     with opened(tmp_path) as loaded:
         streamer, one = streamer_of(loaded.model), sum(p.nbytes for p in loaded.model.parameters())
-        group = streamer.go_together(calls(loaded.model, asked), size=2)
+        group = streamer.passes.go_together(calls(loaded.model, asked), size=2)
         # 5 tokens beside 2, then 3; the last joins where the first leaves.
         assert group.passes == 6
         assert loaded.traffic.streamed_bytes <= 6 * one

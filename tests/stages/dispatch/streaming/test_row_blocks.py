@@ -90,7 +90,7 @@ def test_calls_in_lockstep_share_each_block(tmp_path: Path) -> None:
     for _ in range(2):
         before = streamer.traffic.streamed_bytes
         tasks = [lambda number=number: found.update({number: model(inputs[number])}) for number in range(3)]
-        streamer.go_together(tasks, size=3)
+        streamer.passes.go_together(tasks, size=3)
         assert streamer.traffic.streamed_bytes - before == sum(p.nbytes for p in head().parameters())
     assert all(torch.equal(found[number], head()(x)) for number, x in enumerate(inputs))
 
