@@ -140,8 +140,10 @@ class Loops:
         library.read_and_unpack.restype = c_int32
         library.multiply_packed.argtypes = [c_void_p, c_int64, c_void_p]
         library.way_of_bfloat16.restype = c_int32
-        self.way_of_bfloat16: Way = _WAYS[library.way_of_bfloat16()]
-        """In which way rows of bfloat16 are multiplied here."""
+        best: Way = _WAYS[library.way_of_bfloat16()]
+        self.has_tiles = best == "tiles"
+        self.way_of_bfloat16: Way = "pairs" if best == "tiles" else best
+        """In which way rows of bfloat16 are multiplied here, unless they are to be in tiles."""
         unpackers = [getattr(library, name) for name in _UNPACKERS]
         for function in unpackers:
             function.argtypes = [c_void_p]

@@ -48,8 +48,8 @@ _PADDING = 64
 _WIDE, _MANY = 64, 12
 """How many rows of a weight in columns are multiplied side by side; from how many rows given on it is unpacked."""
 _TILE, _CHUNK, _TILES_VALUES = 16, 2048, 2**19
-"""Of products in tiles: up to so many rows given, so many columns at a time are unpacked; of more, the whole of rows, of
-so many values at most, which a core's second cache holds.
+"""Of products in tiles: up to so many rows given, so many columns at a time are unpacked; of more, the whole of rows,
+of so many values at most, which a core's second cache holds.
 """
 _SHARES = 4
 """In so many steps each thread takes rows: one that another process holds up has fewer."""
@@ -110,14 +110,18 @@ class Product:
         tables: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
     ) -> None:
         self._function, self._kept = known.library.multiply_packed, (work, tables)
-        self.way_of_bfloat16 = known.way_of_bfloat16
+        self._known = known
         self._in_columns, self.rows, self.columns, self._room = family == _GROUPED, rows, columns, room
         self._arguments = _ProductArguments(work=addressof(work), family=family, rows=rows, columns=columns)
         self._arguments.places, self._arguments.values = pointers(tables.get("places"), tables.get("values"))
 
-    def run(
-        self, given: int, made: int, count: int, *, bias: int | None, threads: int, way: Way, rounds: bool
-    ) -> None:
+    def way(self, *, tiles: bool) -> Way | None:
+        """Return in which way rows of bfloat16 are multiplied, in ``tiles`` or not; null where none can be here."""
+        if not tiles:
+            return self._known.way_of_bfloat16
+        return "tiles" if self._known.has_tiles else None
+
+    def run(self, given: int, made: int, count: int, *, bias: int | None, threads: int, way: Way, rounds: bool) -> None:
         """Write the products of ``count`` rows at the address ``given`` [count, columns], each with the ``bias`` of its
         row, if any, to that of ``made`` [count, rows], in so many ``threads``, which share the rows of the weight.
 

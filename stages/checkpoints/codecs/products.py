@@ -7,10 +7,12 @@ torch's operators, which are their oracle and serve where there is no compiler.
 
 Rows of bfloat16 are multiplied as they are by processors that add up products of its pairs (AVX512-BF16), at twice the
 speed. The values are rounded to bfloat16 then, as they are where they are dequantised before products. A lane for each
-of the pairs of 64 columns adds the product of the second, then that of the first; all else is the same. Where
-processors multiply tiles (AMX), at several times that speed, each 32 columns are one: products of their first, third …
-are added up, those of the second, fourth … too, then both, and that to the sum of the tiles before. Numbers below 2⁻¹²⁶,
-which such processors take for zero, are the one difference to the operators'.
+of the pairs of 64 columns adds the product of the second, then that of the first; all else is the same. Numbers below
+2⁻¹²⁶, which such processors take for zero, are the one difference to the operators'.
+
+Or they are multiplied in tiles, for which a processor has instructions of their own (AMX): several times as fast where
+many rows are given, and slower for one. Each 32 columns are a tile: products of their first, third … are added up,
+those of the second, fourth … too, then both, and that to the sum of the tiles before.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _KEPT = 2**13
 _products: dict[tuple[object, ...], Product] = {}
 
 _library = torch.library.Library("offstage", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"{_NAME}(Tensor given, Tensor[] parts, str told, Tensor? bias, ScalarType? compute) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define(
+    f"{_NAME}(Tensor given, Tensor[] parts, str told, Tensor? bias, ScalarType? compute, bool tiles) -> Tensor"
+)  # type: ignore[no-untyped-call]
 
 
 def multiply_packed(
@@ -42,14 +46,16 @@ def multiply_packed(
     bias: Tensor | None = None,
     *,
     compute: torch.dtype | None = None,
+    tiles: bool = False,
 ) -> Tensor:
     """Return the products […, rows] of ``given`` […, columns], floats of any kind, with the matrix that rests in
     ``parts`` as is ``told`` (``packed_matrices.as_text``).
 
-    What is given is rounded to the dtype ``compute`` first, if there is one. Products are added up in float32, a
+    What is given is rounded to the dtype ``compute`` first, if there is one; if that is bfloat16, products may be made
+    in ``tiles``, by torch's operators where the processor has none. Products are added up in float32, a
     ``bias`` [rows] too, and rounded to the dtype of what is given.
     """
-    made: Tensor = torch.ops.offstage.multiply_packed(given, parts, told, bias, compute)
+    made: Tensor = torch.ops.offstage.multiply_packed(given, parts, told, bias, compute, tiles)
     return made
 
 
@@ -76,7 +82,7 @@ def by_operators(
 
 
 def _in_lanes(values: Tensor, given: Tensor, way: Way) -> Tensor:
-    """Return the products [count, rows] of ``values`` [1, rows, runs, 32] and what is ``given`` [count, 1, runs, 32]."""
+    """Return the products [count, rows] of ``values`` [1, rows, runs, 32] and ``given`` [count, 1, runs, 32]."""
     halves, turns = (2, (slice(1, None, 2), slice(0, None, 2))) if way == "pairs" else (1, (slice(None),))
     sums = [given.new_zeros((len(given), values.shape[1], LANES // halves))] * halves
     for run in range(values.shape[2]):
@@ -118,12 +124,15 @@ def fused(left: Tensor, right: Tensor, more: Tensor) -> Tensor:
     return torch.where(inexact, bits + away, bits).view(torch.float64).float()
 
 
-def _on_host(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None) -> Tensor:
+def _on_host(
+    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None, tiles: bool
+) -> Tensor:
     parts, rounded = [part.contiguous() for part in parts], given if compute is None else given.to(compute)
-    product = _product(told, parts)
-    if product is None:
-        return by_operators(rounded, parts, told, bias).to(given.dtype)
-    way: Way = product.way_of_bfloat16 if rounded.dtype == torch.bfloat16 else "floats"
+    product, rounds = _product(told, parts), rounded.dtype == torch.bfloat16
+    way: Way | None = "floats" if product is None or not rounds else product.way(tiles=tiles)
+    if product is None or way is None:
+        own: Way = "tiles" if tiles and rounds else "floats"
+        return by_operators(rounded, parts, told, bias, way=own).to(given.dtype)
     numbers = (rounded.float() if way == "floats" else rounded).contiguous()
     rounds, (*leading, columns) = way != "floats" and given.dtype == torch.bfloat16, given.shape
     made = given.new_empty((*leading, product.rows), dtype=given.dtype if rounds else torch.float32)
@@ -157,7 +166,9 @@ def _product(told: str, parts: list[Tensor]) -> Product | None:
     return made
 
 
-def _on_meta(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None) -> Tensor:
+def _on_meta(
+    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None, tiles: bool
+) -> Tensor:
     return given.new_empty((*given.shape[:-1], of_text(told).rows))
 
 

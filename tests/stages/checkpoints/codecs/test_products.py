@@ -30,6 +30,7 @@ from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, ScaledCodes, 
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.kernels import has_tiles
 from tests.operator_threads import in_threads
 from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
 from tests.stages.checkpoints.ggufs import dequantized, random_blocks
@@ -155,18 +156,17 @@ def given_rows(count: int, columns: int = COLUMNS, dtype: torch.dtype = torch.fl
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(dtype)
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-
-
-def way_of_bfloat16() -> loops.Way:
-    """Return in which way the loops multiply rows of bfloat16 here."""
+def way_of_bfloat16(*, tiles: bool = False) -> loops.Way:
+    """Return in which way the loops multiply rows of bfloat16 here, in ``tiles`` if they are to."""
     known = loops.loops()
-    return "floats" if known is None else known.way_of_bfloat16
+    return "tiles" if tiles else "floats" if known is None else known.way_of_bfloat16
 
 
-def wanted_of(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None = None) -> Tensor:
-    """Return the products as torch's operators compute them: of bfloat16 in pairs or tiles where processors do."""
-    way: loops.Way = way_of_bfloat16() if given.dtype == torch.bfloat16 else "floats"
+def wanted_of(
+    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None = None, *, tiles: bool = False
+) -> Tensor:
+    """Return the products as torch's operators compute them: of bfloat16 in pairs where processors do, or in tiles."""
+    way: loops.Way = way_of_bfloat16(tiles=tiles) if given.dtype == torch.bfloat16 else "floats"
     return by_operators(given, parts, told, bias, way=way)
 
 
@@ -179,22 +179,28 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("compiled")
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "tiles"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "tiles"],
+)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(
-    name: str, dtype: torch.dtype, tmp_path: Path
+    name: str, dtype: torch.dtype, tiles: bool, tmp_path: Path
 ) -> None:
+    if tiles and not has_tiles():
+        pytest.skip("the processor has no tiles of bfloat16 (AMX)")
     make, rows, columns = WEIGHTS[name]
     matrix, parts = make(tmp_path, rows, columns)
     given, told = given_rows(39, columns, dtype), as_text(matrix)
     bias = given_rows(1, matrix.rows, dtype)[0]
-    wanted = wanted_of(given, parts, told, bias)
+    wanted = wanted_of(given, parts, told, bias, tiles=tiles)
     assert bool(wanted.isnan().any()) == ("no numbers" in name)
     for count in (1, 2, 3):
         with in_threads(count):
-            for some in (1, 2, 3, 4, 7, 13, 39):
-                assert same_bits(multiply_packed(given[:some], parts, told, bias), wanted[:some])
-            assert same_bits(multiply_packed(given[2:6], parts, told, bias), wanted[2:6])
+            for some in (1, 2, 3, 4, 7, 13, 17, 32, 39):
+                assert same_bits(multiply_packed(given[:some], parts, told, bias, tiles=tiles), wanted[:some])
+            assert same_bits(multiply_packed(given[2:6], parts, told, bias, tiles=tiles), wanted[2:6])
 
 
 @pytest.mark.usefixtures("compiled")
@@ -210,6 +216,16 @@ def test_what_is_given_may_be_rounded_for_the_product(name: str, dtype: torch.dt
     assert not same_bits(found, multiply_packed(given, parts, told))
 
 
+def test_tiles_are_those_of_operators_where_there_are_no_loops(tmp_path: Path) -> None:
+    make, rows, columns = WEIGHTS["q8_0"]
+    matrix, parts = make(tmp_path, rows, columns)
+    given, told = given_rows(5, columns, torch.bfloat16), as_text(matrix)
+    assert loops.loops() is None
+    in_tiles = multiply_packed(given, parts, told, tiles=True)
+    assert same_bits(in_tiles, by_operators(given, parts, told, way="tiles"))
+    assert same_bits(multiply_packed(given[3:], parts, told, tiles=True), in_tiles[3:])
+
+
 @pytest.mark.usefixtures("compiled")
 def test_what_rests_at_an_address_may_change(tmp_path: Path) -> None:
     make, rows, columns = WEIGHTS["q8_0"]
@@ -223,16 +239,9 @@ def test_what_rests_at_an_address_may_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of compilers for x86")
-@pytest.mark.parametrize(
-    ("lacking", "dtype"),
-    [
-        ("-mno-avx512f", torch.float32),
-        ("-mno-avx512f -mno-avx2 -mno-f16c -mno-fma", torch.float32),
-        ("-mno-amx-tile -mno-amx-bf16", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("lacking", ["-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-f16c -mno-fma"])
 def test_bits_are_those_of_processors_with_fewer_instructions(
-    lacking: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", f"cc {lacking}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -243,8 +252,8 @@ def test_bits_are_those_of_processors_with_fewer_instructions(
         folder = tmp_path / str(number)
         folder.mkdir()
         matrix, parts = make(folder, rows, columns)
-        given, told = given_rows(6, columns, dtype), as_text(matrix)
-        wanted = wanted_of(given, parts, told)
+        given, told = given_rows(6, columns), as_text(matrix)
+        wanted = by_operators(given, parts, told)
         assert same_bits(multiply_packed(given, parts, told), wanted)
         assert same_bits(multiply_packed(given[:1], parts, told), wanted[:1])
 
