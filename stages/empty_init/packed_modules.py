@@ -53,6 +53,15 @@ Modules = Sequence[tuple[str, nn.Module]]
 PackedModule: TypeAlias = "PackedLinear | PackedEmbedding | PackedExperts"
 
 
+class Arithmetic(NamedTuple):
+    """What linear layers are given is rounded to the dtype ``compute`` for a product, if there is one; that of bfloat16
+    is made in a processor's ``tiles``, if it is to be.
+    """
+
+    compute: torch.dtype | None
+    tiles: bool
+
+
 class Stack(NamedTuple):
     """What a parameter of a module rests in, or half of one: the checkpoint's ``sources``, of one ``codec``, in
     ``parts`` that have one ``matrix``, or one for each expert.
@@ -91,13 +100,13 @@ class PackedLinear(nn.Module):
     """In the place of ``linear``: its ``weight`` is the first part of ``stack``. The others stand beside it, each under
     the name that the matrix has for it.
 
-    What is given is rounded to the dtype ``compute`` for the product, if there is one. Products are added up in
+    What is given is multiplied as ``how`` says. Products are added up in
     float32, the bias too, and what comes of it is rounded to the dtype of what was given.
     """
 
     multiplies_packed = True
 
-    def __init__(self, linear: nn.Linear, stack: Stack, compute: torch.dtype | None) -> None:
+    def __init__(self, linear: nn.Linear, stack: Stack, how: Arithmetic) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.kind, self.told, self.kept = stack.codec.name, as_text(stack.matrix), stack.kept
@@ -105,12 +114,12 @@ class PackedLinear(nn.Module):
         for name, part in zip(self._parts, stack.parts, strict=True):
             self.register_parameter(name, part)
         self.register_parameter("bias", linear.bias)
-        self.compute, self.training = compute, linear.training
+        self.how, self.training = how, linear.training
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Return what the linear layer returns."""
         own = cast("dict[str, torch.Tensor]", self._parameters)
-        return _multiply(given, [own[name] for name in self._parts], self.told, own["bias"], self.compute)
+        return _multiply(given, [own[name] for name in self._parts], self.told, own["bias"], self.how)
 
     def extra_repr(self) -> str:
         """Return what a printed model says of it."""
@@ -146,7 +155,7 @@ class PackedExperts(nn.Module):
 
     multiplies_packed = True
 
-    def __init__(self, experts: Any, stacks: Mapping[str, Sequence[Stack]], compute: torch.dtype | None) -> None:
+    def __init__(self, experts: Any, stacks: Mapping[str, Sequence[Stack]], how: Arithmetic) -> None:
         super().__init__()
         self.num_experts, self.config = experts.num_experts, experts.config
         self.has_gate, self.has_bias, self.is_transposed = experts.has_gate, experts.has_bias, experts.is_transposed
@@ -163,7 +172,7 @@ class PackedExperts(nn.Module):
             if name not in stacks:
                 self.register_parameter(name, parameter)
         self._activate = experts._apply_gate if self.has_gate else experts.act_fn
-        self.compute, self.training = compute, experts.training
+        self.how, self.training = how, experts.training
 
     def _register(self, name: str, stack: Stack, half: str) -> tuple[str, tuple[str, ...]]:
         """Take the parts of ``stack`` under ``name``; return what its matrix is, as text, and what they are called."""
@@ -203,7 +212,7 @@ class PackedExperts(nn.Module):
         bias = getattr(self, f"{attribute}_bias")[expert] if self.has_bias else None
         added = [None] * len(pieces) if bias is None else bias.chunk(len(pieces))
         made = [
-            _multiply(given, [getattr(self, name)[expert] for name in names], told, own, self.compute)
+            _multiply(given, [getattr(self, name)[expert] for name in names], told, own, self.how)
             for (told, names), own in zip(pieces, added, strict=True)
         ]
         return made[0] if len(made) == 1 else torch.cat(made, -1)
@@ -223,17 +232,19 @@ def _multiply(
     parts: Sequence[torch.Tensor],
     told: str,
     bias: torch.Tensor | None,
-    compute: torch.dtype | None,
+    how: Arithmetic,
 ) -> torch.Tensor:
     """Return the products of ``given`` […, columns] with what rests in ``parts``, and the ``bias``."""
     if given.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{KEY}=fused has no gradients; load the model with {KEY}=exact")
-    return multiply_packed(given, parts, told, bias, compute=compute)
+    return multiply_packed(given, parts, told, bias, compute=how.compute, tiles=how.tiles)
 
 
-def keep_packed(model: nn.Module, checkpoint: Checkpoint, compute_dtype: str | None = None) -> None:
+def keep_packed(
+    model: nn.Module, checkpoint: Checkpoint, compute_dtype: str | None = None, *, tiles: bool = False
+) -> None:
     """Have each linear layer and embedding of ``model`` stay packed whose weight can be multiplied as it rests: what
-    linear layers are given, in the ``compute_dtype``.
+    linear layers are given, in the ``compute_dtype``, and that of bfloat16 in ``tiles``.
 
     Others are loaded as ever: those in formats without products, those tied to what isn't of the two kinds, and those
     whose weights the model's class has in a dtype of its own, which its code looks at.
@@ -243,7 +254,8 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint, compute_dtype: str | N
     users: dict[int, list[str]] = {}
     for name, parameter in named.items():
         users.setdefault(id(parameter), []).append(name)
-    own_dtype, compute = kept_in_float32(model), None if compute_dtype is None else torch_dtype(compute_dtype)
+    how = Arithmetic(None if compute_dtype is None else torch_dtype(compute_dtype), tiles)
+    own_dtype = kept_in_float32(model)
     for step in name_tensors(model, entries).steps:
         pieces = _stacks_of(step, entries, named)
         if not pieces:
@@ -259,11 +271,11 @@ def keep_packed(model: nn.Module, checkpoint: Checkpoint, compute_dtype: str | N
         fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
         kinds = (nn.Linear, nn.Embedding) if can_look_up(stack.matrix) else (nn.Linear,)
         if fits and all(type(module) in kinds for _, module in modules):
-            _replace(model, modules, stack, compute)
+            _replace(model, modules, stack, how)
     for place, found in stacks.items():
         experts = model.get_submodule(place)
         if is_interface(experts) and _are_all_of(experts, found):
-            model.set_submodule(place, PackedExperts(experts, found, compute))
+            model.set_submodule(place, PackedExperts(experts, found, how))
     if not any(isinstance(module, PackedLinear | PackedExperts) for module in packed_modules(model).values()):
         raise ConfigError(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in a format with products, in "
@@ -322,13 +334,13 @@ def _are_all_of(experts: Any, stacks: Mapping[str, Sequence[Stack]]) -> bool:
     return wanted == stacks.keys() and turned and not getattr(experts, "has_post_expert_norm", False)
 
 
-def _replace(model: nn.Module, modules: Modules, stack: Stack, compute: torch.dtype | None) -> None:
+def _replace(model: nn.Module, modules: Modules, stack: Stack, how: Arithmetic) -> None:
     """Put modules that share one packed weight in the place of ``modules``, which share what it is unpacked to."""
     for place, module in modules:
         if isinstance(module, nn.Embedding):
             model.set_submodule(place, PackedEmbedding(module, stack))
         elif isinstance(module, nn.Linear):
-            model.set_submodule(place, PackedLinear(module, stack, compute))
+            model.set_submodule(place, PackedLinear(module, stack, how))
 
 
 def _as_it_lies(part: Extent) -> Extent:

@@ -41,6 +41,7 @@ from offstage.stages.empty_init.identity import (
 )
 from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton
 from offstage.stages.empty_init.source_code import find_module
+from offstage.stages.machine.kernels import has_tiles
 from offstage.stages.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,12 +66,13 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizedConfig:
-    """Whether weights that rest packed are unpacked before products, or multiplied as they rest, and the dtype that
-    what these multiply is rounded to; null: none.
+    """Whether weights that rest packed are unpacked before products, or multiplied as they rest; the dtype that what
+    these multiply is rounded to, null: none; and whether that of bfloat16 is multiplied in a processor's tiles.
     """
 
     products: Literal["exact", "fused"] = "exact"
     compute_dtype: Literal["bfloat16"] | None = None
+    tiles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             yield from _check_products(model)
         elif (compute := _quantized(config).compute_dtype) is not None:
             yield Fault("quantized.compute_dtype", f"{compute!r} is for quantized.products={FUSED}; take null")
+        yield from _check_tiles(config)
 
     def gather(self, context: Context) -> EmptyInitInputs:
         """Return what the model is, as far as it can be told without its code."""
@@ -236,7 +239,7 @@ def _model(inputs: EmptyInitInputs) -> tuple[Any, Checkpoint | None]:
     if inputs.quantized.products == FUSED and opened is not None:
         from offstage.stages.empty_init.packed_modules import keep_packed
 
-        keep_packed(model, opened, inputs.quantized.compute_dtype)
+        keep_packed(model, opened, inputs.quantized.compute_dtype, tiles=inputs.quantized.tiles)
     return model, opened
 
 
@@ -365,6 +368,15 @@ def _check_products(model: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault(
             "quantized.products", f"{FUSED!r} takes no adapter: its layers stand on dequantised ones; take 'exact'"
         )
+
+
+def _check_tiles(config: Config) -> Iterable[Fault]:
+    """Yield why products can't be made in tiles; for another machine's plan it isn't asked what this one has."""
+    tiles = _quantized(config).tiles
+    if tiles and not multiplies_packed(config):
+        yield Fault("quantized.tiles", f"true is for quantized.products={FUSED}; take false")
+    elif tiles and not is_plan(config) and not has_tiles():
+        yield Fault("quantized.tiles", "true needs AMX, and this machine's processor has none; take false")
 
 
 def _rests_in_products(model: Mapping[str, Any]) -> bool:

@@ -94,7 +94,7 @@ def capabilities() -> dict[str, str]:
     the same operands have the same product, to the bit.
 
     The number of threads is part of it, by which some products are divided. Our own loops hang on the processor alone:
-    on whether it adds up products of pairs of bfloat16.
+    on whether it adds up products of pairs or tiles of bfloat16.
     """
     import torch
 
@@ -112,6 +112,11 @@ def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     told = re.findall(r"^(?:vendor_id|cpu family|model|model name|flags|Features)\s*: *(.*)$", first, re.MULTILINE)
     named, features = " ".join(told[:-1]), sha256(" ".join(told[-1:]).encode()).hexdigest()[:8]
     return f"{platform.machine()} {named} {features}"
+
+
+def has_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the processor multiplies tiles of bfloat16 (AMX)."""
+    return cpuinfo.is_file() and " amx_bf16" in cpuinfo.read_text().partition("\n\n")[0]
 
 
 Call = Callable[[], "torch.Tensor"]

@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.product_speeds
     python -m tests.benchmarks.product_speeds gptq4 awq4 --threads 2
+    python -m tests.benchmarks.product_speeds q8_0 --tiles
 
 Prints nanoseconds a value of the weight for one row given, for eight and for 64, the least of ``--rounds``: those of
 the product, and those of torch's, which reads a weight that was unpacked before. Weights are made up, of two million
@@ -37,15 +38,16 @@ def main() -> None:
     parser.add_argument("formats", nargs="*", default=[*SAMPLES])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tiles", action="store_true", help="in tiles, on processors that have them (AMX)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     loops.build()
     say(f"{'':8}" + "".join(f"  {count:3} rows    torch" for count in COUNTS) + "   ns a value")
     for name in arguments.formats:
-        say(f"{name:8}" + "".join(f"  {ours:8.3f} {theirs:8.3f}" for ours, theirs in speeds(name, arguments.rounds)))
+        say(f"{name:8}" + "".join(f"  {ours:8.3f} {theirs:8.3f}" for ours, theirs in speeds(name, arguments)))
 
 
-def speeds(name: str, rounds: int) -> list[tuple[float, float]]:
+def speeds(name: str, arguments: argparse.Namespace) -> list[tuple[float, float]]:
     """Return for each count of rows the nanoseconds a value that a product with format ``name`` takes, and torch's."""
     tensor, _, data = SAMPLES[name](name)
     matrix = packed_matrix(tensor)
@@ -55,8 +57,8 @@ def speeds(name: str, rounds: int) -> list[tuple[float, float]]:
     found = []
     for count in COUNTS:
         given = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
-        ours = _least(lambda given=given: multiply_packed(given, parts, told), rounds)
-        theirs = _least(lambda given=given: torch.nn.functional.linear(given, plain), rounds)
+        ours = _least(lambda given=given: multiply_packed(given, parts, told, tiles=arguments.tiles), arguments.rounds)
+        theirs = _least(lambda given=given: torch.nn.functional.linear(given, plain), arguments.rounds)
         found.append((ours / plain.numel() * 1e9, theirs / plain.numel() * 1e9))
     return found
 

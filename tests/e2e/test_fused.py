@@ -48,6 +48,7 @@ def test_tokens_are_the_same_from_memory_and_from_disk_and_exact_ones_are_made_a
             ("model=tiny", "quantized.compute_dtype=bfloat16"),
             "quantized.compute_dtype: 'bfloat16' is for quantized.products=fused; take null",
         ),
+        (("model=tiny", "quantized.tiles=true"), "quantized.tiles: true is for quantized.products=fused; take false"),
         (("model=tiny", "quantized.products=some"), "quantized.products: 'some' is none of exact, fused"),
     ],
 )

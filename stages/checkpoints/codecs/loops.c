@@ -1,4 +1,5 @@
 #define _XOPEN_SOURCE 700
+#define _DEFAULT_SOURCE
 #define _FILE_OFFSET_BITS 64
 
 /* Loops that unpack weights: one pass over the bytes, where operators of numpy and torch take half a dozen.
@@ -13,6 +14,12 @@
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include <sys/syscall.h>
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
 #if defined(__AVX512BW__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -373,8 +380,8 @@ INLINE void run_scales(const uint8_t *block, float *restrict scales, float *rest
 
 enum { LANES = 32, AT_ONCE = 4 };
 
-/* The ways in which a row is walked over. */
-enum { FLOATS, PAIRS, KEPT, KEPT_PAIRS = KEPT + PAIRS, WAYS };
+/* The ways in which a row is walked over. Of a product in tiles only values are walked over, which are kept rounded. */
+enum { FLOATS, PAIRS, KEPT, KEPT_PAIRS = KEPT + PAIRS, WAYS, TILES = WAYS + PAIRS };
 #ifdef __AVX512BF16__
 #define WITH_PAIRS(...) __VA_ARGS__
 #define HAS_PAIRS 1
@@ -383,7 +390,15 @@ enum { FLOATS, PAIRS, KEPT, KEPT_PAIRS = KEPT + PAIRS, WAYS };
 #define HAS_PAIRS 0
 #endif
 
-int32_t multiplies_pairs(void) { return HAS_PAIRS; }
+/* The way in which rows of bfloat16 are multiplied here: as floats, or in pairs or tiles of them. A system lets a process
+   use the registers of tiles once it has asked for them. */
+int32_t way_of_bfloat16(void) {
+#if HAS_TILES
+    enum { ASK_FOR_PARTS = 0x1023, TILE_DATA = 18 };
+    if (!syscall(SYS_arch_prctl, ASK_FOR_PARTS, TILE_DATA)) return TILES;
+#endif
+    return HAS_PAIRS ? PAIRS : FLOATS;
+}
 
 INLINE int in_pairs(int64_t way) { return HAS_PAIRS && way & PAIRS; }
 
@@ -807,14 +822,15 @@ INLINE void fetch(const uint8_t *packed, int64_t bytes) {
 /* Rows that are read side by side are fetched one after the other, as they lie, while those before them are read. */
 INLINE int64_t ahead_of(int64_t bytes) { return ((AHEAD - 1) / bytes + 1) * bytes; }
 
-/* Rows of blocks that lie so many bytes apart, one or SIDE of them, times one row given. */
+/* Rows of blocks that lie so many bytes apart, SIDE of them, times one row given; or one row, and what lies so many bytes
+   behind is fetched. */
 
 typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made);
 
 #define ROW_PRODUCT(name, way, some, count, size, add)                                                           \
     static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made) {     \
         Lanes lanes[some] = {0};                                                                                 \
-        const uint8_t *later = packed + (some == 1 ? AHEAD : ahead_of(some * apart));                            \
+        const uint8_t *later = packed + (some == 1 ? apart : ahead_of(some * apart));                            \
         for (int64_t at = 0; at < blocks; at++, packed += size, later += some * size) {                          \
             const void *these = given_at(way, given, at * count);                                                \
             fetch(later, some * size);                                                                           \
@@ -894,7 +910,7 @@ void unpack_ggml(const Work *all) {
         for (int64_t block = 0, some; block < all->columns; block += some, packed += some * form->bytes) {
             some = all->columns - block < MOST / form->values ? all->columns - block : MOST / form->values;
             char *target = all->made + (place * all->columns + block) * form->values * SIZE_OF(all->dtype);
-            ROW[KEPT][all->kind](packed, 0, some, all->dtype == FLOAT32 ? (float *)target : values, 0);
+            ROW[KEPT][all->kind](packed, AHEAD, some, all->dtype == FLOAT32 ? (float *)target : values, 0);
             if (all->dtype == BFLOAT16) store_bfloat16(values, target, some * form->values);
             if (all->dtype == FLOAT16) store_float16(values, target, some * form->values);
         }
@@ -908,13 +924,15 @@ enum { GGML, SCALED, GROUPED };
 
 /* work says how the weight rests; family what unpacks it. made has a number of each of rows for each of count rows given,
    of columns, at the place that places tells; null: one after the other. bias has what is added to those of each; null:
-   nothing. What is given is float32, or bfloat16 in the way of pairs; what is made is bfloat16 where it rounds. Threads
-   take rows step by step, and each has room floats to unpack to. */
+   nothing. What is given is float32, or bfloat16 in the ways of pairs and tiles, for which there is a place as large to have
+   it laid out in; what is made is bfloat16 where it rounds. Threads take rows step by step, and each has room floats to
+   unpack to. */
 typedef struct {
     const Work *work;
     const void *given;
     void *made;
     float *rooms;
+    void *laid;
     const int64_t *places;
     const float *values, *bias;
     int64_t family, way, rounds, rows, columns, count, step, room, next_row, next_room;
@@ -948,25 +966,35 @@ static Lanes of_strange(const uint8_t *codes, float low, float high) {
     return values_at(values);
 }
 
-/* A row of codes of a kind: its product with those given, or no product, and its values there. */
-INLINE float row_of_scaled(int way, const Product *all, int64_t row, int64_t kind, const void *given) {
+/* The columns of a row from one on to another; and what lies so many bytes behind them is fetched. */
+typedef struct {
+    int64_t row, from, to, ahead;
+} Stretch;
+
+INLINE Stretch whole(const Product *all, int64_t row) { return (Stretch){row, 0, all->columns, AHEAD}; }
+
+/* A stretch of codes of a kind: its product with those given, or no product, and its values there. */
+INLINE float row_of_scaled(int way, const Product *all, Stretch part, int64_t kind, const void *given) {
     const Work *work = all->work;
-    int64_t lines = all->columns / work->columns, line = row * lines, nested = work->scale_kind == OF_TABLE;
+    int64_t one = work->columns == all->columns, lines = one ? 1 : all->columns / work->columns;
+    int64_t line = part.row * lines + (one ? 0 : part.from / work->columns);
     int64_t width = work->block_columns, halves = width == LANES / 2, each = kind >= FP4 ? 2 : 1, column = 0;
+    int64_t nested = work->scale_kind == OF_TABLE, begin = one ? part.from : part.from % work->columns, columns = part.to - part.from;
     const uint8_t *above = work->above && nested ? work->above + 4 * (line / work->above_run) : work->above;
     int64_t left = nested ? work->above_run - line % work->above_run : lines;
-    const uint8_t *codes = work->codes + line * work->columns / each;
+    const uint8_t *codes = work->codes + (line * work->columns + begin) / each;
     Lanes lanes = {0};
-    for (int64_t end = line + lines; line < end; line++, left--) {
+    for (; column < columns; line++, left--, begin = 0) {
         if (!left) above += 4, left = work->above_run;
-        int64_t block = line / work->block_rows * work->across;
-        for (int64_t begin = 0, count; begin < work->columns; begin += count, block += 1 + halves) {
-            int64_t rest = work->columns - begin, most = halves ? LANES : width;
+        int64_t block = line / work->block_rows * work->across + begin / width;
+        for (int64_t count; begin < work->columns && column < columns; begin += count, block += 1 + halves) {
+            int64_t rest = work->columns - begin, most = halves ? LANES : width - begin % width;
+            rest = rest < columns - column ? rest : columns - column;
             float low = scale_at(work, above, block), high = halves ? scale_at(work, above, block + 1) : low;
             count = rest < most ? rest : most;
             int strange = kind == FP8 && !(are_numbers(codes, count) && is_finite(256 * low) && is_finite(256 * high));
             for (int64_t at = 0; at < count; at += LANES, codes += LANES / each, column += LANES) {
-                fetch(codes + AHEAD, LANES / each);
+                fetch(codes + part.ahead, LANES / each);
                 Lanes values = strange ? of_strange(codes, low, high) : of_scaled(kind, codes, all->values, low, high);
                 add_values(way, &lanes, values, given_at(way, given, column));
             }
@@ -977,8 +1005,8 @@ INLINE float row_of_scaled(int way, const Product *all, int64_t row, int64_t kin
 
 /* Functions of their own, which a compiler does well by: all in one it may run out of registers. */
 #define SCALED_ROW(name, kind, way)                                                                                    \
-    static __attribute__((noinline)) float name##_##way(const Product *all, int64_t row, const void *given) {         \
-        return row_of_scaled(way, all, row, kind, given);                                                             \
+    static __attribute__((noinline)) float name##_##way(const Product *all, Stretch part, const void *given) {        \
+        return row_of_scaled(way, all, part, kind, given);                                                             \
     }
 
 #define SCALED_ROWS(way)                                                                        \
@@ -987,12 +1015,12 @@ INLINE float row_of_scaled(int way, const Product *all, int64_t row, int64_t kin
     SCALED_ROW(row_of_nibbles, FP4, way)                                                        \
     SCALED_ROW(row_of_table, TABLE, way)                                                        \
                                                                                                 \
-    static float scaled_row_##way(const Product *all, int64_t row, const void *given) {         \
+    static float scaled_row_##way(const Product *all, Stretch part, const void *given) {        \
         switch (all->work->kind) {                                                              \
-            case FP8: return fp8_row_##way(all, row, given);                                    \
-            case INT8: return int8_row_##way(all, row, given);                                  \
-            case TABLE: return row_of_table_##way(all, row, given);                             \
-            default: return row_of_nibbles_##way(all, row, given);                              \
+            case FP8: return fp8_row_##way(all, part, given);                                   \
+            case INT8: return int8_row_##way(all, part, given);                                 \
+            case TABLE: return row_of_table_##way(all, part, given);                            \
+            default: return row_of_nibbles_##way(all, part, given);                             \
         }                                                                                       \
     }
 
@@ -1001,7 +1029,7 @@ SCALED_ROWS(KEPT)
 WITH_PAIRS(SCALED_ROWS(PAIRS))
 WITH_PAIRS(SCALED_ROWS(KEPT_PAIRS))
 
-static float (*const SCALED_ROW_OF[WAYS])(const Product *all, int64_t row, const void *given) = {
+static float (*const SCALED_ROW_OF[WAYS])(const Product *all, Stretch part, const void *given) = {
     [FLOATS] = scaled_row_FLOATS, [KEPT] = scaled_row_KEPT,
     WITH_PAIRS([PAIRS] = scaled_row_PAIRS, [KEPT_PAIRS] = scaled_row_KEPT_PAIRS)
 };
@@ -1010,7 +1038,7 @@ static float (*const SCALED_ROW_OF[WAYS])(const Product *all, int64_t row, const
 static void multiply_rows(const Product *all, int64_t row, int64_t some, const void *given, float *made) {
     const Work *work = all->work;
     if (all->family == SCALED) {
-        for (int64_t at = 0; at < some; at++) made[at] = SCALED_ROW_OF[all->way](all, row + at, given);
+        for (int64_t at = 0; at < some; at++) made[at] = SCALED_ROW_OF[all->way](all, whole(all, row + at), given);
         return;
     }
     int64_t width = work->columns * FORMAT[work->kind].bytes;
@@ -1019,16 +1047,19 @@ static void multiply_rows(const Product *all, int64_t row, int64_t some, const v
     if (side && some == SIDE)
         side(packed, width, work->columns, given, made);
     else
-        for (int64_t at = 0; at < some; at++) one(packed + at * width, width, work->columns, given, made + at);
+        for (int64_t at = 0; at < some; at++) one(packed + at * width, AHEAD, work->columns, given, made + at);
 }
 
-static void unpack_row(const Product *all, int64_t row, char *room) {
+static void unpack_stretch(const Product *all, Stretch part, char *room) {
     const Work *work = all->work;
-    int64_t way = all->way | KEPT, width = work->columns * FORMAT[work->kind].bytes;
-    if (all->family == SCALED)
-        SCALED_ROW_OF[way](all, row, room);
-    else
-        ROW[way][work->kind](work->codes + row * width, width, work->columns, room, 0);
+    int64_t way = (all->way & PAIRS) | KEPT;
+    if (all->family == SCALED) {
+        SCALED_ROW_OF[way](all, part, room);
+        return;
+    }
+    Format form = FORMAT[work->kind];
+    const uint8_t *packed = work->codes + (part.row * work->columns + part.from / form.values) * form.bytes;
+    ROW[way][work->kind](packed, part.ahead, (part.to - part.from) / form.values, room, 0);
 }
 
 /* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
@@ -1185,7 +1216,7 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, cha
     if (all->count >= AT_ONCE)
         for (int64_t first = begin, last; first < end; first = last) {
             last = first + rows_of(all, apart) < end ? first + rows_of(all, apart) : end;
-            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * apart);
+            for (int64_t row = first; row < last; row++) unpack_stretch(all, whole(all, row), room + (row - first) * apart);
             multiply_unpacked(all, first, last, room);
         }
     else
@@ -1198,6 +1229,324 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, cha
             }
         }
 }
+
+/* Products in tiles (AMX): of up to sixteen rows of 32 columns each of both sides, one of which lies in pairs of columns.
+   A tile's sums of the first and of the second columns of pairs begin as zeros and are added up apart, first to last, each
+   product and sum rounded once; then the two are added, and that to the sum of the tiles before. So all bits are the same
+   for one row given and for many, and on either side. */
+
+typedef struct {
+    uint8_t kind, start, unused[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Tiles;
+
+#if HAS_TILES
+enum { TILE = 16, TILE_BYTES = 1024, LINE = 64, STRIPS = 4, CHUNK = 2048 };
+
+INLINE void set_tiles(const Tiles *all) { __asm__ volatile("ldtilecfg %0" : : "m"(*all)); }
+
+/* Four tiles of sums, and of what is multiplied one to four: those on the left have so many rows, those on the right so
+   many columns of sums. */
+static void shape_tiles(int64_t rows, int64_t across) {
+    Tiles all = {.kind = 1};
+    for (int at = 0; at < 8; at++) {
+        int right = at >= 6, sums = at < 4;
+        all.rows[at] = (uint8_t)(right ? TILE : rows);
+        all.bytes[at] = (uint16_t)(right || sums ? 4 * across : LINE);
+    }
+    set_tiles(&all);
+}
+
+/* Others' shapes of tiles are as they were when a product is done. */
+static Tiles begin_tiles(const Product *all) {
+    Tiles before = {0};
+    if (all->way == TILES) __asm__ volatile("sttilecfg %0" : "=m"(before));
+    return before;
+}
+
+static void end_tiles(const Product *all, const Tiles *before) {
+    if (all->way == TILES) set_tiles(before);
+}
+
+/* Where one side lies: its lines so far apart, each tile of columns so far behind the one before, as are its rows' tiles. */
+typedef struct {
+    const char *at;
+    int64_t line, step, next;
+} Side;
+
+typedef float Sums[TILE][TILE];
+
+/* What is written before is there for tiles to load, which compilers aren't told of. */
+INLINE void settle(void) { __asm__ volatile("" : : : "memory"); }
+
+INLINE void clear_sums(void) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+INLINE void store_sums(Sums *sums, int64_t across) {
+    size_t line = 4 * (size_t)across;
+    _tile_stored(0, sums[0], line);
+    _tile_stored(1, sums[1], line);
+    _tile_stored(2, sums[2], line);
+    _tile_stored(3, sums[3], line);
+}
+
+/* Two tiles of rows of either side, so many tiles of columns of each. */
+INLINE void add_two_by_two(Side left, Side right, int64_t count) {
+    settle();
+    for (int64_t at = 0; at < count; at++, left.at += left.step, right.at += right.step) {
+        _tile_loadd(4, left.at, left.line);
+        _tile_loadd(5, left.at + left.next, left.line);
+        _tile_loadd(6, right.at, right.line);
+        _tile_loadd(7, right.at + right.next, right.line);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+/* Up to four of the left times one of the right. */
+INLINE void add_strips(Side left, Side right, int64_t count, int64_t strips) {
+    settle();
+    for (int64_t at = 0; at < count; at++, left.at += left.step, right.at += right.step) {
+        _tile_loadd(6, right.at, right.line);
+        _tile_loadd(4, left.at, left.line);
+        _tile_dpbf16ps(0, 4, 6);
+        if (strips > 1) {
+            _tile_loadd(5, left.at + left.next, left.line);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        if (strips > 2) {
+            _tile_loadd(4, left.at + 2 * left.next, left.line);
+            _tile_dpbf16ps(2, 4, 6);
+        }
+        if (strips > 3) {
+            _tile_loadd(5, left.at + 3 * left.next, left.line);
+            _tile_dpbf16ps(3, 5, 6);
+        }
+    }
+}
+
+/* One of the left times four of the right. */
+INLINE void add_across(Side left, Side right, int64_t count) {
+    settle();
+    for (int64_t at = 0; at < count; at++, left.at += left.step, right.at += right.step) {
+        _tile_loadd(4, left.at, left.line);
+        _tile_loadd(6, right.at, right.line);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, right.at + right.next, right.line);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, right.at + 2 * right.next, right.line);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, right.at + 3 * right.next, right.line);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+}
+
+/* A square of sixteen lines of as many numbers of 32 bits, its lines made columns. */
+INLINE void transpose(const __m512i *lines, __m512i *made) {
+    __m512i one[TILE], two[TILE];
+    for (int at = 0; at < TILE; at += 2) {
+        one[at] = _mm512_unpacklo_epi32(lines[at], lines[at + 1]);
+        one[at + 1] = _mm512_unpackhi_epi32(lines[at], lines[at + 1]);
+    }
+    for (int at = 0; at < TILE; at += 4)
+        for (int half = 0; half < 2; half++) {
+            two[at + 2 * half] = _mm512_unpacklo_epi64(one[at + half], one[at + 2 + half]);
+            two[at + 2 * half + 1] = _mm512_unpackhi_epi64(one[at + half], one[at + 2 + half]);
+        }
+    for (int at = 0; at < 4; at++) {
+        one[at] = _mm512_shuffle_i32x4(two[at], two[4 + at], 0x88);
+        one[4 + at] = _mm512_shuffle_i32x4(two[at], two[4 + at], 0xdd);
+        one[8 + at] = _mm512_shuffle_i32x4(two[8 + at], two[12 + at], 0x88);
+        one[12 + at] = _mm512_shuffle_i32x4(two[8 + at], two[12 + at], 0xdd);
+    }
+    for (int at = 0; at < 4; at++)
+        for (int half = 0; half < 2; half++) {
+            made[4 * half + at] = _mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0x88);
+            made[8 + 4 * half + at] = _mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0xdd);
+        }
+}
+
+/* What is given, laid out in pairs of columns: of sixteen rows at a time, or as many as are left, the pairs of one place
+   lie side by side. One row lies so as it is. */
+static void lay_out_given(Product *all) {
+    int64_t pairs = all->columns / 2;
+    if (all->count == 1) {
+        all->laid = (void *)all->given;
+        return;
+    }
+    for (int64_t first = 0, some; first < all->count; first += some) {
+        some = all->count - first < TILE ? all->count - first : TILE;
+        const int32_t *given = (const int32_t *)all->given + first * pairs;
+        int32_t *made = (int32_t *)all->laid + first * pairs;
+        if (some == TILE)
+            for (int64_t at = 0; at < pairs; at += TILE) {
+                __m512i lines[TILE], columns[TILE];
+                for (int row = 0; row < TILE; row++) lines[row] = _mm512_loadu_si512(given + row * pairs + at);
+                transpose(lines, columns);
+                for (int pair = 0; pair < TILE; pair++) _mm512_storeu_si512(made + (at + pair) * TILE, columns[pair]);
+            }
+        else
+            for (int64_t row = 0; row < some; row++)
+                for (int64_t at = 0; at < pairs; at++) made[at * some + row] = given[row * pairs + at];
+    }
+}
+
+INLINE Side laid_at(const Product *all, int64_t first, int64_t across) {
+    int64_t pairs = all->columns / 2;
+    const char *at = (const char *)all->laid + 4 * first * pairs;
+    return (Side){at, 4 * across, 4 * across * TILE, 4 * across * pairs};
+}
+
+/* The sums of up to sixteen rows, from one on, and a row given. */
+INLINE void keep_line(const Product *all, int64_t given, int64_t row, int64_t some, const float *sums) {
+    if (all->places || some < TILE) {
+        for (int64_t at = 0; at < some; at++) keep_sum(all, given, row + at, sums[at]);
+        return;
+    }
+    int64_t place = given * all->rows + row;
+    float line[TILE];
+    for (int at = 0; at < TILE; at++) line[at] = all->bias ? sums[at] + all->bias[row + at] : sums[at];
+    if (all->rounds)
+        store_bfloat16(line, (uint16_t *)all->made + place, TILE);
+    else
+        memcpy((float *)all->made + place, line, sizeof line);
+}
+
+/* The sums of rows, from one on to the end, sixteen at most, and across rows given from first on. */
+static void keep_tile(const Product *all, int64_t row, int64_t end, int64_t first, int64_t across, const float *sums) {
+    int64_t some = end - row < TILE ? end - row : TILE;
+    if (across == 1) {
+        keep_line(all, first, row, some, sums);
+        return;
+    }
+    Sums turned __attribute__((aligned(LINE)));
+    if (across == TILE)
+        transpose((const __m512i *)sums, (__m512i *)turned);
+    else
+        for (int64_t at = 0; at < TILE; at++)
+            for (int64_t given = 0; given < across; given++) turned[given][at] = sums[at * across + given];
+    for (int64_t given = 0; given < across; given++) keep_line(all, first + given, row, some, turned[given]);
+}
+
+INLINE int64_t bytes_of_columns(const Product *all, int64_t columns) {
+    if (all->family == SCALED) return all->work->kind >= FP4 ? columns / 2 : columns;
+    return columns / FORMAT[all->work->kind].values * FORMAT[all->work->kind].bytes;
+}
+
+/* Steps of a strip of sixteen rows that are still to be multiplied: of tile 0 or 1, by what is laid out from a column on. */
+typedef struct {
+    Side left, right;
+    int64_t steps, row, ends;
+    int tile;
+} Steps;
+
+/* Do steps until so many are left. The last ones end a strip. */
+INLINE void do_steps(const Product *all, Steps *these, int64_t left, int64_t end) {
+    if (these->steps > left) settle();
+    for (; these->steps > left; these->steps--) {
+        _tile_loadd(4, these->left.at, these->left.line);
+        _tile_loadd(6, these->right.at, these->right.line);
+        if (these->tile)
+            _tile_dpbf16ps(1, 4, 6);
+        else
+            _tile_dpbf16ps(0, 4, 6);
+        these->left.at += these->left.step, these->right.at += these->right.step;
+    }
+    if (these->steps || !these->ends) return;
+    Sums sums __attribute__((aligned(LINE)));
+    if (these->tile) {
+        _tile_stored(1, sums, 4 * (size_t)all->count);
+        _tile_zero(1);
+    }
+    else {
+        _tile_stored(0, sums, 4 * (size_t)all->count);
+        _tile_zero(0);
+    }
+    keep_tile(all, these->row, end, 0, all->count, (const float *)sums);
+    these->ends = 0;
+}
+
+/* Rows of a weight times sixteen rows given or fewer: some columns of sixteen rows are unpacked, to a core's first cache, and
+   between one row and the next some of what was unpacked before is multiplied, which takes no time then. Of each row what is
+   to be unpacked next is fetched meanwhile. */
+static void multiply_few_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
+    int64_t apart = apart_of(PAIRS, CHUNK), turn = 0;
+    Steps these = {.steps = 0};
+    shape_tiles(TILE, all->count);
+    clear_sums();
+    for (int64_t first = begin; first < end; first += TILE) {
+        int64_t some = end - first < TILE ? end - first : TILE;
+        Side right = laid_at(all, 0, all->count);
+        for (int64_t from = 0, to; from < all->columns; from = to, turn = !turn) {
+            to = from + CHUNK < all->columns ? from + CHUNK : all->columns;
+            char *own = room + turn * TILE * apart;
+            int64_t last = to == all->columns, steps = (to - from) / LANES, before = these.steps;
+            int64_t ahead = bytes_of_columns(all, last ? TILE * all->columns - from : to - from);
+            for (int64_t row = 0; row < some; row++) {
+                unpack_stretch(all, (Stretch){first + row, from, to, ahead}, own + row * apart);
+                do_steps(all, &these, before * (TILE - 1 - row) / TILE, end);
+            }
+            do_steps(all, &these, 0, end);
+            these = (Steps){{own, apart, LINE, 0}, right, steps, first, last, first / TILE % 2};
+            right.at += steps * right.step;
+        }
+    }
+    do_steps(all, &these, 0, end);
+}
+
+/* Times more of them: what is unpacked of some rows, whole ones, serves all that is given. */
+static void multiply_many_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
+    int64_t apart = apart_of(PAIRS, all->columns), most = all->room * 4 / apart / (2 * TILE) * (2 * TILE);
+    int64_t steps = all->columns / LANES, whole_ones = all->count / TILE * TILE;
+    Sums sums[4] __attribute__((aligned(LINE)));
+    for (int64_t first = begin, last; first < end; first = last) {
+        last = first + most < end ? first + most : end;
+        for (int64_t row = first; row < last; row++) unpack_stretch(all, whole(all, row), room + (row - first) * apart);
+        shape_tiles(TILE, TILE);
+        for (int64_t given = 0; given < whole_ones; given += 2 * TILE) {
+            Side right = laid_at(all, given, TILE);
+            int64_t two = given + TILE < whole_ones, rows = two ? 2 : STRIPS;
+            for (int64_t row = first; row < last; row += rows * TILE) {
+                Side left = {room + (row - first) * apart, apart, LINE, TILE * apart};
+                clear_sums();
+                if (two)
+                    add_two_by_two(left, right, steps);
+                else
+                    add_strips(left, right, steps, (last - row + TILE - 1) / TILE);
+                store_sums(sums, TILE);
+                for (int64_t at = 0; at < 4; at++) {
+                    int64_t own = row + (two ? at / 2 : at) * TILE;
+                    if (own < last) keep_tile(all, own, last, given + (two ? at % 2 : 0) * TILE, TILE, (const float *)sums[at]);
+                }
+            }
+        }
+        int64_t across = all->count - whole_ones;
+        if (!across) continue;
+        shape_tiles(TILE, across);
+        for (int64_t row = first; row < last; row += STRIPS * TILE) {
+            clear_sums();
+            add_strips((Side){room + (row - first) * apart, apart, LINE, TILE * apart}, laid_at(all, whole_ones, across), steps,
+                       (last - row + TILE - 1) / TILE);
+            store_sums(sums, across);
+            for (int64_t own = row, at = 0; own < last && at < STRIPS; own += TILE, at++)
+                keep_tile(all, own, last, whole_ones, across, (const float *)sums[at]);
+        }
+    }
+}
+#else
+static Tiles begin_tiles(const Product *all) { return (void)all, (Tiles){0}; }
+
+static void end_tiles(const Product *all, const Tiles *before) { (void)all, (void)before; }
+
+static void lay_out_given(Product *all) { (void)all; }
+#endif
 
 /* Weights that rest in columns: integers of two to eight bits, as GPTQ and AWQ have them. A line at rest is one input of
    all rows, or numbers that hold several; so WIDE rows are multiplied side by side, by LANES inputs at a time.
@@ -1416,23 +1765,88 @@ static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, 
     }
 }
 
+#if HAS_TILES
+/* Weights that rest in columns, in tiles: what is given is on the left as it lies, and values of two inputs of a row lie side
+   by side as they are unpacked. Of 64 rows all is unpacked, to serve all that is given. */
+static void unpack_to_tiles(const Product *all, const Group *groups, int64_t first, int64_t wide, int64_t input, char *made) {
+    const __m512i beside = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    float values[LANES][WIDE] = {{0}};
+    values_of_columns(all->work, groups, input, first, wide, values);
+    for (int64_t pair = 0; pair < LANES / 2; pair++)
+        for (int64_t row = 0; row < WIDE; row += TILE) {
+            Lanes two = {_mm512_loadu_ps(values[2 * pair] + row), _mm512_loadu_ps(values[2 * pair + 1] + row)};
+            _mm512_storeu_si512(made + row / TILE * TILE_BYTES + pair * LINE, _mm512_permutexvar_epi16(beside, rounded(two)));
+        }
+}
+
+static void multiply_columns_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
+    Group *groups = (Group *)room;
+    char *values = room + all->work->across * (int64_t)sizeof *groups;
+    int64_t line = 2 * all->columns, tiles = WIDE / TILE * TILE_BYTES;
+    Sums sums[STRIPS] __attribute__((aligned(LINE)));
+    for (int64_t first = begin; first < end; first += WIDE) {
+        int64_t wide = end - first < WIDE ? end - first : WIDE, few = all->count <= TILE;
+        unpack_groups(all->work, first, wide, groups);
+        if (!few)
+            for (int64_t input = 0; input < all->columns; input += LANES)
+                unpack_to_tiles(all, groups, first, wide, input, values + input / LANES * tiles);
+        for (int64_t given = 0, some; given < all->count; given += some) {
+            some = all->count - given < TILE ? all->count - given : TILE;
+            Side left = {(const char *)all->given + given * line, line, LINE, 0}, right = {values, LINE, tiles, TILE_BYTES};
+            shape_tiles(some, TILE);
+            clear_sums();
+            for (int64_t input = 0; few && input < all->columns; input += LANES, left.at += LINE) {
+                unpack_to_tiles(all, groups, first, wide, input, values);
+                add_across(left, right, 1);
+            }
+            if (!few) add_across(left, right, all->columns / LANES);
+            store_sums(sums, TILE);
+            for (int64_t tile = 0; tile * TILE < wide; tile++)
+                for (int64_t at = 0; at < some; at++) {
+                    int64_t row = first + tile * TILE, most = wide - tile * TILE;
+                    keep_line(all, given + at, row, most < TILE ? most : TILE, sums[tile][at]);
+                }
+        }
+    }
+}
+
+static void multiply_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
+    if (all->family == GROUPED)
+        multiply_columns_in_tiles(all, begin, end, room);
+    else if (all->count <= TILE)
+        multiply_few_in_tiles(all, begin, end, room);
+    else
+        multiply_many_in_tiles(all, begin, end, room);
+}
+#else
+static void multiply_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
+    (void)all, (void)begin, (void)end, (void)room;
+}
+#endif
+
 static void take_rows(void *given) {
     Product *all = given;
     int64_t number = __atomic_fetch_add(&all->next_room, 1, __ATOMIC_RELAXED), begin;
     char *room = (char *)(all->rooms + number * all->room);
+    Tiles before = begin_tiles(all);
     while ((begin = __atomic_fetch_add(&all->next_row, all->step, __ATOMIC_RELAXED)) < all->rows) {
         int64_t end = begin + all->step < all->rows ? begin + all->step : all->rows;
-        if (all->family == GROUPED)
+        if (all->way == TILES)
+            multiply_in_tiles(all, begin, end, room);
+        else if (all->family == GROUPED)
             multiply_in_columns(all, begin, end, room);
         else
             multiply_in_rows(all, begin, end, room);
     }
+    end_tiles(all, &before);
 }
 
 /* Multiply in so many threads of a team, which is OpenMP's; null: in this one alone. */
 void multiply_packed(Product *all, int64_t threads, void (*team)(void (*)(void *), void *, unsigned, unsigned)) {
     if (all->family == SCALED && all->work->kind == FP4) all->values = OF_FP4;
     if (all->family == SCALED && all->work->kind == INT4) all->values = OF_INT4;
+    if (all->way == TILES && all->family != GROUPED) lay_out_given(all);
     if (team && threads > 1)
         team(take_rows, all, (unsigned)threads, 0);
     else

@@ -10,12 +10,12 @@ written for.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from offstage.stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _UNPACKERS = ("unpack_scaled", "unpack_mxfp4", "unpack_ggml")
-_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed", "multiplies_pairs")
+_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed", "way_of_bfloat16")
 DTYPE_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3, "table": 4}
 _OF_EIGHT_BITS = ("fp8", "int8")
@@ -39,6 +39,11 @@ SCALE_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, 
 SCALE_DTYPES = tuple(SCALE_NUMBERS)
 """What loops take as scales."""
 _SCALES_OF_A_TABLE = 6
+
+Way = Literal["floats", "pairs", "tiles"]
+"""In which order products are added up: those of float32, or of pairs of bfloat16, or of tiles of such."""
+_WAYS: Mapping[int, Way] = {0: "floats", 1: "pairs", 5: "tiles"}
+WAY_NUMBERS = {way: number for number, way in _WAYS.items()}
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.unsignedinteger[Any]]
@@ -134,9 +139,11 @@ class Loops:
         library.read_and_unpack.argtypes = [c_void_p, c_int64, *[c_void_p] * 4]
         library.read_and_unpack.restype = c_int32
         library.multiply_packed.argtypes = [c_void_p, c_int64, c_void_p]
-        library.multiplies_pairs.restype = c_int32
-        self.multiplies_pairs = bool(library.multiplies_pairs())
-        """Whether rows of bfloat16 can be multiplied, in pairs."""
+        library.way_of_bfloat16.restype = c_int32
+        best: Way = _WAYS[library.way_of_bfloat16()]
+        self.has_tiles = best == "tiles"
+        self.way_of_bfloat16: Way = "pairs" if best == "tiles" else best
+        """In which way rows of bfloat16 are multiplied here, unless they are to be in tiles."""
         unpackers = [getattr(library, name) for name in _UNPACKERS]
         for function in unpackers:
             function.argtypes = [c_void_p]

@@ -22,11 +22,13 @@ from offstage.stages.checkpoints.codecs.loops import (
     FORMAT_NUMBERS,
     LANES,
     SCALE_NUMBERS,
+    WAY_NUMBERS,
     Bytes,
     LoopArguments,
     Loops,
     Places,
     ScaleLayout,
+    Way,
     can_multiply_scaled,
     pointers,
     scaled_work,
@@ -45,11 +47,14 @@ _PADDING = 64
 """How many bytes further apart than they are long rows lie that were unpacked."""
 _WIDE, _MANY = 64, 12
 """How many rows of a weight in columns are multiplied side by side; from how many rows given on it is unpacked."""
+_TILE, _CHUNK, _TILES_VALUES = 16, 2048, 2**19
+"""Of products in tiles: up to so many rows given, so many columns at a time are unpacked; of more, the whole of rows,
+of so many values at most, which a core's second cache holds.
+"""
 _SHARES = 4
 """In so many steps each thread takes rows: one that another process holds up has fewer."""
 _LINE = 64
 _GGML, _SCALED, _GROUPED = range(3)
-_FLOATS, _PAIRS = range(2)
 _NUMBERS = ("family", "way", "rounds", "rows", "columns", "count", "step", "room", "next_row", "next_room")
 
 
@@ -57,7 +62,7 @@ class _ProductArguments(Structure):
     """``Product`` in ``loops.c``."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("work", "given", "made", "rooms", "places", "values", "bias")),
+        *((name, c_void_p) for name in ("work", "given", "made", "rooms", "laid", "places", "values", "bias")),
         *((name, c_int64) for name in _NUMBERS),
     ]
 
@@ -105,33 +110,51 @@ class Product:
         tables: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
     ) -> None:
         self._function, self._kept = known.library.multiply_packed, (work, tables)
-        self.in_pairs = known.multiplies_pairs
+        self._known = known
         self._in_columns, self.rows, self.columns, self._room = family == _GROUPED, rows, columns, room
         self._arguments = _ProductArguments(work=addressof(work), family=family, rows=rows, columns=columns)
         self._arguments.places, self._arguments.values = pointers(tables.get("places"), tables.get("values"))
 
-    def run(
-        self, given: int, made: int, count: int, *, bias: int | None, threads: int, pairs: bool, rounds: bool
-    ) -> None:
+    def way(self, *, tiles: bool) -> Way | None:
+        """Return in which way rows of bfloat16 are multiplied, in ``tiles`` or not; null where none can be here."""
+        if not tiles:
+            return self._known.way_of_bfloat16
+        return "tiles" if self._known.has_tiles else None
+
+    def run(self, given: int, made: int, count: int, *, bias: int | None, threads: int, way: Way, rounds: bool) -> None:
         """Write the products of ``count`` rows at the address ``given`` [count, columns], each with the ``bias`` of its
         row, if any, to that of ``made`` [count, rows], in so many ``threads``, which share the rows of the weight.
 
-        The bias is float32. So is what is given, or bfloat16 in ``pairs``, which ``in_pairs`` allows; and what is made,
-        or bfloat16 where it ``rounds``. The bits are the same for any number of threads.
+        The bias is float32. So is what is given in the ``way`` of floats, in that of bfloat16 it is such; and what is
+        made is float32, or bfloat16 where it ``rounds``. The bits are the same for any number of threads.
         """
-        product, room = _ProductArguments.from_buffer_copy(self._arguments), self._room
+        product = _ProductArguments.from_buffer_copy(self._arguments)
+        together, room = self._shares(count, threads, way)
+        laid = count * self.columns // 2 if way == "tiles" and not self._in_columns and count > 1 else 0
+        if room:
+            rooms = np.empty(threads * room + laid + _LINE // 4, np.float32)  # whole lines of a cache are read at once
+            product.rooms = -(-rooms.ctypes.data // _LINE) * _LINE
+            product.laid = product.rooms + 4 * threads * room
+        product.given, product.made, product.count, product.room = given, made, count, room
+        product.bias, product.way, product.rounds = bias, WAY_NUMBERS[way], rounds
+        product.step = max(1, self.rows // (threads * _SHARES * together)) * together
+        self._function(byref(product), threads, _team())
+
+    def _shares(self, count: int, threads: int, way: Way) -> tuple[int, int]:
+        """Return by how many rows of the weight threads share them, and how many floats each has room for."""
+        line = (self.columns * (4 if way == "floats" else 2) + _PADDING) // 4  # of what is unpacked
+        if way == "tiles":
+            if self._in_columns:
+                return _WIDE, self._room + _WIDE * (self.columns if count > _TILE else LANES) // 2
+            if count <= _TILE:
+                return _WIDE, 2 * _TILE * (2 * _CHUNK + _PADDING) // 4
+            most = min(_TILES_VALUES // self.columns, self.rows // (4 * threads))
+            together = _WIDE * max(1, most // _WIDE)
+            return together, together * line
         together, unpacks = (_WIDE, count >= _MANY) if self._in_columns else (_TOGETHER, count >= _AT_ONCE)
         if unpacks and not self._in_columns:
             together *= max(1, min(_PANEL_VALUES // self.columns, self.rows // (4 * threads)) // together)
-        if unpacks:
-            room += together * ((self.columns * (2 if pairs else 4) + _PADDING) // 4 + _SHARING * LANES)
-        if room:
-            rooms = np.empty(threads * room + _LINE // 4, np.float32)  # whole lines of a cache are read at once
-            product.rooms = -(-rooms.ctypes.data // _LINE) * _LINE
-        product.given, product.made, product.count, product.room = given, made, count, room
-        product.bias, product.way, product.rounds = bias, _PAIRS if pairs else _FLOATS, rounds
-        product.step = max(1, self.rows // (threads * _SHARES * together)) * together
-        self._function(byref(product), threads, _team())
+        return together, self._room + (together * (line + _SHARING * LANES) if unpacks else 0)
 
 
 def ggml_product(known: Loops, packed: Bytes, *, kind: str, places: Places | None) -> Product:

@@ -9,6 +9,10 @@ Rows of bfloat16 are multiplied as they are by processors that add up products o
 speed. The values are rounded to bfloat16 then, as they are where they are dequantised before products. A lane for each
 of the pairs of 64 columns adds the product of the second, then that of the first; all else is the same. Numbers below
 2⁻¹²⁶, which such processors take for zero, are the one difference to the operators'.
+
+Or they are multiplied in tiles, for which a processor has instructions of their own (AMX): several times as fast where
+many rows are given, and slower for one. Each 32 columns are a tile: products of their first, third … are added up,
+those of the second, fourth … too, then both, and that to the sum of the tiles before.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offstage.stages.checkpoints.codecs.loops import LANES, loops
+from offstage.stages.checkpoints.codecs.loops import LANES, Way, loops
 from offstage.stages.checkpoints.codecs.packed_matrices import of_text
 from offstage.stages.checkpoints.codecs.product_loops import Product
 
@@ -30,7 +34,9 @@ _KEPT = 2**13
 _products: dict[tuple[object, ...], Product] = {}
 
 _library = torch.library.Library("offstage", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"{_NAME}(Tensor given, Tensor[] parts, str told, Tensor? bias, ScalarType? compute) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define(
+    f"{_NAME}(Tensor given, Tensor[] parts, str told, Tensor? bias, ScalarType? compute, bool tiles) -> Tensor"
+)  # type: ignore[no-untyped-call]
 
 
 def multiply_packed(
@@ -40,21 +46,23 @@ def multiply_packed(
     bias: Tensor | None = None,
     *,
     compute: torch.dtype | None = None,
+    tiles: bool = False,
 ) -> Tensor:
     """Return the products […, rows] of ``given`` […, columns], floats of any kind, with the matrix that rests in
     ``parts`` as is ``told`` (``packed_matrices.as_text``).
 
-    What is given is rounded to the dtype ``compute`` first, if there is one. Products are added up in float32, a
+    What is given is rounded to the dtype ``compute`` first, if there is one; if that is bfloat16, products may be made
+    in ``tiles``, by torch's operators where the processor has none. Products are added up in float32, a
     ``bias`` [rows] too, and rounded to the dtype of what is given.
     """
-    made: Tensor = torch.ops.offstage.multiply_packed(given, parts, told, bias, compute)
+    made: Tensor = torch.ops.offstage.multiply_packed(given, parts, told, bias, compute, tiles)
     return made
 
 
 def by_operators(
-    given: Tensor, parts: Sequence[Tensor], told: str, bias: Tensor | None = None, *, pairs: bool = False
+    given: Tensor, parts: Sequence[Tensor], told: str, bias: Tensor | None = None, *, way: Way = "floats"
 ) -> Tensor:
-    """Return the products of ``given`` by torch's operators: in ``pairs``, as of bfloat16, or as of float32.
+    """Return the products of ``given`` by torch's operators, added up in the order of the ``way``.
 
     They have the dtype of what is given.
     """
@@ -62,24 +70,42 @@ def by_operators(
     rows, columns, count, found = matrix.rows, matrix.columns, len(rows_given), matrix.places()
     places = torch.arange(rows) if found is None else torch.from_numpy(found)
     runs, made = rows_given.view(count, 1, -1, LANES), rows_given.new_empty((count, rows))
-    step = max(1, _SCRATCH // (columns + 2 * count * LANES))
-    halves, turns = (2, (slice(1, None, 2), slice(0, None, 2))) if pairs else (1, (slice(None),))
+    step = max(1, _SCRATCH // (columns + 2 * count * max(LANES, columns // LANES)))
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
         values = matrix.values([*parts], begin, end).view(1, end - begin, -1, LANES)
-        values = values.bfloat16().float() if pairs else values
-        sums = [runs.new_zeros((count, end - begin, LANES // halves))] * halves
-        for run in range(columns // LANES):
-            for turn in turns:
-                sums[run % halves] = fused(values[:, :, run, turn], runs[:, :, run, turn], sums[run % halves])
-        lanes = torch.cat(sums, -1)
-        while lanes.shape[-1] > 1:
-            half = lanes.shape[-1] // 2
-            lanes = lanes[..., :half] + lanes[..., half:]
-        made[:, places[begin:end]] = lanes[..., 0]
+        values = values if way == "floats" else values.bfloat16().float()
+        made[:, places[begin:end]] = _in_tiles(values, runs) if way == "tiles" else _in_lanes(values, runs, way)
     if bias is not None:
         made += bias
     return made.to(given.dtype).view(*given.shape[:-1], rows)
+
+
+def _in_lanes(values: Tensor, given: Tensor, way: Way) -> Tensor:
+    """Return the products [count, rows] of ``values`` [1, rows, runs, 32] and ``given`` [count, 1, runs, 32]."""
+    halves, turns = (2, (slice(1, None, 2), slice(0, None, 2))) if way == "pairs" else (1, (slice(None),))
+    sums = [given.new_zeros((len(given), values.shape[1], LANES // halves))] * halves
+    for run in range(values.shape[2]):
+        for turn in turns:
+            sums[run % halves] = fused(values[:, :, run, turn], given[:, :, run, turn], sums[run % halves])
+    lanes = torch.cat(sums, -1)
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def _in_tiles(values: Tensor, given: Tensor) -> Tensor:
+    """Return the same, of which each run is a tile."""
+    first, second = (given.new_zeros(len(given), *values.shape[1:3]) for _ in range(2))
+    for at in range(0, LANES, 2):
+        first = fused(values[..., at], given[..., at], first)
+        second = fused(values[..., at + 1], given[..., at + 1], second)
+    tiles = first + second
+    total = torch.zeros_like(tiles[..., 0])
+    for run in range(tiles.shape[2]):
+        total = total + tiles[..., run]
+    return total
 
 
 def fused(left: Tensor, right: Tensor, more: Tensor) -> Tensor:
@@ -98,20 +124,23 @@ def fused(left: Tensor, right: Tensor, more: Tensor) -> Tensor:
     return torch.where(inexact, bits + away, bits).view(torch.float64).float()
 
 
-def _on_host(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None) -> Tensor:
+def _on_host(
+    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None, tiles: bool
+) -> Tensor:
     parts, rounded = [part.contiguous() for part in parts], given if compute is None else given.to(compute)
-    product = _product(told, parts)
-    if product is None:
-        return by_operators(rounded, parts, told, bias).to(given.dtype)
-    pairs = rounded.dtype == torch.bfloat16 and product.in_pairs
-    numbers = (rounded if pairs else rounded.float()).contiguous()
-    rounds, (*leading, columns) = pairs and given.dtype == torch.bfloat16, given.shape
+    product, rounds = _product(told, parts), rounded.dtype == torch.bfloat16
+    way: Way | None = "floats" if product is None or not rounds else product.way(tiles=tiles)
+    if product is None or way is None:
+        own: Way = "tiles" if tiles and rounds else "floats"
+        return by_operators(rounded, parts, told, bias, way=own).to(given.dtype)
+    numbers = (rounded.float() if way == "floats" else rounded).contiguous()
+    rounds, (*leading, columns) = way != "floats" and given.dtype == torch.bfloat16, given.shape
     made = given.new_empty((*leading, product.rows), dtype=given.dtype if rounds else torch.float32)
     added = None if bias is None else bias.float()
     assert columns == product.columns
     assert added is None or added.shape == (product.rows,)
     product.run(
-        numbers.data_ptr(), made.data_ptr(), given.numel() // columns, threads=torch.get_num_threads(), pairs=pairs,
+        numbers.data_ptr(), made.data_ptr(), given.numel() // columns, threads=torch.get_num_threads(), way=way,
         rounds=rounds, bias=None if added is None else added.data_ptr(),
     )  # fmt: skip
     return made if made.dtype == given.dtype else made.to(given.dtype)
@@ -137,7 +166,9 @@ def _product(told: str, parts: list[Tensor]) -> Product | None:
     return made
 
 
-def _on_meta(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None) -> Tensor:
+def _on_meta(
+    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None, tiles: bool
+) -> Tensor:
     return given.new_empty((*given.shape[:-1], of_text(told).rows))
 
 

@@ -30,6 +30,7 @@ from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, ScaledCodes, 
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.kernels import has_tiles
 from tests.operator_threads import in_threads
 from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
 from tests.stages.checkpoints.ggufs import dequantized, random_blocks
@@ -155,19 +156,18 @@ def given_rows(count: int, columns: int = COLUMNS, dtype: torch.dtype = torch.fl
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(dtype)
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-
-
-def in_pairs() -> bool:
-    """Return whether the loops multiply pairs of bfloat16 here."""
+def way_of_bfloat16(*, tiles: bool = False) -> loops.Way:
+    """Return in which way the loops multiply rows of bfloat16 here, in ``tiles`` if they are to."""
     known = loops.loops()
-    return known is not None and known.multiplies_pairs
+    return "tiles" if tiles else "floats" if known is None else known.way_of_bfloat16
 
 
-def wanted_of(given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None = None) -> Tensor:
-    """Return the products as torch's operators compute them: of bfloat16 in pairs where processors do."""
-    pairs = given.dtype == torch.bfloat16 and in_pairs()
-    return by_operators(given, parts, told, bias, pairs=pairs)
+def wanted_of(
+    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None = None, *, tiles: bool = False
+) -> Tensor:
+    """Return the products as torch's operators compute them: of bfloat16 in pairs where processors do, or in tiles."""
+    way: loops.Way = way_of_bfloat16(tiles=tiles) if given.dtype == torch.bfloat16 else "floats"
+    return by_operators(given, parts, told, bias, way=way)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -179,22 +179,28 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("compiled")
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "tiles"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "tiles"],
+)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(
-    name: str, dtype: torch.dtype, tmp_path: Path
+    name: str, dtype: torch.dtype, tiles: bool, tmp_path: Path
 ) -> None:
+    if tiles and not has_tiles():
+        pytest.skip("the processor has no tiles of bfloat16 (AMX)")
     make, rows, columns = WEIGHTS[name]
     matrix, parts = make(tmp_path, rows, columns)
     given, told = given_rows(39, columns, dtype), as_text(matrix)
     bias = given_rows(1, matrix.rows, dtype)[0]
-    wanted = wanted_of(given, parts, told, bias)
+    wanted = wanted_of(given, parts, told, bias, tiles=tiles)
     assert bool(wanted.isnan().any()) == ("no numbers" in name)
     for count in (1, 2, 3):
         with in_threads(count):
-            for some in (1, 2, 3, 4, 7, 13, 39):
-                assert same_bits(multiply_packed(given[:some], parts, told, bias), wanted[:some])
-            assert same_bits(multiply_packed(given[2:6], parts, told, bias), wanted[2:6])
+            for some in (1, 2, 3, 4, 7, 13, 17, 32, 39):
+                assert same_bits(multiply_packed(given[:some], parts, told, bias, tiles=tiles), wanted[:some])
+            assert same_bits(multiply_packed(given[2:6], parts, told, bias, tiles=tiles), wanted[2:6])
 
 
 @pytest.mark.usefixtures("compiled")
@@ -205,9 +211,19 @@ def test_what_is_given_may_be_rounded_for_the_product(name: str, dtype: torch.dt
     matrix, parts = make(tmp_path, rows, columns)
     given, told = given_rows(5, columns, dtype), as_text(matrix)
     found = multiply_packed(given, parts, told, compute=torch.bfloat16)
-    wanted = by_operators(given.bfloat16().float(), parts, told, pairs=in_pairs()).to(dtype)
+    wanted = by_operators(given.bfloat16().float(), parts, told, way=way_of_bfloat16()).to(dtype)
     assert same_bits(found, wanted)
     assert not same_bits(found, multiply_packed(given, parts, told))
+
+
+def test_tiles_are_those_of_operators_where_there_are_no_loops(tmp_path: Path) -> None:
+    make, rows, columns = WEIGHTS["q8_0"]
+    matrix, parts = make(tmp_path, rows, columns)
+    given, told = given_rows(5, columns, torch.bfloat16), as_text(matrix)
+    assert loops.loops() is None
+    in_tiles = multiply_packed(given, parts, told, tiles=True)
+    assert same_bits(in_tiles, by_operators(given, parts, told, way="tiles"))
+    assert same_bits(multiply_packed(given[3:], parts, told, tiles=True), in_tiles[3:])
 
 
 @pytest.mark.usefixtures("compiled")
