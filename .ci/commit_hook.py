@@ -24,9 +24,11 @@ class CommitHook(BuildHookInterface[Any]):
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             self.folder = tempfile.TemporaryDirectory()
-            told = Path(self.folder.name, "git_commit.txt")
-            told.write_text(done.stdout)
-            build_data["force_include"][str(told)] = str("offstage" / TOLD if self.target_name == "wheel" else TOLD)
+            target_file = Path(self.folder.name, "git_commit.txt")
+            target_file.write_text(done.stdout)
+            build_data["force_include"][str(target_file)] = str(
+                "offstage" / TOLD if self.target_name == "wheel" else TOLD
+            )
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the file that was added."""

@@ -20,9 +20,9 @@ def _enter(name: str, module: str) -> None:
     exit_at_signals(name)
     set_up(name)
     with uncollected():
-        found = import_module(module)
+        imported = import_module(module)
     try:
-        found.main()
+        imported.main()
     finally:
         gc.freeze()  # all of it ends now: to look for cycles in what torch and transformers are takes most of a second
 

@@ -89,10 +89,10 @@ def choose_stages(argument: str) -> str:
 
     ``stages`` is a group of the config, and where a group is Hydra takes names of its files and no list.
     """
-    found = _STAGE_LIST.fullmatch(argument)
-    if found is None:
+    match = _STAGE_LIST.fullmatch(argument)
+    if match is None:
         return argument
-    names = [name.strip() for name in found[1].split(",") if name.strip()]
+    names = [name.strip() for name in match[1].split(",") if name.strip()]
     choice = "-".join(names) or "none"
     ConfigStore.instance().store(choice, {"stages": names}, group="stages", package="_global_")
     return f"stages={choice}"
@@ -100,13 +100,13 @@ def choose_stages(argument: str) -> str:
 
 def _schema() -> type[Any]:
     """Return the class of the root that OmegaConf merges into. It knows mappings by their keys, and takes all else."""
-    found: list[tuple[str, Any, Any]] = []
+    schema_fields: list[tuple[str, Any, Any]] = []
     for kind in config_classes():
         plain = defaults(kind)
         for entry in fields(kind):
             hint = _mapping_of(entry.metadata.get(KEYS)) if plain[entry.name] == {} else Any
-            found.append((entry.name, hint, field(default_factory=partial(deepcopy, plain[entry.name]))))
-    return make_dataclass("Schema", found)
+            schema_fields.append((entry.name, hint, field(default_factory=partial(deepcopy, plain[entry.name]))))
+    return make_dataclass("Schema", schema_fields)
 
 
 def _mapping_of(keys: type[Enum] | None) -> Any:
@@ -189,20 +189,20 @@ class _PathKey:
     def value(self, config: Mapping[str, Any]) -> Any:
         """Return what ``config`` has of it, null where it has no path."""
         node = config.get(self.name)
-        found = node if not self.below else node.get(self.below) if isinstance(node, Mapping) else None
-        return found if isinstance(found, str if self.within is None else list) and found else None
+        entry = node if not self.below else node.get(self.below) if isinstance(node, Mapping) else None
+        return entry if isinstance(entry, str if self.within is None else list) and entry else None
 
     def paths(self, config: Mapping[str, Any]) -> list[str]:
         """Return the paths that ``config`` has of it."""
-        value, found = self.value(config), list[str]()
+        value, paths = self.value(config), list[str]()
 
         def note(path: str) -> str:
-            found.append(path)
+            paths.append(path)
             return path
 
         if value is not None:
             note(value) if self.within is None else self.within(value, note)
-        return found
+        return paths
 
     def change(self, config: dict[str, Any], change: Callable[[str], str]) -> None:
         """Have ``config`` have what ``change`` makes of each path."""
@@ -238,11 +238,11 @@ def path_keys() -> dict[str, Callable[[str], str]]:
 
 def with_paths(config: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
     """Return a copy of ``config`` in which each path that it names is what ``change`` makes of its key and of it."""
-    found = deepcopy(dict(config))
+    changed = deepcopy(dict(config))
     for place in _paths():
-        if place.within is not None or "/" in (place.value(found) or ""):  # else the name of something, a policy's
-            place.change(found, partial(change, place.dotted))
-    return found
+        if place.within is not None or "/" in (place.value(changed) or ""):  # else the name of something, a policy's
+            place.change(changed, partial(change, place.dotted))
+    return changed
 
 
 def _meant(locate: Callable[[str], str], path: str) -> str:

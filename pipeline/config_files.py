@@ -33,16 +33,16 @@ def refuse_files(
     """
     in_files = [fault for file in _own_files(loader, config_name, overrides) for fault in _faults(*file)]
     typed = list(_unknown_overrides(loader, overrides)) if error is not None else []
-    told = list(dict.fromkeys(map(str, (*in_files, *typed))))
+    messages = list(dict.fromkeys(map(str, (*in_files, *typed))))
     if typed and not in_files and error is not None:  # files are merged first, so that it isn't about one of them
         said = one_line(error)
-        told += [] if said.partition(": ")[0] in {fault.key for fault in typed} else [said]
-    if told:
-        raise ConfigError("\n".join(told))
+        messages += [] if said.partition(": ")[0] in {fault.key for fault in typed} else [said]
+    if messages:
+        raise ConfigError("\n".join(messages))
 
 
 def _unknown_overrides(loader: Any, overrides: Sequence[str]) -> Iterator[Fault]:
-    known = default_config()
+    config = default_config()
     try:
         given = OverridesParser.create().parse_overrides(list(overrides))
     except COMPOSING_ERRORS:
@@ -50,8 +50,8 @@ def _unknown_overrides(loader: Any, overrides: Sequence[str]) -> Iterator[Fault]
     for each in given:
         key = each.get_key_element()
         root = key.partition(".")[0]
-        if root not in known and root not in _HYDRA and key[0] not in "+~" and not loader.get_group_options(key):
-            yield Fault(key, f"unknown key{closest(root, known)}; {SHOWS_KEYS}")
+        if root not in config and root not in _HYDRA and key[0] not in "+~" and not loader.get_group_options(key):
+            yield Fault(key, f"unknown key{closest(root, config)}; {SHOWS_KEYS}")
 
 
 def _own_files(
@@ -60,10 +60,10 @@ def _own_files(
     """Yield the path, package, header and content of each file that isn't installed."""
     try:
         chosen = loader.compute_defaults_list(config_name, list(overrides), RunMode.MULTIRUN).defaults
-        found = [(each, loader.repository.load_config(each.config_path)) for each in chosen]
+        loaded = [(each, loader.repository.load_config(each.config_path)) for each in chosen]
     except COMPOSING_ERRORS:
         return
-    for each, file in found:
+    for each, file in loaded:
         if file is not None and file.path.startswith("file://"):
             path = Path(file.path.removeprefix("file://"), f"{each.config_path.removesuffix('.yaml')}.yaml")
             yield path, each.package or "", file.header, OmegaConf.to_container(file.config, resolve=False)
@@ -97,14 +97,14 @@ def _package_faults(
 
 
 def _root_faults(path: Path, key: str, value: Any) -> Iterator[Fault]:
-    known = default_config()
-    if key not in known and key not in _HYDRA:
-        near = closest(key, known)
+    config = default_config()
+    if key not in config and key not in _HYDRA:
+        near = closest(key, config)
         own = "" if near else said_of_variables(key)
         yield Fault(key, f"unknown key{near} in {path}; {SHOWS_KEYS}{own}")
     elif key == "max_memory":
         yield from _budget_faults(path, value)
-    elif isinstance(known.get(key), Mapping) and not _may_be_keys(value):
+    elif isinstance(config.get(key), Mapping) and not _may_be_keys(value):
         yield Fault(key, f"{value!r} in {path} is no mapping; write its keys below it, each as KEY: VALUE")
 
 

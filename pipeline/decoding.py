@@ -51,19 +51,19 @@ def decode(kind: type[Kind], data: object, reading: Reading = "exact") -> Kind:
     Raises ``ValueError``, which names the fields down to the first one whose value isn't of its type.
     """
     hint: Any = kind
-    made: Kind = _decoder(hint, reading)(data)
-    return made
+    decoded: Kind = _decoder(hint, reading)(data)
+    return decoded
 
 
-def encode(made: Any) -> Any:
-    """Return what ``decode`` makes ``made`` of: an object for a dataclass, a list for a tuple."""
-    if isinstance(made, tuple):
-        return [encode(one) for one in made]
-    if isinstance(made, Mapping):
-        return {key: encode(value) for key, value in made.items()}
-    if not is_dataclass(made):
-        return made
-    written = ((one, getattr(made, one.name)) for one in fields(made))
+def encode(data: Any) -> Any:
+    """Return what ``decode`` makes ``data`` of: an object for a dataclass, a list for a tuple."""
+    if isinstance(data, tuple):
+        return [encode(one) for one in data]
+    if isinstance(data, Mapping):
+        return {key: encode(value) for key, value in data.items()}
+    if not is_dataclass(data):
+        return data
+    written = ((one, getattr(data, one.name)) for one in fields(data))
     return {
         json_key(one): encode(value)
         for one, value in written
@@ -112,19 +112,19 @@ def _of_fields(kind: Any, reading: Reading) -> Decoder:
     forgiven = needed if is_lenient else ()
     nothing = {key: one for key in forgiven if (one := _empty(hints[names[key]])) is not _UNKNOWN}
 
-    def made(value: Any) -> Any:
+    def decoder(value: Any) -> Any:
         fit = isinstance(value, Mapping)
         if not fit or (reading == "exact" and not (value.keys() <= decoders.keys() and needed <= value.keys())):
             raise ValueError(f": {_shown(value)} isn't {kind.__name__}: an object of {', '.join(decoders)}")
         given = [key for key in decoders if key in value and not (is_lenient and value[key] is None)]
         read = ((key, _within(key, decoders[key], value[key])) for key in given)
-        found = nothing | {key: one for key, one in read if one is not _UNKNOWN}
-        if lacking := needed - found.keys():
+        decoded = nothing | {key: one for key, one in read if one is not _UNKNOWN}
+        if lacking := needed - decoded.keys():
             raise ValueError(f".{min(lacking)} is missing")
-        members = {names[key]: one for key, one in found.items()}
+        members = {names[key]: one for key, one in decoded.items()}
         return kind(**members) if whole is None else kind(**members, **{whole: value})
 
-    return made
+    return decoder
 
 
 def _empty(hint: Any) -> Any:
@@ -138,13 +138,13 @@ def _empty(hint: Any) -> Any:
 
 
 def _of_places(items: list[Decoder]) -> Decoder:
-    def made(value: Any) -> Any:
+    def decoder(value: Any) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(items):
             raise ValueError(f": {_shown(value)} isn't a list of {len(items)}")
         read = tuple(_within(place, items[place], one) for place, one in enumerate(value))
         return _UNKNOWN if any(one is _UNKNOWN for one in read) else read
 
-    return made
+    return decoder
 
 
 def _of_items(hint: Any, reading: Reading) -> Decoder:
@@ -152,15 +152,15 @@ def _of_items(hint: Any, reading: Reading) -> Decoder:
     arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     scalars = {kind for arm in arms for kind in _SCALARS.get(arm, ())}
 
-    def made(value: Any) -> Any:
+    def decoder(value: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise ValueError(f": {_shown(value)} isn't a list")
         if set(map(type, value)) <= scalars and not (is_lenient and _holds_unknown(value)):  # there may be millions
             return tuple(value)
-        found = (_within(place, read, one) for place, one in enumerate(value))
-        return tuple(one for one in found if one is not _UNKNOWN)
+        decoded = (_within(place, read, one) for place, one in enumerate(value))
+        return tuple(one for one in decoded if one is not _UNKNOWN)
 
-    return made
+    return decoder
 
 
 def _holds_unknown(values: list[Any] | tuple[Any, ...]) -> bool:
@@ -170,13 +170,13 @@ def _holds_unknown(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _of_members(key: Decoder, inner: Decoder) -> Decoder:
-    def made(value: Any) -> Any:
+    def decoder(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError(f": {_shown(value)} isn't an object")
         read = {key(name): _within(name, inner, one) for name, one in value.items()}
         return {name: None if one is _UNKNOWN else one for name, one in read.items()}
 
-    return made
+    return decoder
 
 
 def _checked(hint: Any, *, is_lenient: bool) -> Decoder:

@@ -116,11 +116,11 @@ def is_own_checkout(source: Path) -> bool:
 
 def imported_packages() -> dict[str, str]:
     """Return the versions of all distributions of which this process has imported something, by name."""
-    tops, found = {name.partition(".")[0] for name in list(sys.modules)}, dict[str, str]()
+    tops, versions = {name.partition(".")[0] for name in list(sys.modules)}, dict[str, str]()
     for distribution, modules in _installed():
         if not tops.isdisjoint(modules) and (named := _named(distribution)):
-            found.setdefault(*named)
-    return dict(sorted(found.items(), key=lambda named: named[0].lower()))
+            versions.setdefault(*named)
+    return dict(sorted(versions.items(), key=lambda named: named[0].lower()))
 
 
 @cache

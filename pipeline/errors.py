@@ -37,7 +37,7 @@ class OffstageError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __str__(self) -> str:
-        said = _CONTROLS.sub(lambda found: repr(found[0])[1:-1], super().__str__())
+        said = _CONTROLS.sub(lambda match: repr(match[0])[1:-1], super().__str__())
         return "\n".join(map(_shortened, said.split("\n")))
 
 
@@ -175,7 +175,7 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the known name that is closest to ``name``; nothing where none is."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the one of ``names`` that is closest to ``name``; nothing where none is."""
+    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -82,14 +82,14 @@ def _entries(index: bytes) -> tuple[list[tuple[str, tuple[int, ...], bytes]], in
     magic, version, count = struct.unpack_from(">4sII", index)
     if magic != b"DIRC" or version not in (2, 3) or count > _MOST_FILES:
         raise ValueError("an index of another kind")
-    found, place = [], 12
+    entries, place = [], 12
     for _ in range(count):
         *status, digest, flags = _ENTRY.unpack_from(index, place)
         begin = place + _ENTRY.size + 2 * bool(flags & _EXTENDED)
         end = index.index(b"\0", begin)
-        found.append((os.fsdecode(index[begin:end]), tuple(status), digest))
+        entries.append((os.fsdecode(index[begin:end]), tuple(status), digest))
         place += (end - place + 8) // 8 * 8  # a name ends with one to eight zeros
-    return found, place
+    return entries, place
 
 
 def _is_staged(rest: bytes) -> bool:

@@ -158,8 +158,8 @@ class HostWatch:
 
     def _said(self, host: int) -> Mapping[str, Any]:
         """Return what ``host`` says of itself, nothing where it has yet to come."""
-        found: Mapping[str, Any] = {}
-        return json.loads(self._store.get(str(host)).decode()) if self._store.check([str(host)]) else found
+        nothing: Mapping[str, Any] = {}
+        return json.loads(self._store.get(str(host)).decode()) if self._store.check([str(host)]) else nothing
 
     def _look(self, host: int) -> str | None:
         """Return why ``host`` is lost, null while it isn't."""

@@ -53,8 +53,8 @@ def _parser() -> ArgumentParser:
 
     parser: Any = get_args_parser()
     parser.error = refuse
-    found: ArgumentParser = parser
-    return found
+    argument_parser: ArgumentParser = parser
+    return argument_parser
 
 
 def _said_of_option(given: str) -> str:

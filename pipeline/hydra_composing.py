@@ -77,14 +77,14 @@ def noted_files(files: dict[str, str]) -> Iterator[None]:
     load = kind.load_config
 
     def read(source: Any, config_path: str) -> Any:
-        found = load(source, config_path)
+        result = load(source, config_path)
         name = source._normalize_file_name(config_path)
-        defaults = found.config.get("defaults") if isinstance(found.config, DictConfig) else None
+        defaults = result.config.get("defaults") if isinstance(result.config, DictConfig) else None
         if isinstance(defaults, ListConfig) and len(defaults) > _MOST_DEFAULTS:
             path = str(Path(source.path, name))
             raise ConfigError(f"{path!r}: {len(defaults)} defaults; give {_MOST_DEFAULTS} at most")
         files[name.removesuffix(".yaml")] = hashlib.sha256(Path(source.path, name).read_bytes()).hexdigest()
-        return found
+        return result
 
     kind.load_config = read
     try:
@@ -114,8 +114,8 @@ def _serve_once(loader: Any, given: Sequence[str], composed: DictConfig | BaseEx
         del loader.load_configuration  # its class's own is there again
         added = [each for each in overrides[len(given) :] if each != _IS_RUN]
         if run_mode != RunMode.RUN or tuple(overrides[: len(given)]) != given or added:
-            found: DictConfig = loader.load_configuration(config_name, overrides, run_mode, **options)
-            return found
+            config: DictConfig = loader.load_configuration(config_name, overrides, run_mode, **options)
+            return config
         if isinstance(composed, BaseException):
             raise composed
         if len(overrides) > len(given):

@@ -59,9 +59,9 @@ def one_line(error: Exception) -> str:
     lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
     said = "\n".join(lines)
     matched = ((match, say) for pattern, say in _SAID if (match := re.search(pattern, said)))
-    found = (say.format("", *match.groups()) if isinstance(say, str) else say(match) for match, say in matched)
-    told = next(found, None) or next(filter(None, map(_said_of, causes)), None)
-    return told or "; ".join(dict.fromkeys(line.rstrip(":") for line in lines if not line.startswith(_NOISE)))
+    messages = (say.format("", *match.groups()) if isinstance(say, str) else say(match) for match, say in matched)
+    message = next(messages, None) or next(filter(None, map(_said_of, causes)), None)
+    return message or "; ".join(dict.fromkeys(line.rstrip(":") for line in lines if not line.startswith(_NOISE)))
 
 
 def said_of_yaml(error: YAMLError) -> str:
@@ -145,8 +145,8 @@ def _said_of_type(error: OmegaConfBaseException) -> str:
     return said
 
 
-def _said_of_key(found: re.Match[str]) -> str:
-    key = found[1]
+def _said_of_key(match: re.Match[str]) -> str:
+    key = match[1]
     if key.startswith("hydra."):
         beside, part = [entry.name for entry in fields(HydraConf)], key.split(".")[1]
         near = closest(part, beside) if part not in beside else ""
@@ -162,13 +162,13 @@ def said_of_variables(key: str) -> str:
     )
 
 
-def _said_of_root_key(found: re.Match[str]) -> str:
-    return f"{_said_of_key(found)}{said_of_variables(found[1])}"
+def _said_of_root_key(match: re.Match[str]) -> str:
+    return f"{_said_of_key(match)}{said_of_variables(match[1])}"
 
 
-def _said_of_choice(found: re.Match[str]) -> str:
+def _said_of_choice(match: re.Match[str]) -> str:
     """Return what is wrong with the choice of a file that there isn't, among those of its group or in no group."""
-    where, (group, _, name), said = found[1], found[2].rpartition("/"), found.string
+    where, (group, _, name), said = match[1], match[2].rpartition("/"), match.string
     own = where.rpartition("/")[0]
     if not own.startswith("hydra") and group.startswith(f"{own}/"):
         return (
@@ -178,8 +178,8 @@ def _said_of_choice(found: re.Match[str]) -> str:
     listed = re.search(r"Available options in '.*':\n((?:(?!Config search path).+\n?)*)", said)
     names = listed[1].split() if listed is not None else []
     places: list[str] = re.findall(r"path=file://(.*)", said)
-    named = ", ".join(places) + _there(places, found[2])
-    looked = f"; own files are looked for as {found[2]}.yaml in {named}" if places else ""
+    named = ", ".join(places) + _there(places, match[2])
+    looked = f"; own files are looked for as {match[2]}.yaml in {named}" if places else ""
     if not names:
         return f"{group or where}: there is no file {name!r} to choose{looked}"
     return f"{group}: {name!r} is no file of that group{closest(name, names)}; there are {', '.join(names)}{looked}"
@@ -195,13 +195,13 @@ def _there(places: Sequence[str], choice: str) -> str:
     return ""
 
 
-def _said_of_place(found: re.Match[str]) -> str:
-    kind = "a file" if Path(found[1]).is_file() else "not there"
-    return f"--config-dir: {found[1]!r} is {kind}; give the folder that has your experiment/, model/ or hardware/ in it"
+def _said_of_place(match: re.Match[str]) -> str:
+    kind = "a file" if Path(match[1]).is_file() else "not there"
+    return f"--config-dir: {match[1]!r} is {kind}; give the folder that has your experiment/, model/ or hardware/ in it"
 
 
-def _said_of_deleted_key(found: re.Match[str]) -> str:
-    return f"~{found[1]}: the config has no such key{closest_key(found[1])}; {SHOWS_KEYS}"
+def _said_of_deleted_key(match: re.Match[str]) -> str:
+    return f"~{match[1]}: the config has no such key{closest_key(match[1])}; {SHOWS_KEYS}"
 
 
 _SAID: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (

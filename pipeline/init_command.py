@@ -33,9 +33,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(folder: Path) -> int:
     files = write_tree(folder)
-    there = "" if folder.absolute() == Path.cwd() else f"cd {shorten(folder.absolute())}\n"
+    change_folder = "" if folder.absolute() == Path.cwd() else f"cd {shorten(folder.absolute())}\n"
     listed = "\n".join(f"  {shorten(path.absolute())}" for path in files)
-    sys.stdout.write(f"written:\n{listed}\nto run it:\n{there}offstage --config-dir conf experiment=mine\n")
+    sys.stdout.write(f"written:\n{listed}\nto run it:\n{change_folder}offstage --config-dir conf experiment=mine\n")
     return 0
 
 
@@ -46,8 +46,8 @@ def write_tree(folder: Path) -> list[Path]:
     that is none. What can't be written is a ``StorageError``.
     """
     with resources.as_file(resources.files("offstage.pipeline") / "init_templates") as source:
-        found = [path for path in sorted(source.rglob("*")) if path.is_file()]
-        templates = {folder / path.relative_to(source): path.read_text(encoding="utf-8") for path in found}
+        files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+        templates = {folder / path.relative_to(source): path.read_text(encoding="utf-8") for path in files}
     _refuse([path for path in templates if os.path.lexists(path)], folder)
     with mendable(folder):
         for path, text in templates.items():
@@ -56,10 +56,10 @@ def write_tree(folder: Path) -> list[Path]:
     return list(templates)
 
 
-def _refuse(there: Sequence[Path], folder: Path) -> None:
+def _refuse(existing: Sequence[Path], folder: Path) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise ConfigError(f"{folder}: it is no folder; name another one")
-    if there:
-        named = ", ".join(str(path) for path in there[:_SHOWN])
-        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+    if existing:
+        named = ", ".join(str(path) for path in existing[:_SHOWN])
+        more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
         raise ConfigError(f"{folder}: {named}{more} would be written over; move them away, or name another folder")

@@ -66,11 +66,11 @@ def installed_metrics() -> MetricTable:
 
     A stage that doesn't load, or contradicts itself, has none.
     """
-    found = MetricTable({})
+    table = MetricTable({})
     for name in sorted(installed_stages(), key=is_own_stage, reverse=True):
         with suppress(ConfigError):
-            found = found.joined(declared_metrics([name]))
-    return found
+            table = table.joined(declared_metrics([name]))
+    return table
 
 
 def metric_table(run: Run) -> MetricTable:
@@ -88,9 +88,9 @@ def stage_configs() -> dict[str, type[Any]]:
 
     Raises ``ConfigError`` where two stages have one key.
     """
-    found = {name: stage_class(name).config_class for name in installed_stages()}
+    configs = {name: stage_class(name).config_class for name in installed_stages()}
     owners: dict[str, str] = {}
-    for name, kind in found.items():
+    for name, kind in configs.items():
         for entry in fields(kind):
             other = owners.setdefault(entry.name, name)
             if other != name:
@@ -98,7 +98,7 @@ def stage_configs() -> dict[str, type[Any]]:
                 raise ConfigError(
                     f"{entry.name}: the stages {other!r} and {name!r} both have this key; uninstall one of {packages}"
                 )
-    return found
+    return configs
 
 
 def _package(entry: EntryPoint) -> str:

@@ -41,8 +41,8 @@ def find_record(folder: Path, overrides: Sequence[str]) -> RunRecord | None:
 
 def completed(folder: Path, overrides: Sequence[str]) -> bool:
     """Return whether the run with these ``overrides`` lies in the job's ``folder``, completed."""
-    found = find_record(folder, overrides)
-    return found is not None and found.run.status == "completed"
+    record = find_record(folder, overrides)
+    return record is not None and record.run.status == "completed"
 
 
 class JobFolder:

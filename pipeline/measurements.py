@@ -29,14 +29,14 @@ def measurements(run: Run) -> Iterator[Table]:
     """
     metrics, table = run.metrics, metric_table(run)
     shown = [row for row in table.rows() if not row[0].aside]
-    found = [(row[0], {one.kind: _cell(one, metrics.get(one.name)) for one in row}) for row in shown]
-    planned = not any(cells.get("measured") for _, cells in found)
+    cells_by_name = [(row[0], {one.kind: _cell(one, metrics.get(one.name)) for one in row}) for row in shown]
+    planned = not any(cells.get("measured") for _, cells in cells_by_name)
     rows = [
         [of.title, cells.get("measured", ""), _range(run, of), cells.get("predicted", ""), cells.get("lower_bound", "")]
-        for of, cells in found
+        for of, cells in cells_by_name
         if cells.get("measured") or (planned and any(cells.values()))
     ]
-    how = run.provenance.told() + " (accelerators simulated)" * bool(metrics.get("simulated_accelerators"))
+    how = run.provenance.describe() + " (accelerators simulated)" * bool(metrics.get("simulated_accelerators"))
     expected = [KIND_TITLES[kind] for kind in ("predicted", "lower_bound")]
     yield from _table(["", how, "least to largest", *expected], rows)
     yield from _table(["device", "peak", "predicted"], list(_devices(run.memory)))
@@ -77,7 +77,7 @@ def _devices(memory: RunMemory) -> Iterator[list[str]]:
     for device in dict.fromkeys((*predicted, *measured)):
         if device != _DISK:
             peak, expected = measured.get(device), predicted.get(device)
-            yield [device, *("" if held is None else tell(held, "bytes") for held in (peak, expected))]
+            yield [device, *("" if amount is None else tell(amount, "bytes") for amount in (peak, expected))]
 
 
 def _links(metrics: Metrics, table: MetricTable) -> Iterator[list[str]]:

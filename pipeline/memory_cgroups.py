@@ -114,7 +114,7 @@ class Interface:
     limit: str
     swap: str
     events: str
-    held: tuple[str, str]
+    usage_keys: tuple[str, str]
 
 
 INTERFACES: dict[Version, Interface] = {

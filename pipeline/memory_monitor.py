@@ -175,8 +175,8 @@ def _held(process: psutil.Process) -> _Sample | None:
 
 def held_bytes() -> int | None:
     """Return the anonymous resident memory that this process holds now; null where the system doesn't tell."""
-    held = _held(psutil.Process())
-    return None if held is None else held.anonymous
+    memory = _held(psutil.Process())
+    return None if memory is None else memory.anonymous
 
 
 def _resident_high_water() -> int:

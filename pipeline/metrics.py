@@ -75,15 +75,15 @@ class MetricTable:
         Raises:
             ConfigError: two of them differ in what they say of one name.
         """
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         for metric in declared:
-            other = found.setdefault(metric.name, metric)
+            other = metrics.setdefault(metric.name, metric)
             if other != metric:
                 raise ConfigError(
                     f"stages: two of them declare the metric {metric.name!r}, one as {other} and one as {metric}; "
                     "give one of them another name"
                 )
-        return cls(found)
+        return cls(metrics)
 
     @classmethod
     def read(cls, stored: object) -> MetricTable:
@@ -105,11 +105,11 @@ class MetricTable:
 
     def find(self, name: str) -> Metric | None:
         """Return the metric of the name that a record has, null where none is declared."""
-        found = self.metrics.get(name)
-        if found is not None:
-            return found
-        found = self.metrics.get(name.partition(".")[0])
-        return found if found is not None and found.per_device else None
+        metric = self.metrics.get(name)
+        if metric is not None:
+            return metric
+        metric = self.metrics.get(name.partition(".")[0])
+        return metric if metric is not None and metric.per_device else None
 
     def unit(self, name: str, value: float | None = None) -> Unit:
         """Return the unit of ``name``: a metric, or what a device holds (``memory.measured.cpu``).

@@ -131,14 +131,14 @@ def require_numbers(run: Run) -> None:
 
 def _number(run: Run, key: str, name: str) -> float:
     """Return the number of that name; a ``ConfigError`` about ``key`` where there is none."""
-    known = _numbers(run)
-    if name not in known:
+    numbers = _numbers(run)
+    if name not in numbers:
         declared = any(table.find(name) for table in (metric_table(run), installed_metrics()))
         raise (UnmeasuredError if declared or name in run.metrics else ConfigError)(
-            f"{key}: this run's record has no number {name!r}{closest(name, known)}; "
+            f"{key}: this run's record has no number {name!r}{closest(name, numbers)}; "
             "the metrics and the memory in its run.json are what can be named"
         )
-    return known[name]
+    return numbers[name]
 
 
 def _numbers(run: Run) -> dict[str, float]:

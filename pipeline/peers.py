@@ -115,16 +115,16 @@ class Peers:
 
     def exchange(self, value: object) -> list[Any]:
         """Return what each of them gives as ``value``, in their order: JSON."""
-        found = []
+        values = []
         for host in range(self.size):
             if host == self.rank:
                 message = packed(value)
                 for other in range(self.size):
                     self.send(message, other)
-                found.append(json.loads(json.dumps(value)))
+                values.append(json.loads(json.dumps(value)))
             else:
-                found.append(self.receive(host)[0])
-        return found
+                values.append(self.receive(host)[0])
+        return values
 
     def agree(self, said: bool) -> bool:
         """Return whether all of them say so."""
@@ -132,9 +132,9 @@ class Peers:
 
     def require_same(self, values: Mapping[str, object]) -> None:
         """Refuse to go on where another host has another of the ``values``, which are told by what they are."""
-        told = self.exchange(values)
-        mine = told[self.rank]
-        for host, theirs in enumerate(told):
+        by_host = self.exchange(values)
+        mine = by_host[self.rank]
+        for host, theirs in enumerate(by_host):
             for what in sorted(mine.keys() | theirs.keys()):
                 other, own = theirs.get(what), mine.get(what)
                 if other != own:

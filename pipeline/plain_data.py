@@ -86,8 +86,8 @@ def unrecordable(data: object) -> Iterator[tuple[str, str]]:
         else:
             below = "[{}]" if isinstance(node, list | tuple) else ".{}" if place else "{}"
             named = [(f"{place}{below.format(key)}", key, value) for key, value in inner]
-            waiting += [(there, value, depth + 1) for there, _, value in named]
-            waiting += [(there, key, depth + 1) for there, key, _ in named if isinstance(key, bytes)]
+            waiting += [(inner_place, value, depth + 1) for inner_place, _, value in named]
+            waiting += [(inner_place, key, depth + 1) for inner_place, key, _ in named if isinstance(key, bytes)]
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

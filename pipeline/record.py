@@ -187,7 +187,7 @@ class RunRecord:
     def add_stage(self, stage: StageRun) -> None:
         """Add a stage, or bring the entry of that name up to date: making a live half late costs more time."""
         stages = self._content["stages"]
-        names = [known["name"] for known in stages]
+        names = [entry["name"] for entry in stages]
         place = names.index(stage.name) if stage.name in names else len(stages)
         stages[place : place + 1] = [encode(stage)]
         self._write()
@@ -203,8 +203,8 @@ class RunRecord:
 
         The record is written with what is noted next; what is known of each tensor goes into a file beside it.
         """
-        for section, told in sources.inputs.items():
-            self._content.setdefault("inputs", {}).setdefault(section, {}).update(told)
+        for section, entries in sources.inputs.items():
+            self._content.setdefault("inputs", {}).setdefault(section, {}).update(entries)
         if sources.tensors:
             with mendable(self._path.parent):
                 write_sealed(self._path.with_name(TENSORS), sources.tensors)
@@ -223,27 +223,27 @@ class RunRecord:
         where a value isn't of the type that it has in a record: only code can mend that, and a record that nobody can
         read isn't written.
         """
-        known, told = self._content, dict[str, Any]()
+        content, update = self._content, dict[str, Any]()
         seen: dict[str, list[Any]] = {section: [] for section in _ROWS}  # rows that are there were looked at already
         try:
-            told["memory"] = dict(known["memory"])
+            update["memory"] = dict(content["memory"])
             for section, devices in report.memory.items():
-                told["memory"][section] = _updated(known["memory"].get(section, {}), devices)
-            told["metrics"] = _updated(known["metrics"], report.metrics)
+                update["memory"][section] = _updated(content["memory"].get(section, {}), devices)
+            update["metrics"] = _updated(content["metrics"], report.metrics)
             for section in _ROWS:
                 if entries := getattr(report, section):
-                    told[section] = [dict(entry) for entry in entries]
+                    update[section] = [dict(entry) for entry in entries]
             if report.experts:
-                told["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
+                update["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
             if report.model:
-                told["model"] = dict(report.model)
-            decode(Run, {**known, **seen, **told}, "open")
+                update["model"] = dict(report.model)
+            decode(Run, {**content, **seen, **update}, "open")
         except (ValueError, TypeError, AttributeError) as error:  # a section that isn't one has no items
             raise ConfigError(
                 f"stages: {stage} reports what no record can hold, {str(error).removeprefix('.')}; mend the report "
                 "that its code returns: offstage.pipeline.run_schema has the types"
             ) from error
-        self._content |= told
+        self._content |= update
         self._write()
 
     def note_series(self, device: str, points: Sequence[tuple[float, int]]) -> None:
@@ -316,15 +316,15 @@ def host_summary(record: RunRecord) -> dict[str, Any]:
     metrics = {name: value for name, value in run.metrics.items() if value is not None}
     platform, cpu = (run.environment.get(name) for name in ("platform", "cpu"))
     kernels = run.hosts[own_rank()].kernels if run.hosts else {}
-    found: dict[str, Any] = encode(HostRun(str(record.path), platform, cpu, kernels, run.memory, metrics))
-    return found
+    summary: dict[str, Any] = encode(HostRun(str(record.path), platform, cpu, kernels, run.memory, metrics))
+    return summary
 
 
 def _no_record(path: Path) -> str:
     """Return what to say where ``path`` leads to no record: it may be the folder of a sweep, whose jobs have one."""
     if not path.exists():
         return f"{path}: there is nothing; give the folder of a run"
-    jobs = sorted((found.parent for found in path.glob(f"*/{RECORD}")), key=lambda job: (len(job.name), job.name))
+    jobs = sorted((file.parent for file in path.glob(f"*/{RECORD}")), key=lambda job: (len(job.name), job.name))
     if not jobs:
         return f"{path}: no {RECORD} there; give the folder of a run"
     names = ", ".join(job.name for job in jobs[:_LISTED]) + (", …" if len(jobs) > _LISTED else "")
@@ -350,12 +350,12 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _updated(known: Mapping[str, Any], reported: Mapping[str, float | int | str | None]) -> dict[str, Any]:
-    """Return ``known`` with what ``reported`` knows. JSON has no infinity and no nan: those count as not known."""
-    found = dict(known)
+def _updated(earlier: Mapping[str, Any], reported: Mapping[str, float | int | str | None]) -> dict[str, Any]:
+    """Return ``earlier`` with what ``reported`` knows. JSON has no infinity and no nan: those count as not known."""
+    updated = dict(earlier)
     for name, value in reported.items():
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
-            found.setdefault(name, None)
+            updated.setdefault(name, None)
         else:
-            found[name] = value
-    return found
+            updated[name] = value
+    return updated

@@ -159,8 +159,8 @@ def _serve() -> Any:
     address, port = _place()
     kinds: Any = distributed
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)]
-        listened = next((name for name in found if not _is_loopback(name)), found[0])
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)]
+        listened = next((name for name in addresses if not _is_loopback(name)), addresses[0])
         if _is_loopback(listened) and not _is_loopback(address):
             listened = ""  # a machine that knows its own name as a loopback: others know it by an address
         kind = socket.AF_INET6 if ":" in listened else socket.AF_INET

@@ -77,7 +77,7 @@ class Comparison:
 def compare(then: Run, now: Run) -> Comparison:
     """Hold the run ``now`` against the earlier ``then``; a section that the record of one lacks is empty."""
     outputs, later = ([output.whole for output in run.outputs] for run in (then, now))
-    held = ((part, getattr(then.memory, part), getattr(now.memory, part)) for part in MEMORY)
+    memories = ((part, getattr(then.memory, part), getattr(now.memory, part)) for part in MEMORY)
     return Comparison(
         kind=kind_of([*outputs, *later]),
         differences=tuple(differences(outputs, later)),
@@ -86,7 +86,7 @@ def compare(then: Run, now: Run) -> Comparison:
         environment=tuple(_other_environment(then, now)),
         config=tuple(changes(then.config, now.config)),
         model=tuple(changes(encode(then.model), encode(now.model))),
-        memory=tuple(change for part, before, after in held for change in changes(before, after, part)),
+        memory=tuple(change for part, before, after in memories for change in changes(before, after, part)),
         metrics=tuple(changes(then.metrics, now.metrics)),
     )
 
@@ -112,13 +112,13 @@ def differences(then: Sequence[Record], now: Sequence[Record]) -> Iterator[Diffe
     Outputs that aren't tokens are compared by all that the record has of them.
     """
     nothing: Record = {}
-    told = 0
+    count = 0
     for place, (old, new) in enumerate(zip_longest(then, now, fillvalue=nothing)):
-        found = _tokens(place, old, new) if kind_of([old, new]) == TOKENS else _parts(place, old, new)
-        for first in islice(found, 1):
-            told += 1
+        differing = _tokens(place, old, new) if kind_of([old, new]) == TOKENS else _parts(place, old, new)
+        for first in islice(differing, 1):
+            count += 1
             yield first
-    if not told and len(then) != len(now):
+    if not count and len(then) != len(now):
         yield Difference(min(len(then), len(now)), 0, None, None)
 
 
@@ -145,8 +145,8 @@ def _moved(then: Record, now: Record) -> Iterator[Change]:
     """
     for name in dict.fromkeys((*then, *now)):
         was, now_is = _home(name, then), _home(name, now)
-        known = was is not None and now_is is not None
-        if was != now_is and (known or not _is_split(name, now if now_is is None else then)):
+        in_both = was is not None and now_is is not None
+        if was != now_is and (in_both or not _is_split(name, now if now_is is None else then)):
             yield Change(name or "the model", was, now_is)
 
 

@@ -106,10 +106,10 @@ def replay(given: argparse.Namespace) -> int:
     if code:
         return INTERRUPTED if code == INTERRUPTED else ReplayError.exit_code
     done = RunRecord.load(folder).run
-    found = compare(then.run, done)
-    lines = (*_report(found, metric_table(done)), f"replay    {shorten(folder)}")
+    comparison = compare(then.run, done)
+    lines = (*_report(comparison, metric_table(done)), f"replay    {shorten(folder)}")
     sys.stdout.writelines(f"{line}\n" for line in lines)
-    return 0 if found.same else DIFFERENT
+    return 0 if comparison.same else DIFFERENT
 
 
 def refuse_untrusted(then: RunRecord, config: Mapping[str, Any], folder: Path, words: Sequence[str]) -> None:
@@ -130,27 +130,27 @@ def _bring_measurements(source: Path, target: Path) -> None:
             write_sealed(target / MEASURED / path.name, figures)
 
 
-def _report(found: Comparison, table: MetricTable) -> Iterable[str]:
+def _report(comparison: Comparison, table: MetricTable) -> Iterable[str]:
     """Yield the lines that say what came of a replay: of its metrics the times that ``table`` has a title for."""
-    if found.kind:
-        first = found.difference
-        yield f"{found.kind:<10}{'the same' if first is None else f'different; {first}'}"
-    yield f"plan      {f'{len(found.moved)} modules moved' if found.moved else 'the same'}"
-    yield from _listed(found.moved)
-    if found.why:
+    if comparison.kind:
+        first = comparison.difference
+        yield f"{comparison.kind:<10}{'the same' if first is None else f'different; {first}'}"
+    yield f"plan      {f'{len(comparison.moved)} modules moved' if comparison.moved else 'the same'}"
+    yield from _listed(comparison.moved)
+    if comparison.why:
         yield "changed   in what the stages depend on"
-        yield from _listed(found.why)
-    yield f"machine   {'versions or hardware differ' if found.environment else 'the same versions and hardware'}"
-    yield from _listed(found.environment)
+        yield from _listed(comparison.why)
+    yield f"machine   {'versions or hardware differ' if comparison.environment else 'the same versions and hardware'}"
+    yield from _listed(comparison.environment)
     times = {row[0].name: row[0] for row in table.rows() if (row[0].kind, row[0].unit) == ("measured", "seconds")}
-    for change in found.metrics:
+    for change in comparison.metrics:
         metric, then, now = times.get(change.place), change.then, change.now
         if metric and isinstance(then, int | float) and isinstance(now, int | float):
             yield f"speed     {metric.title}: {tell(then, metric.unit)} then, {tell(now, metric.unit)} now"
 
 
-def _listed(found: Sequence[Change]) -> Iterable[str]:
-    for change in found[:_SHOWN]:
+def _listed(changes: Sequence[Change]) -> Iterable[str]:
+    for change in changes[:_SHOWN]:
         yield f"          {change.place}: was {change.then}, is {change.now}"
-    if len(found) > _SHOWN:
-        yield f"          and {len(found) - _SHOWN} more"
+    if len(changes) > _SHOWN:
+        yield f"          and {len(changes) - _SHOWN} more"

@@ -90,19 +90,19 @@ def given_places(model_path: str | None, settings: Sequence[str]) -> dict[str, s
 
     A key may be given by its last part where that is one key's alone. Raises ``ReplayError`` for others.
     """
-    found = {_MODEL_PATH: model_path} if model_path is not None else {}
-    known = [key for key in path_keys() if key not in _WRITTEN]
+    values = {_MODEL_PATH: model_path} if model_path is not None else {}
+    path_names = [key for key in path_keys() if key not in _WRITTEN]
     for setting in settings:
         name, separator, value = setting.partition("=")
-        keys = [key for key in known if name in (key, key.rpartition(".")[2])]
+        keys = [key for key in path_names if name in (key, key.rpartition(".")[2])]
         if not separator or not value or len(keys) != 1:
-            near = f"; did you mean {closest(name, known)}" if closest(name, known) else ""
+            near = f"; did you mean {closest(name, path_names)}" if closest(name, path_names) else ""
             raise ReplayError(
-                f"--set {setting!r}: a place belongs here, as KEY=PATH, and KEY is one of {', '.join(known)}{near}"
+                f"--set {setting!r}: a place belongs here, as KEY=PATH, and KEY is one of {', '.join(path_names)}{near}"
             )
-        found[keys[0]] = value
+        values[keys[0]] = value
     locate = path_keys()
-    return {key: locate[key](value) for key, value in found.items()}
+    return {key: locate[key](value) for key, value in values.items()}
 
 
 class _Places:

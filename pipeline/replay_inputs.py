@@ -49,10 +49,10 @@ class Earlier:
 def _read_tensors(path: Path) -> Entries:
     """Return what ``path`` holds of each tensor; nothing where it isn't there, or not as a run writes it."""
     kind: Any = Mapping[str, Mapping[str, tuple[Any, Any, Any]]]
-    found: Entries = {}
+    entries: Entries = {}
     with suppress(DamagedError, OSError, ValueError):
-        found = decode(kind, read_sealed(path))
-    return found
+        entries = decode(kind, read_sealed(path))
+    return entries
 
 
 def hold(now: SourceFiles, then: Earlier, config: Mapping[str, Any]) -> list[str]:
@@ -121,14 +121,14 @@ def _is_beside_samples(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _is_same(then: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[str]) -> bool:
     """Whether two files are the same in ``parts``; what one of the two doesn't know isn't held against the other."""
-    known = [(then.get(part), now.get(part)) for part in parts]
-    return all(was == now_is for was, now_is in known if was is not None and now_is is not None)
+    pairs = [(then.get(part), now.get(part)) for part in parts]
+    return all(was == now_is for was, now_is in pairs if was is not None and now_is is not None)
 
 
 def _other_tensors(then: Entries, now: Entries) -> Iterator[str]:
     """Yield how each tensor differs that does, wherever it lies, with the file that it lies in."""
-    before = {name: (file, entry) for file, held in then.items() for name, entry in held.items()}
-    here = {name: (file, entry) for file, held in now.items() for name, entry in held.items()}
+    before = {name: (file, entry) for file, tensors in then.items() for name, entry in tensors.items()}
+    here = {name: (file, entry) for file, tensors in now.items() for name, entry in tensors.items()}
     for name, (file, entry) in here.items():
         difference = _difference(before[name][1], entry) if name in before else "wasn't there in that run"
         if difference:
@@ -144,10 +144,10 @@ def _difference(then: Sequence[Any], now: Sequence[Any]) -> str | None:
     return "has other bytes than in that run" if then[2] != now[2] else None
 
 
-def _refuse(path: object, found: Sequence[str] | Iterator[str]) -> None:
-    """Raise a ``CheckpointError`` where anything was ``found`` to differ in what ``path`` is."""
-    listed = list(found)
+def _refuse(path: object, differences: Sequence[str] | Iterator[str]) -> None:
+    """Raise a ``CheckpointError`` where there are ``differences`` in what ``path`` is."""
+    listed = list(differences)
     if listed:
         more = f"; and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        told = "; ".join(listed[:_SHOWN])
-        raise CheckpointError(f"{path}: {told}{more}; restore the files to replay it, or run anew with these")
+        message = "; ".join(listed[:_SHOWN])
+        raise CheckpointError(f"{path}: {message}{more}; restore the files to replay it, or run anew with these")

@@ -140,7 +140,7 @@ class Output:
         return _plain(self.whole.get("prompt", self.name or ""))
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Its text, or where it is no tokens all else that is known of it."""
         if "token_ids" in self.whole:
             return str(self.text or "")
@@ -149,7 +149,7 @@ class Output:
     @property
     def result(self) -> object:
         """What two runs are compared by: the tokens, or without any all that is told."""
-        return self.token_ids or self.told
+        return self.token_ids or self.description
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class Provenance:
         """Whether this run measured nothing itself."""
         return self.earlier == self.repeats > 0
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return in words when it was measured, and how often: ``measured, median of 5, 3 earlier``."""
         words = ["measured earlier" if self.is_cached else "measured"]
         words += [f"median of {self.repeats}"] * (self.repeats > 1)

@@ -58,8 +58,8 @@ class RunScreen:
         for table in measurements(self._record.run):
             self._screen.print()
             self._screen.print(table)
-        told = [remark for report in reports.values() for remark in report.remarks]
-        for remark in (*told, *remarks(self._record.run)):
+        of_stages = [remark for report in reports.values() for remark in report.remarks]
+        for remark in (*of_stages, *remarks(self._record.run)):
             self._screen.print(f"\n{printable(remark)}", markup=False)
         self._screen.print(f"\n{closing}", markup=False)
 
@@ -85,9 +85,9 @@ class RunScreen:
         table.add_column("", overflow="fold")
         for stage in self._record.run.stages:
             if stage.name in reports:
-                made = "timed" if stage.measured else "[green]cached[/]" if stage.cached else "made"
+                origin = "timed" if stage.measured else "[green]cached[/]" if stage.cached else "made"
                 peak, summary = decimal(int(stage.peak_host_bytes or 0)), reports[stage.name].summary
-                table.add_row(stage.name, f"{stage.seconds or 0:.2f}", made, peak, escape(printable(summary)))
+                table.add_row(stage.name, f"{stage.seconds or 0:.2f}", origin, peak, escape(printable(summary)))
         return table
 
     def _end_line(self) -> None:

@@ -73,10 +73,10 @@ def check_config(config: Config) -> list[Stage[Any]]:
     return stages
 
 
-def _untold(found: Iterable[Fault], faults: Sequence[Fault]) -> list[Fault]:
-    """Return those ``found`` of keys without ``faults`` so far: two stages may see one, and say it in other words."""
-    told = {fault.key for fault in faults}
-    return [fault for fault in found if fault.key not in told]
+def _untold(others: Iterable[Fault], faults: Sequence[Fault]) -> list[Fault]:
+    """Return the ``others`` of keys without ``faults`` so far: two stages may see one, and say it differently."""
+    keys = {fault.key for fault in faults}
+    return [fault for fault in others if fault.key not in keys]
 
 
 class Runner:
@@ -162,10 +162,10 @@ class Runner:
             self.at_work = name
             with self._meter.charge(name):
                 self._gather(name)
-                found = self.chain.find(name)
-            if found is None:
+                artifact = self.chain.find(name)
+            if artifact is None:
                 return
-            _log.info("%s: cached, %s", name, found.folder)
+            _log.info("%s: cached, %s", name, artifact.folder)
             self._cached[name] = True
 
     def _gather(self, name: str) -> None:

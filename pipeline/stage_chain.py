@@ -83,23 +83,23 @@ class StageChain:
 
     def sources(self, name: str) -> SourceFiles:
         """Return which files ``name``, whose inputs are gathered, works on."""
-        told = getattr(self.stages[name], "sources", None)
-        found: SourceFiles = SourceFiles() if told is None else told(self._inputs[name], self)
-        return found
+        sources_of = getattr(self.stages[name], "sources", None)
+        files: SourceFiles = SourceFiles() if sources_of is None else sources_of(self._inputs[name], self)
+        return files
 
     def find(self, name: str) -> Artifact | None:
         """Return the artifact of ``name`` if the cache has it.
 
         Hosts that run together go on as one: what one of them lacks is made anew on all that would have to be called.
         """
-        found = self._store.find(name, self.key(name))
-        if are_together(self.config) and not peers().agree(found is not None):
-            if found is not None and getattr(self.stages[name], "measures", False):
-                move_aside(found.folder, "another host of the run lacks it")
-            found = None
-        if found is not None:
-            self.artifacts[name] = found
-        return found
+        artifact = self._store.find(name, self.key(name))
+        if are_together(self.config) and not peers().agree(artifact is not None):
+            if artifact is not None and getattr(self.stages[name], "measures", False):
+                move_aside(artifact.folder, "another host of the run lacks it")
+            artifact = None
+        if artifact is not None:
+            self.artifacts[name] = artifact
+        return artifact
 
     def obtain(self, name: str) -> bool:
         """Have the artifact of ``name``, built now if the cache lacks it; return whether it was there."""

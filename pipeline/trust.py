@@ -67,10 +67,10 @@ def outputs_for(record: Path) -> Path:
 def named_by_config(config: Config, folders: Sequence[Path]) -> Iterator[TrustRequest]:
     """Yield what ``config`` names as code, its places outside ``folders``, and what it would have fetched."""
     yield from _named_code(config)
-    known = [Path(str(resources.files("offstage.conf"))), *folders]
+    own_folders = [Path(str(resources.files("offstage.conf"))), *folders]
     for key, path in named_paths(config):
         is_path = Path(path).is_absolute()
-        if (is_path and not lies_in(path, known)) or (not is_path and key.startswith("model.")):
+        if (is_path and not lies_in(path, own_folders)) or (not is_path and key.startswith("model.")):
             yield TrustRequest(path, key, is_code=False)
 
 

@@ -73,8 +73,8 @@ _MANY: Mapping[type, str] = {bool: "flags", int: "whole numbers", float: "number
 
 def defaults(kind: type[Any]) -> dict[str, Any]:
     """Return the keys of the typed config ``kind`` with their defaults, as plain data; each must have one."""
-    made = kind()
-    values = {entry.name: getattr(made, entry.name) for entry in fields(kind)}
+    instance = kind()
+    values = {entry.name: getattr(instance, entry.name) for entry in fields(kind)}
     return {name: defaults(type(value)) if is_dataclass(value) else value for name, value in values.items()}
 
 
@@ -103,8 +103,8 @@ def read(kind: type[Keys], config: Mapping[str, Any]) -> Keys:
 
 def read_open(kind: type[Keys], config: Mapping[str, Any], *, others: str) -> Keys:
     """Return the keys of ``config`` that aren't null as one of ``kind``, which holds those it hasn't as ``others``."""
-    known, given = key_names([kind]), _without_null(config)
-    rest = {str(name): value for name, value in given.items() if name not in known or name == others}
+    names, given = key_names([kind]), _without_null(config)
+    rest = {str(name): value for name, value in given.items() if name not in names or name == others}
     return read(kind, {**{name: value for name, value in given.items() if name not in rest}, others: rest})
 
 
@@ -148,13 +148,13 @@ def _is_less(value: object, least: int | None) -> bool:
     return least is not None and isinstance(value, int | float) and value < least
 
 
-def unknown_keys(config: Mapping[str, Any], known: Sequence[str], *, above: str = "") -> Iterator[Fault]:
-    """Yield the keys of ``config`` that aren't ``known``, each with the closest that is."""
+def unknown_keys(config: Mapping[str, Any], names: Sequence[str], *, above: str = "") -> Iterator[Fault]:
+    """Yield the keys of ``config`` that aren't among ``names``, each with the closest that is."""
     for key in config:
-        if key not in known:
+        if key not in names:
             own = "" if above else f", and variables of your own stand below {VARIABLES}"
             yield Fault(
-                f"{above}{key}", f"unknown key{closest(str(key), known)}; offstage --cfg job shows every key{own}"
+                f"{above}{key}", f"unknown key{closest(str(key), names)}; offstage --cfg job shows every key{own}"
             )
 
 

@@ -15,8 +15,8 @@ KINDS = ("a policy", "a format", "a stage", "an accelerator")
 
 def spans(text: str) -> list[tuple[str, str]]:
     """Return the (path, name in it or empty) of each code span that starts at the repository's root."""
-    found = [span.partition(": ") for span in re.findall(r"`([^`\n]+)`", text)]
-    return [(path, name) for path, _, name in found if (path.split("/")[0] in TOPS and "/" in path) or path in TOPS]
+    pairs = [span.partition(": ") for span in re.findall(r"`([^`\n]+)`", text)]
+    return [(path, name) for path, _, name in pairs if (path.split("/")[0] in TOPS and "/" in path) or path in TOPS]
 
 
 def defined(source: str) -> set[str]:

@@ -63,8 +63,8 @@ def undocumented(text: str) -> list[str]:
 
 def faults(check: Callable[[str], list[str]], *folders: str) -> dict[str, list[str]]:
     """Return what ``check`` finds in each Python file under ``folders``, by the files in which it finds something."""
-    found = {source: check((ROOT / source).read_text()) for source in sources(*folders)}
-    return {source: wrong for source, wrong in found.items() if wrong}
+    by_file = {source: check((ROOT / source).read_text()) for source in sources(*folders)}
+    return {source: wrong for source, wrong in by_file.items() if wrong}
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")

@@ -55,18 +55,18 @@ def commands(page: Path) -> list[str]:
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     spans = [span.replace("\n", " ") for span in re.findall(r"`(offstage [^`]+)`", prose)]
     lines = [line.partition("| ")[2] if line.startswith("cat ") else line.removeprefix("$ ") for line in fenced(page)]
-    found = [line for line in (*lines, *spans) if line.startswith("offstage ") and not _LEFT_OUT.search(line)]
-    return [line for line in found if " --" not in line.partition(" #")[0]]
+    listed = [line for line in (*lines, *spans) if line.startswith("offstage ") and not _LEFT_OUT.search(line)]
+    return [line for line in listed if " --" not in line.partition(" #")[0]]
 
 
 def other_commands(page: Path) -> list[list[str]]:
     """Return the words of the commands beside ``offstage`` in the blocks of ``page``, one for each ``| COMMAND``."""
     lines = [line.removeprefix("$ ") for line in fenced(page)]
-    found = []
+    listed = []
     for name, *words in (shlex.split(line, comments=True) for line in lines if line.partition(" ")[0] in PARSERS):
         starts = [0, *(place + 1 for place, word in enumerate(words) if word == "|"), len(words) + 1]
-        found += [[name, *words[start : end - 1]] for start, end in pairwise(starts)]
-    return found
+        listed += [[name, *words[start : end - 1]] for start, end in pairwise(starts)]
+    return listed
 
 
 def anchors(page: Path) -> set[str]:

@@ -122,14 +122,14 @@ class OffstageLM(HFLM):  # type: ignore[misc]
             return []
         texts = [self._text(context, continuation) for _, context, continuation in requests]
         scores = self.loaded.score(texts, window=self.max_length, batch_size=self.batch_size)
-        found = [
+        answers = [
             (-float("inf") if score.log_likelihood is None else score.log_likelihood, score.is_greedy)
             for score in scores
         ]
-        for (words, _, _), answer in zip(requests, found, strict=True):
+        for (words, _, _), answer in zip(requests, answers, strict=True):
             if words is not None:
                 self.cache_hook.add_partial("loglikelihood", words, answer)
-        return found
+        return answers
 
     def _text(self, context: list[int], continuation: list[int]) -> dict[str, list[int]]:
         """Return a text to score, of its context what the model has positions for."""
@@ -147,17 +147,17 @@ class OffstageLM(HFLM):  # type: ignore[misc]
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
             )
             windows += [(place, (None, *utils.make_disjoint_window(window))) for window in rolling]
-        found = [0.0] * len(requests)
+        sums = [0.0] * len(requests)
         scores = self._loglikelihood_tokens([window for _, window in windows])
         for (place, _), (likelihood, _) in zip(windows, scores, strict=True):
-            found[place] += likelihood
-        for request, likelihood in zip(requests, found, strict=True):
+            sums[place] += likelihood
+        for request, likelihood in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, likelihood)
-        return found
+        return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what the model answers to each prompt, up to the first of its stop sequences."""
-        found = [""] * len(requests)
+        texts = [""] * len(requests)
 
         def options(place: int) -> str:
             return json.dumps(requests[place].args[1], sort_keys=True)
@@ -167,8 +167,8 @@ class OffstageLM(HFLM):  # type: ignore[misc]
             answers = self._generate([requests[place].args[0] for place in places], requests[places[0]].args[1])
             for place, answer in zip(places, answers, strict=True):
                 self.cache_hook.add_partial("generate_until", requests[place].args, answer)
-                found[place] = answer
-        return found
+                texts[place] = answer
+        return texts
 
     def _generate(self, prompts: Sequence[str], given: Mapping[str, Any]) -> list[str]:
         """Return the answers to ``prompts`` under the options ``given`` in lm-eval's words."""
@@ -216,15 +216,15 @@ def nested(given: Mapping[str, Any]) -> dict[str, Any]:
     >>> nested({"max_memory_cpu": "8GB", "max_memory_0": "2GB", "storage.io": "direct", "dtype": "bfloat16"})
     {'max_memory': {'cpu': '8GB', 0: '2GB'}, 'storage': {'io': 'direct'}, 'dtype': 'bfloat16'}
     """
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for name, value in given.items():
         path = name.replace("max_memory_", "max_memory.", 1).split(".")
-        node: dict[Any, Any] = found
+        node: dict[Any, Any] = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
         last = path[-1]
         node[int(last) if last.isdecimal() else last] = value
-    return found
+    return tree
 
 
 def _longest(pretrained: str, options: Mapping[str, Any]) -> int:

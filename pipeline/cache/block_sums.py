@@ -70,8 +70,8 @@ def find_damage(files: Mapping[str, SummedFile], *, full: bool) -> dict[str, str
 
     Sizes are always compared, blocks all where ``full`` says so, else ``SAMPLE`` of them, drawn anew at each call.
     """
-    found = {name: wrong for name, file in files.items() if (wrong := _outward_damage(file))}
-    blocks = [(name, index) for name in files if name not in found for index in range(len(files[name].sums))]
+    damage = {name: wrong for name, file in files.items() if (wrong := _outward_damage(file))}
+    blocks = [(name, index) for name in files if name not in damage for index in range(len(files[name].sums))]
     if not full and len(blocks) > SAMPLE:
         blocks = random.Random().sample(blocks, SAMPLE)  # its own: the user's numbers stay those of the user's seed
 
@@ -81,8 +81,8 @@ def find_damage(files: Mapping[str, SummedFile], *, full: bool) -> dict[str, str
     with ThreadPoolExecutor(_IN_FLIGHT) as pool:
         for (name, _), wrong in zip(blocks, pool.map(check, blocks), strict=True):
             if wrong:
-                found.setdefault(name, wrong)
-    return found
+                damage.setdefault(name, wrong)
+    return damage
 
 
 def find_store_damage(folder: Path) -> str | None:

@@ -89,12 +89,12 @@ def _read_size(text: str) -> int:
 
 
 def _list(root: Path, given: argparse.Namespace) -> int:
-    found = housekeeping.entries(root)
+    entries = housekeeping.entries(root)
     if given.json:
-        _say(json.dumps([_told(entry) for entry in found], indent=1))
+        _say(json.dumps([_told(entry) for entry in entries], indent=1))
         return 0
     table = plain_table((name, name == "size") for name in ("stage", "key", "model", "size", "last used"))
-    for entry in found:
+    for entry in entries:
         model = Path(entry.model).name if Path(entry.model).is_absolute() else entry.model
         used = f"{datetime.fromtimestamp(entry.used):%F %T}"
         table.add_row(entry.stage, entry.key[:16], escape(printable(model)), decimal(entry.bytes), used)
@@ -106,18 +106,18 @@ def _told(entry: CacheEntry) -> dict[str, str | int | None]:
     """Return what is known of ``entry`` as JSON can hold it; the model is the path or name that a config gives."""
     used = datetime.fromtimestamp(entry.used, UTC).isoformat(timespec="seconds")
     folder, model = str(entry.folder.absolute()), entry.model or None
-    told = {"stage": entry.stage, "key": entry.key, "model": model, "bytes": entry.bytes}
-    return {**told, "last_used": used, "folder": folder}
+    fields = {"stage": entry.stage, "key": entry.key, "model": model, "bytes": entry.bytes}
+    return {**fields, "last_used": used, "folder": folder}
 
 
 def _du(root: Path, _given: argparse.Namespace) -> int:
-    found = housekeeping.entries(root)
+    entries = housekeeping.entries(root)
     table = plain_table([("stage", False), ("artifacts", True), ("size", True), ("last used", False)])
-    for stage in dict.fromkeys(sorted(entry.stage for entry in found)):
-        own = [entry for entry in found if entry.stage == stage]
+    for stage in dict.fromkeys(sorted(entry.stage for entry in entries)):
+        own = [entry for entry in entries if entry.stage == stage]
         used = datetime.fromtimestamp(max(entry.used for entry in own))
         table.add_row(stage, str(len(own)), decimal(sum(entry.bytes for entry in own)), f"{used:%F %T}")
-    table.add_row("all", str(len(found)), decimal(sum(entry.bytes for entry in found)), "")
+    table.add_row("all", str(len(entries)), decimal(sum(entry.bytes for entry in entries)), "")
     _print(table)
     return 0
 
@@ -125,8 +125,8 @@ def _du(root: Path, _given: argparse.Namespace) -> int:
 def _prune(root: Path, given: argparse.Namespace) -> int:
     if given.older_than is None and given.max_size is None:
         raise ConfigError("prune: nothing says what may go; give --older-than 30d, --max-size 50GB or both")
-    found = housekeeping.entries(root)
-    chosen = housekeeping.choose(found, older_than_seconds=given.older_than, max_bytes=given.max_size)
+    entries = housekeeping.entries(root)
+    chosen = housekeeping.choose(entries, older_than_seconds=given.older_than, max_bytes=given.max_size)
     if given.dry_run:
         _say(f"would remove {_amount(chosen)}")
         return 0
@@ -143,8 +143,8 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
 
 
 def _verify(root: Path, _given: argparse.Namespace) -> int:
-    began, found, users = time.perf_counter(), housekeeping.entries(root), _of_the_user(root)
-    damaged = [(entry, damage) for entry in [*found, *users] if (damage := housekeeping.find_damage(entry))]
+    began, entries, users = time.perf_counter(), housekeeping.entries(root), _of_the_user(root)
+    damaged = [(entry, damage) for entry in [*entries, *users] if (damage := housekeeping.find_damage(entry))]
     for entry, damage in damaged:
         aside = housekeeping.set_aside(entry)
         _say(f"{entry.folder}: {damage}; {f'set aside as {aside.name}' if aside else 'in use, left where it is'}")
@@ -154,7 +154,7 @@ def _verify(root: Path, _given: argparse.Namespace) -> int:
         _say(f"{path}: {damage}; set aside, to be measured again")
     count = len(damaged) + len(figures)
     own = f", {_amount(users)} of the user's own cache" if users else ""
-    _say(f"{_amount(found)}{own} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")
+    _say(f"{_amount(entries)}{own} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")
     return DAMAGED if count else 0
 
 
@@ -170,9 +170,9 @@ def _of_the_user(root: Path) -> list[CacheEntry]:
     return [entry for each in _roots(root)[1:] for entry in housekeeping.entries(each)]
 
 
-def _amount(found: Sequence[CacheEntry]) -> str:
-    one = "" if len(found) == 1 else "s"
-    return f"{len(found)} artifact{one} ({decimal(sum(entry.bytes for entry in found))})"
+def _amount(entries: Sequence[CacheEntry]) -> str:
+    one = "" if len(entries) == 1 else "s"
+    return f"{len(entries)} artifact{one} ({decimal(sum(entry.bytes for entry in entries))})"
 
 
 def _print(table: Table) -> None:

@@ -79,18 +79,18 @@ def _measure(folder: Path) -> Iterator[CacheEntry]:
 
 
 def choose(
-    found: Sequence[CacheEntry], *, older_than_seconds: float | None, max_bytes: int | None, now: float | None = None
+    entries: Sequence[CacheEntry], *, older_than_seconds: float | None, max_bytes: int | None, now: float | None = None
 ) -> list[CacheEntry]:
     """Return the entries to prune: those unused for so long, then the least recently used until the rest fits."""
     now = time.time() if now is None else now
-    chosen = [entry for entry in found if older_than_seconds is not None and now - entry.used > older_than_seconds]
-    kept = [entry for entry in found if entry not in chosen]
-    held = sum(entry.bytes for entry in kept)
-    for entry in sorted(kept, key=lambda entry: entry.used):
-        if max_bytes is None or held <= max_bytes:
+    chosen = [entry for entry in entries if older_than_seconds is not None and now - entry.used > older_than_seconds]
+    others = [entry for entry in entries if entry not in chosen]
+    total = sum(entry.bytes for entry in others)
+    for entry in sorted(others, key=lambda entry: entry.used):
+        if max_bytes is None or total <= max_bytes:
             break
         chosen.append(entry)
-        held -= entry.bytes
+        total -= entry.bytes
     return chosen
 
 
@@ -134,13 +134,13 @@ def find_damage(entry: CacheEntry) -> str | None:
 
 def damaged_figures(root: Path) -> dict[Path, str]:
     """Return what is wrong with each file of what was measured of the machine that isn't as it was written."""
-    found = {}
+    damaged = {}
     for path in sorted((root / MEASURED).glob("*.json")):
         try:
             read_sealed(path)
         except DamagedError as damage:
-            found[path] = str(damage)
-    return found
+            damaged[path] = str(damage)
+    return damaged
 
 
 def set_aside(entry: CacheEntry) -> Path | None:

@@ -104,26 +104,28 @@ class Leases:
     """The leases of one run. They end with ``release``, with this object, or with the process."""
 
     def __init__(self) -> None:
-        self._held: dict[Path, int] = {}
-        weakref.finalize(self, _end, self._held)  # and at the process's end while there still are functions to call
+        self._descriptors: dict[Path, int] = {}
+        weakref.finalize(
+            self, _end, self._descriptors
+        )  # and at the process's end while there still are functions to call
 
     def hold(self, path: Path) -> None:
         """Hold the lease ``path`` from now on; without one where none can be had.
 
         Waits while the pruner has it, which is as long as a rename takes. Call it before looking for what it keeps.
         """
-        if path not in self._held:
+        if path not in self._descriptors:
             with suppress(OSError):
-                self._held[path] = lock(path, exclusive=False)
+                self._descriptors[path] = lock(path, exclusive=False)
 
     def release(self) -> None:
         """End every lease."""
-        _end(self._held)
+        _end(self._descriptors)
 
 
-def _end(held: dict[Path, int]) -> None:
-    while held:
-        _close(held.popitem()[1])
+def _end(descriptors: dict[Path, int]) -> None:
+    while descriptors:
+        _close(descriptors.popitem()[1])
 
 
 @contextmanager

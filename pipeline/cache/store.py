@@ -86,18 +86,18 @@ class Store:
         there until it is on the disk, never published.
         """
         folder = self._folder(stage, key)
-        found = self.find(stage, key)
-        if found is not None:
-            return found, None, True
+        artifact = self.find(stage, key)
+        if artifact is not None:
+            return artifact, None, True
         with mendable(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
         self._leases.hold(lease_path(folder))
         self._leases.hold(self._root / SHARED)
         with locked(folder, work=f"builds {stage}") as grant:
             with mendable(folder.parent):
-                found = _settle(folder)
-            if found is not None:
-                return found, None, True
+                artifact = _settle(folder)
+            if artifact is not None:
+                return artifact, None, True
             alone = grant is Grant.HELD
             return _build(folder, write, resumes=resumes, alone=alone, model=self._model)
 
@@ -107,10 +107,10 @@ class Store:
         What can't be removed stays: a sweep never fails a run.
         """
         unused_since = time.time() - older_than_seconds
-        found: list[Path] = []
+        leftovers: list[Path] = []
         with suppress(OSError):
-            found = sorted(self._root.glob("*/.*"))
-        for path in found:
+            leftovers = sorted(self._root.glob("*/.*"))
+        for path in leftovers:
             with suppress(OSError):
                 if _is_leftover(path) and _newest(path) <= unused_since:
                     _sweep(path)
@@ -183,7 +183,7 @@ def _build(
     """Build the artifact. One that ``resumes`` goes on only where nobody else can be at it: it is ``alone``."""
     goes_on = alone and bool(resumes)
     building = folder.with_name(f"{BUILDING}{folder.name if goes_on else uuid.uuid4().hex}")
-    published, made = False, None
+    published, result = False, None
     try:
         with mendable(folder.parent):
             building.mkdir(exist_ok=goes_on)
@@ -192,12 +192,12 @@ def _build(
             if files is None:
                 _remove_strays(building, resumes)
         if files is None:
-            made = _write(building, write)
+            result = _write(building, write)
         with mendable(folder.parent):
             files = files or _seal(building, folder, resumes, model)
             _remove_unlisted(building, files)
             artifact, published = _publish(building, folder, files), True
-            return artifact, made, whole
+            return artifact, result, whole
     finally:
         if published or not goes_on:
             shutil.rmtree(building, ignore_errors=True)

@@ -110,9 +110,11 @@ def _files(folder: Path) -> Iterator[Path]:
 def _lock(runs: Sequence[_BundledRun]) -> str:
     """Return the versions that the runs were made with, as pip reads them."""
     lists = {run.name: dict(run.record.run.packages or {}) for run in runs}
-    known = {name: versions for name, versions in lists.items() if versions}  # a run from the cache imported nothing
+    versions_of = {
+        name: versions for name, versions in lists.items() if versions
+    }  # a run from the cache imported nothing
     merged: dict[str, str] = {}
-    for name, versions in known.items():
+    for name, versions in versions_of.items():
         for package, version in versions.items():
             if merged.setdefault(package, version) != version:
                 raise ConfigError(
@@ -178,14 +180,14 @@ def _data(run: Run) -> Mapping[str, Any]:
 
 def _told(run: _BundledRun) -> Iterator[str]:
     """Yield the lines about one run: its command, its commit, its weights by their digests, and its data."""
-    told = run.record.run
+    record = run.record.run
     yield f"`{_replay(run)}`"
     yield ""
-    environment = told.environment
-    yield f"- started {told.started}; offstage {environment.get('offstage')}, {_commit(environment)}"
-    if told.overrides:
-        yield f"- `offstage {' '.join(told.overrides)}`"
-    weights = told.inputs.weights if told.inputs is not None else None
+    environment = record.environment
+    yield f"- started {record.started}; offstage {environment.get('offstage')}, {_commit(environment)}"
+    if record.overrides:
+        yield f"- `offstage {' '.join(record.overrides)}`"
+    weights = record.inputs.weights if record.inputs is not None else None
     if weights is not None and weights.hub:
         yield f"- weights: {weights.hub.get('id')} at {weights.hub.get('revision')} of the Hub"
     for file in weights.files if weights is not None else ():
@@ -193,7 +195,7 @@ def _told(run: _BundledRun) -> Iterator[str]:
         digests = "; ".join(f"{kind} {digest}" for kind, digest in kinds.items() if digest)
         yield f"- {file.name}, {file.size} bytes; {digests}"
     for key, left in run.left_out.items():
-        yield f"- {key}: {left.name}, not in here, SHA-256 {_data(told).get(key)}"
+        yield f"- {key}: {left.name}, not in here, SHA-256 {_data(record).get(key)}"
 
 
 def _commit(environment: Mapping[str, Any]) -> str:
@@ -208,8 +210,8 @@ def _secrets(record: Mapping[str, Any]) -> Iterator[bytes]:
     texts = (leaf for leaf in scalars(record) if isinstance(leaf, str) and "@" in leaf)
     for word in (word for text in texts for word in text.split("=")):
         with suppress(ValueError):  # no address
-            told, at, _ = urlsplit(word).netloc.rpartition("@")
-            yield from [f"{told}@".encode()] if at and told else []
+            credentials, at, _ = urlsplit(word).netloc.rpartition("@")
+            yield from [f"{credentials}@".encode()] if at and credentials else []
 
 
 def _without(data: bytes, secrets: Iterable[bytes]) -> bytes:

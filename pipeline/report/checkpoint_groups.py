@@ -81,11 +81,13 @@ def _titles(firsts: Sequence[Job]) -> list[str]:
     apart = spread({str(index): flatten(_node(job)) for index, job in enumerate(firsts)})
     values = [{index: value for value, which in entry.values for index in which} for entry in apart if entry.differs]
     keys = [entry.key for entry in apart if entry.differs]
-    told = [
+    details = [
         ", ".join(f"{key}={value[str(index)]}" for key, value in zip(keys, values, strict=True) if key != "path")
         for index in range(len(firsts))
     ]
-    return [title if titles.count(title) == 1 else f"{title}, {more}" for title, more in zip(titles, told, strict=True)]
+    return [
+        title if titles.count(title) == 1 else f"{title}, {more}" for title, more in zip(titles, details, strict=True)
+    ]
 
 
 def _labels(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, str]:

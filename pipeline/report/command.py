@@ -100,14 +100,14 @@ def _bundle(options: argparse.Namespace) -> None:
     from offstage.pipeline.report.summary import summarise
 
     paths: Sequence[Path] = options.bundle
-    found = find(paths)
-    if found.problems:
-        raise StorageError(f"{found.problems[0].path}: {found.problems[0].reason}; give runs that can be read")
+    runs = find(paths)
+    if runs.problems:
+        raise StorageError(f"{runs.problems[0].path}: {runs.problems[0].reason}; give runs that can be read")
     target = options.output or Path(f"{paths[0].resolve().name}{SUFFIX}")
-    texts = _texts(summarise(found), options, title=", ".join(path.name for path in paths))
-    count = bundle([job.run.folder / RECORD for job in found.jobs], texts, target)
+    texts = _texts(summarise(runs), options, title=", ".join(path.name for path in paths))
+    count = bundle([job.run.folder / RECORD for job in runs.jobs], texts, target)
     Screen().print(
-        f"{target}: {len(found.jobs)} run{'s' * (len(found.jobs) != 1)}, {count} files", markup=False, soft_wrap=True
+        f"{target}: {len(runs.jobs)} run{'s' * (len(runs.jobs) != 1)}, {count} files", markup=False, soft_wrap=True
     )
 
 

@@ -50,22 +50,22 @@ class RunComparison:
 def compare_runs(before: Run, after: Run) -> RunComparison:
     """Return what changed from ``before`` to ``after``."""
     runs, table = (before, after), metric_table(after).joined(metric_table(before))
-    found = compare(before, after)
+    comparison = compare(before, after)
     status = [(run.status, " ".join(run.reason.split())) for run in runs]
     ended = [
         Change(name, *pair) for name, *pair in zip(("status", "reason"), *status, strict=True) if len(set(pair)) > 1
     ]
-    held = [replace(change, place=change.place.replace(".", " ", 1)) for change in found.memory]
+    memory = [replace(change, place=change.place.replace(".", " ", 1)) for change in comparison.memory]
     sections = (
         _section("Status", ended),
-        _section("Config", found.config),
-        _section("Environment", found.environment),
-        _section("Model", found.model, unit=lambda key, _: "bytes" if key == "bytes" else "count"),
-        _section("Plan", found.moved),
-        _section("Inputs", found.why),
-        _section("Memory", held, unit=lambda place, _: table.unit(f"memory.{place}")),
-        _section("Speed", found.metrics, unit=table.unit),
-        Section("Tokens", (), _outputs(found, before, after)),
+        _section("Config", comparison.config),
+        _section("Environment", comparison.environment),
+        _section("Model", comparison.model, unit=lambda key, _: "bytes" if key == "bytes" else "count"),
+        _section("Plan", comparison.moved),
+        _section("Inputs", comparison.why),
+        _section("Memory", memory, unit=lambda place, _: table.unit(f"memory.{place}")),
+        _section("Speed", comparison.metrics, unit=table.unit),
+        Section("Tokens", (), _outputs(comparison, before, after)),
     )
     return RunComparison(before.folder, after.folder, sections)
 
@@ -78,7 +78,7 @@ def _told(place: str, value: object, unit: Callable[[str, Any], Unit] | None) ->
 
 def _section(title: str, changes: Iterable[Change], *, unit: Callable[[str, Any], Unit] | None = None) -> Section:
     """Return ``changes`` as they are written, or in the ``unit`` of a name and its value and with their ratio."""
-    told = tuple(
+    rows = tuple(
         ChangedValue(
             change.place,
             _told(change.place, change.then, unit),
@@ -87,7 +87,7 @@ def _section(title: str, changes: Iterable[Change], *, unit: Callable[[str, Any]
         )
         for change in changes
     )
-    return Section(title, told, () if told else (_SAME,), unit is not None)
+    return Section(title, rows, () if rows else (_SAME,), unit is not None)
 
 
 def _ratio(change: Change) -> str:
@@ -98,7 +98,7 @@ def _ratio(change: Change) -> str:
     return f"{other / one:.2f}" if isinstance(one, int | float) and isinstance(other, int | float) and one else MISSING
 
 
-def _outputs(found: Comparison, before: Run, after: Run) -> tuple[str, ...]:
+def _outputs(comparison: Comparison, before: Run, after: Run) -> tuple[str, ...]:
     """Return in words whether the outputs are the same, and where not, the first that differs of each."""
     without = " nor ".join(name for name, run in (("A", before), ("B", after)) if not run.outputs)
     if without:
@@ -106,5 +106,5 @@ def _outputs(found: Comparison, before: Run, after: Run) -> tuple[str, ...]:
     lines = [f"A has {len(before.outputs)} answers, B has {len(after.outputs)}."]
     pairs = enumerate(zip(before.outputs, after.outputs, strict=False))
     prompts = [f"Prompt {number}: the prompts differ." for number, (one, other) in pairs if one.title != other.title]
-    told = [*lines * (len(before.outputs) != len(after.outputs)), *prompts, *map(str, found.differences)]
-    return tuple(told) or (f"The same {found.kind}.",)
+    sentences = [*lines * (len(before.outputs) != len(after.outputs)), *prompts, *map(str, comparison.differences)]
+    return tuple(sentences) or (f"The same {comparison.kind}.",)

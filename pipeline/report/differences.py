@@ -102,9 +102,9 @@ _SHORT = 12
 
 def conditions(jobs: Sequence[Job]) -> tuple[Spread, ...]:
     """Return what was measured and on what: the model, what was asked of it, the machine and the versions."""
-    told = spread({job.name: _told(job.run) for job in jobs})
-    known = (Spread(one.key, tuple(each for each in one.values if each[0] != ABSENT)) for one in told)
-    return (*known, *_versions(jobs), *_dates(jobs))
+    spreads = spread({job.name: _told(job.run) for job in jobs})
+    present = (Spread(one.key, tuple(each for each in one.values if each[0] != ABSENT)) for one in spreads)
+    return (*present, *_versions(jobs), *_dates(jobs))
 
 
 def _told(run: Run) -> dict[str, str]:
@@ -114,7 +114,7 @@ def _told(run: Run) -> dict[str, str]:
     size = tell(run.model.bytes, "bytes") if run.model.bytes else ""
     dtypes = sorted(run.model.parameters, key=lambda name: -(run.model.parameters[name] or 0))
     hosts = Counter(host.cpu or ("an unknown processor" if host.record else "planned for") for host in run.hosts)
-    told = {
+    facts = {
         "model": _joined(run.model.class_name, count),
         "checkpoint": _checkpoint(run.config.get("model")),
         "dtype": _joined(*dtypes, size) if dtypes else asked if run.status == "completed" else "",
@@ -125,7 +125,7 @@ def _told(run: Run) -> dict[str, str]:
         "platform": str(run.environment.get("platform") or ""),
         "repository": _commit(run.environment.get("repository")),
     }
-    return {name: words for name, words in told.items() if words}
+    return {name: words for name, words in facts.items() if words}
 
 
 def _joined(*parts: str) -> str:
@@ -167,15 +167,15 @@ def _from_to(counts: Sequence[int]) -> str:
 
 
 def _machine(environment: Mapping[str, Any]) -> str:
-    known = {key: environment.get(key) for key in _MACHINE}
-    known["cores_allowed"] = None if known["cores_allowed"] == known["cores"] else known["cores_allowed"]
-    values = {key: _size(value) if "bytes" in key else value for key, value in known.items() if value}
-    told = _joined(*(_MACHINE[key].format(value) for key, value in values.items()))
+    figures = {key: environment.get(key) for key in _MACHINE}
+    figures["cores_allowed"] = None if figures["cores_allowed"] == figures["cores"] else figures["cores_allowed"]
+    values = {key: _size(value) if "bytes" in key else value for key, value in figures.items() if value}
+    hardware = _joined(*(_MACHINE[key].format(value) for key, value in values.items()))
     listed = environment.get("accelerators")
     every = [one if isinstance(one, dict) else {"name": one} for one in (listed if isinstance(listed, list) else ())]
     names = Counter(f"{one.get('name')} ({_size(one.get('memory_bytes'))})" for one in every)
     accelerators = ", ".join(f"{count}x {name}" for name, count in names.items()) or "no accelerator"
-    return f"{told}; {accelerators}" if told else ""
+    return f"{hardware}; {accelerators}" if hardware else ""
 
 
 def _size(value: Any) -> str:
@@ -194,10 +194,12 @@ def _versions(jobs: Sequence[Job]) -> list[Spread]:
 def _packages(run: Run) -> dict[str, str]:
     """Return package → version of those that are installed, offstage's with its commit."""
     said = run.environment
-    found = {name: one for name, one in said.items() if isinstance(one, str) and name not in _NO_PACKAGES}
-    if "offstage" in found and (commit := _commit({"commit": said.get("git_commit"), "dirty": said.get("git_dirty")})):
-        found["offstage"] += f" at {commit}"
-    return found
+    packages = {name: one for name, one in said.items() if isinstance(one, str) and name not in _NO_PACKAGES}
+    if "offstage" in packages and (
+        commit := _commit({"commit": said.get("git_commit"), "dirty": said.get("git_dirty")})
+    ):
+        packages["offstage"] += f" at {commit}"
+    return packages
 
 
 def _commit(state: object) -> str:

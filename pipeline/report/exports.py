@@ -64,11 +64,11 @@ def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
     row |= {"error_stage": error.stage or "", "error_type": error.type, "reason": run.reason}
     row |= settings
     for section in MEMORY:
-        held = getattr(run.memory, section)
-        row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
+        amounts = getattr(run.memory, section)
+        row |= {f"{section}_bytes.{device}": amounts[device] for device in in_tier_order(amounts)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row |= {"model.class": run.model.class_name, "model.parameters": run.model.count}
-    row["provenance"] = run.provenance.told() if run.memory.measured else ""
+    row["provenance"] = run.provenance.describe() if run.memory.measured else ""
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
     return row
@@ -117,7 +117,12 @@ def _group(group: CheckpointGroup) -> dict[str, Any]:
 
 def _output(output: Output) -> dict[str, Any]:
     length = output.prompt_tokens
-    return {"prompt": output.title, "text": output.told, "token_ids": output.token_ids or (), "prompt_tokens": length}
+    return {
+        "prompt": output.title,
+        "text": output.description,
+        "token_ids": output.token_ids or (),
+        "prompt_tokens": length,
+    }
 
 
 def _job(job: Job) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def _job(job: Job) -> dict[str, Any]:
         "job": job.name,
         "folder": str(run.folder),
         "reason": run.reason,
-        "provenance": run.provenance.told() if run.memory.measured else None,
+        "provenance": run.provenance.describe() if run.memory.measured else None,
         **{section: encode(getattr(run, section)) for section in _SECTIONS},
         "units": {name: table.unit(name, value) for name, value in run.metrics.items() if not isinstance(value, str)},
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],

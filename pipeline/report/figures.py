@@ -123,7 +123,7 @@ def linked(text: str, link: str) -> str:
     return f'<a href="{escape(link)}" target="_self">{escape(text)}</a>' if link else str(escape(text))
 
 
-def told(*lines: str) -> str:
+def hover_text(*lines: str) -> str:
     """Return what is shown beside the pointer, those of ``lines`` that say something."""
     return "<br>".join(str(escape(shorten(line, 90))) for line in lines if line)
 
@@ -145,5 +145,5 @@ def told_first(count: int, every: int) -> str:
 
 def device_colour(device: str) -> str:
     """Return the colour of a device; past the last accelerator's colour they begin again, and names say which."""
-    known = {"cpu": "cpu", "disk": "disk"}
-    return colour(f"d{int(device) % 4}" if device.isdecimal() else known.get(device, "disk"))
+    colour_names = {"cpu": "cpu", "disk": "disk"}
+    return colour(f"d{int(device) % 4}" if device.isdecimal() else colour_names.get(device, "disk"))

@@ -41,7 +41,7 @@ class Noise:
         """How many pairs are within the noise."""
         return sum(map(len, self.like.values())) // 2
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return it in a sentence, empty where nothing was compared."""
         if not self.pairs:
             return ""
@@ -91,8 +91,10 @@ def told_repeats(job: Job) -> str:
 
     Empty where a single one says nothing but itself.
     """
-    found = job.run.provenance
-    parts = [f"{found.earlier} earlier"] * bool(found.earlier) + [f"{found.contended} contended"] * bool(
-        found.contended
+    provenance = job.run.provenance
+    parts = [f"{provenance.earlier} earlier"] * bool(provenance.earlier) + [f"{provenance.contended} contended"] * bool(
+        provenance.contended
     )
-    return ", ".join([str(found.repeats), *parts]) if job.run.counting and (found.repeats > 1 or parts) else ""
+    return (
+        ", ".join([str(provenance.repeats), *parts]) if job.run.counting and (provenance.repeats > 1 or parts) else ""
+    )

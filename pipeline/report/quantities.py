@@ -52,9 +52,9 @@ def scale_for(values: Iterable[Number | None], kind: Unit) -> Scale:
     """Return the unit in which the largest of ``values``, which are in the unit ``kind``, reads best."""
     if kind.endswith(A_SECOND):
         base = kind.removesuffix(A_SECOND)
-        known = base in _UNITS
-        scale = scale_for(values, base if known else "rate")
-        return replace(scale, unit=f"{scale.unit}{A_SECOND}" if known else kind)
+        has_unit = base in _UNITS
+        scale = scale_for(values, base if has_unit else "rate")
+        return replace(scale, unit=f"{scale.unit}{A_SECOND}" if has_unit else kind)
     largest = max((abs(value) for value in values if value is not None), default=0)
     units = _UNITS[kind]
     size, unit = next(((size, unit) for size, unit in units if largest >= size), units[-1])

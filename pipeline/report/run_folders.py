@@ -77,13 +77,13 @@ def find(paths: Sequence[Path], *, page_folder: Path | None = None) -> Found:
 
 def find_one(path: Path) -> Run:
     """Return the one run that ``path`` names. Raises ``StorageError`` where it holds none, or several."""
-    found = find([path])
-    if found.problems:
-        raise StorageError(f"{found.problems[0].path}: {found.problems[0].reason}; give the folder of another run")
-    if len(found.jobs) > 1:
-        names = ", ".join(job.run.folder.name for job in found.jobs[:4])
-        raise StorageError(f"{path}: {len(found.jobs)} runs there ({names}, …); give the folder of one")
-    return found.jobs[0].run
+    runs = find([path])
+    if runs.problems:
+        raise StorageError(f"{runs.problems[0].path}: {runs.problems[0].reason}; give the folder of another run")
+    if len(runs.jobs) > 1:
+        names = ", ".join(job.run.folder.name for job in runs.jobs[:4])
+        raise StorageError(f"{path}: {len(runs.jobs)} runs there ({names}, …); give the folder of one")
+    return runs.jobs[0].run
 
 
 def _candidates(path: Path) -> Iterator[tuple[Path, str]]:

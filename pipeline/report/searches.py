@@ -19,16 +19,16 @@ holds JSON, which is YAML too."""
 def search_facts(jobs: Sequence[Job]) -> Iterator[tuple[str, str, str]]:
     """Yield what each search among ``jobs`` came to: a name, the best number, and of which job within which limits."""
     for folder in dict.fromkeys(job.run.folder.parent for job in jobs):
-        found = read_object(folder / RESULTS)
-        if not found:
+        results = read_object(folder / RESULTS)
+        if not results:
             continue
-        made = f"{found.get('jobs')} jobs of {found.get('trials')} trials"
-        best = next((job for job in jobs if job.run.folder == folder / str(found.get("best_job"))), None)
+        extent = f"{results.get('jobs')} jobs of {results.get('trials')} trials"
+        best = next((job for job in jobs if job.run.folder == folder / str(results.get("best_job"))), None)
         objective = _objective(best.run) if best is not None else None
         if best is None or objective is None:
-            yield ("search", "no answer", f"none of {made} completed within the objective's limits")
+            yield ("search", "no answer", f"none of {extent} completed within the objective's limits")
         else:
-            why = f"{best.name}, best of {made}: {tell_objective(objective)}"
+            why = f"{best.name}, best of {extent}: {tell_objective(objective)}"
             yield ("search", tell(objective.value, objective.unit), why)
 
 
@@ -36,8 +36,8 @@ def tell_objective(objective: Objective) -> str:
     """Return in words what a run came to, and its limits."""
     words = [f"{objective.name} {tell(objective.value, objective.unit)}"]
     for limit in objective.limits:
-        side, told = "at most" if limit.is_most else "at least", tell(limit.limit, limit.unit)
-        words.append(f"{limit.name} {tell(limit.value, limit.unit)} ({side} {told})")
+        side, amount = "at most" if limit.is_most else "at least", tell(limit.limit, limit.unit)
+        words.append(f"{limit.name} {tell(limit.value, limit.unit)} ({side} {amount})")
     return ", ".join(words)
 
 

@@ -61,11 +61,11 @@ class Front:
     best: tuple[Point, ...]
 
 
-def total(held: Bytes) -> Number | None:
+def total(amounts: Bytes) -> Number | None:
     """Return the bytes of all devices but the disk, None where one is unlimited or none is known."""
-    values = [count for device, count in held.items() if device != DISK]
-    known = [count for count in values if count is not None]
-    return sum(known) if values and len(known) == len(values) else None
+    values = [count for device, count in amounts.items() if device != DISK]
+    counts = [count for count in values if count is not None]
+    return sum(counts) if values and len(counts) == len(values) else None
 
 
 def speed_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Series, ...]:
@@ -77,10 +77,10 @@ def speed_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Se
     for job in jobs:
         if _points([job], SECONDS):
             groups.setdefault(names[job.name], []).append(job)
-    kept = sorted(groups, key=lambda name: -len(groups[name]))[:MOST_SERIES]
+    largest = sorted(groups, key=lambda name: -len(groups[name]))[:MOST_SERIES]
     merged: dict[str, list[Job]] = {}
     for name, group in groups.items():
-        merged.setdefault(name if name in kept else OTHERS, []).extend(group)
+        merged.setdefault(name if name in largest else OTHERS, []).extend(group)
     return tuple(_series(name, group) for name, group in merged.items())
 
 
@@ -103,16 +103,20 @@ def _series(name: str, jobs: Sequence[Job]) -> Series:
 
 def _with_spread(job: Job, point: Point) -> Point:
     """Return ``point`` with how far the repeats of ``job`` lie apart, and where they come from."""
-    times, found = token_times(job), job.run.provenance
+    times, provenance = token_times(job), job.run.provenance
     ends = [*times, point.y]  # a record may say that its figure isn't among its repeats
     spread = (min(ends), max(ends)) if len(times) > 1 else (None, None)
-    return replace(point, least=spread[0], largest=spread[1], cached=found.is_cached, contended=bool(found.contended))
+    return replace(
+        point, least=spread[0], largest=spread[1], cached=provenance.is_cached, contended=bool(provenance.contended)
+    )
 
 
 def _points(jobs: Sequence[Job], metric: str) -> tuple[Point, ...]:
     """Return the jobs that have a budget and a value of ``metric``, by their budgets."""
-    found = [(job, total(job.run.memory.budget), job.run.metric(metric)) for job in jobs]
-    points = [Point(job.name, x, y, link=job.link) for job, x, y in found if x is not None and y is not None and y >= 0]
+    measured = [(job, total(job.run.memory.budget), job.run.metric(metric)) for job in jobs]
+    points = [
+        Point(job.name, x, y, link=job.link) for job, x, y in measured if x is not None and y is not None and y >= 0
+    ]
     return tuple(sorted(points, key=lambda point: point.x))
 
 
@@ -121,10 +125,10 @@ def pareto(jobs: Sequence[Job]) -> Front:
 
     A job is on the front where no other takes as little memory or less and is as fast or faster, one of them strictly.
     """
-    found = [(job, total(known(job.run.memory.measured)), job.run.metric(RATE)) for job in jobs]
+    measured = [(job, total(known_bytes(job.run.memory.measured)), job.run.metric(RATE)) for job in jobs]
     points = [
         Point(job.name, x, y, cached=job.run.provenance.is_cached, link=job.link)
-        for job, x, y in found
+        for job, x, y in measured
         if x is not None and y is not None
     ]
     points.sort(key=lambda point: (point.x, -point.y))
@@ -136,6 +140,6 @@ def pareto(jobs: Sequence[Job]) -> Front:
     return Front(tuple(points), tuple(best))
 
 
-def known(held: Bytes) -> Mapping[str, Number]:
+def known_bytes(amounts: Bytes) -> Mapping[str, Number]:
     """Return the devices whose bytes are known."""
-    return {device: count for device, count in held.items() if count is not None}
+    return {device: count for device, count in amounts.items() if count is not None}

@@ -48,13 +48,13 @@ class Summary:
     noise: Noise
 
 
-def summarise(found: Found) -> Summary:
-    """Return what there is to say about the jobs that were ``found``."""
-    jobs, differences, groups = found.jobs, config_differences(found.jobs), group_jobs(found.jobs)
+def summarise(runs: Found) -> Summary:
+    """Return what there is to say about the jobs of ``runs``."""
+    jobs, differences, groups = runs.jobs, config_differences(runs.jobs), group_jobs(runs.jobs)
     within = joined_noise(groups)
     return Summary(
         jobs=jobs,
-        problems=found.problems,
+        problems=runs.problems,
         statuses=tuple(Counter(job.run.status for job in jobs).most_common()),
         table=job_table(jobs, differences, within, checkpoints=_checkpoints(groups)),
         failures=_failures(jobs),

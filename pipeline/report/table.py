@@ -68,8 +68,8 @@ def job_table(
         *_links(jobs, table),
         *_peaks(jobs),
     ]
-    told = [column for column in columns if set(column.cells) - {MISSING}]
-    return tuple(replace(column, cells=tuple(shorten(cell, _LONGEST) for cell in column.cells)) for column in told)
+    filled = [column for column in columns if set(column.cells) - {MISSING}]
+    return tuple(replace(column, cells=tuple(shorten(cell, _LONGEST) for cell in column.cells)) for column in filled)
 
 
 def _joined(tables: Iterable[MetricTable]) -> MetricTable:
@@ -114,13 +114,13 @@ def _repeats(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Col
     """Return the columns of how far the repeats of a token's time lie apart, how many there are, and of the noise."""
     times, of = [times if len(times := token_times(job)) > 1 else [] for job in jobs], table.find(SECONDS)
     title, unit = (of.title, of.unit) if of else ("", table.unit(SECONDS))
-    found = [
+    columns = [
         _numbers(f"{title}, least", unit, [min(each, default=None) for each in times]),
         _numbers(f"{title}, largest", unit, [max(each, default=None) for each in times]),
         Column("repeats", "", tuple(told_repeats(job) or MISSING for job in jobs)),
         *_noise(jobs, within),
     ]
-    return [replace(column, detail="aside") for column in found]
+    return [replace(column, detail="aside") for column in columns]
 
 
 def _noise(jobs: Sequence[Job], within: Noise) -> list[Column]:
@@ -131,9 +131,9 @@ def _noise(jobs: Sequence[Job], within: Noise) -> list[Column]:
     return [Column("within the noise of", "", tuple(cells))]
 
 
-def devices(jobs: Sequence[Job], held: Callable[[Run], Bytes]) -> list[str]:
-    """Return every device but the disk that ``held`` has a number for, in the order of the tiers."""
-    return [device for device in in_tier_order(name for job in jobs for name in held(job.run)) if device != DISK]
+def devices(jobs: Sequence[Job], bytes_of: Callable[[Run], Bytes]) -> list[str]:
+    """Return every device but the disk that ``bytes_of`` has a number for, in the order of the tiers."""
+    return [device for device in in_tier_order(name for job in jobs for name in bytes_of(job.run)) if device != DISK]
 
 
 def _setting(jobs: Sequence[Job], entry: Spread) -> Column:
@@ -179,14 +179,14 @@ def _peaks(jobs: Sequence[Job]) -> list[Column]:
     """
     peaks = {"": [job.run.memory.measured for job in jobs]}
     for host in range(max((len(job.run.hosts) for job in jobs), default=0)):
-        found = [next(iter(job.run.hosts[host : host + 1]), HostRun()) for job in jobs]
+        hosts = [next(iter(job.run.hosts[host : host + 1]), HostRun()) for job in jobs]
         if host:  # the run itself is of host 0
-            peaks[f"host {host}, "] = [each.memory.measured for each in found]
-        peaks[f"host {host}, predicted "] = [{} if each.record else each.memory.predicted for each in found]
+            peaks[f"host {host}, "] = [each.memory.measured for each in hosts]
+        peaks[f"host {host}, predicted "] = [{} if each.record else each.memory.predicted for each in hosts]
     return [
-        _numbers(f"{before}peak {device}", "bytes", [held.get(device) for held in each])
+        _numbers(f"{before}peak {device}", "bytes", [amounts.get(device) for amounts in each])
         for before, each in peaks.items()
-        for device in in_tier_order(name for held in each for name in held)
+        for device in in_tier_order(name for amounts in each for name in amounts)
         if device != DISK
     ]
 

@@ -31,7 +31,7 @@ def show_summary(screen: Console, summary: Summary) -> None:
     if len(summary.jobs) > MOST_ROWS:
         screen.print(f"\nThe first {MOST_ROWS} of {len(summary.jobs):,} jobs; the page has them all.")
     if summary.noise.pairs:
-        screen.print(f"\n{escape(summary.noise.told())}")
+        screen.print(f"\n{escape(summary.noise.describe())}")
     for failure in summary.failures[:MOST_ROWS]:
         names = listed([job.name for job in failure.jobs])
         screen.print(f"\n{escape(names)} {escape(failure.status)}: {escape(failure.reason)}")

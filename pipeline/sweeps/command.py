@@ -59,5 +59,5 @@ def resume(folder: Path) -> NoReturn:
 
 def _quoted(folder: Path) -> str:
     """Return ``folder`` as Hydra's grammar takes any text: quotes, and backslashes before one, are escaped."""
-    text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(folder))
+    text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), str(folder))
     return f"'{text}'"

@@ -86,9 +86,9 @@ def compose_job(by: SweepComposition, number: int, overrides: Sequence[str]) -> 
         subdir = str(OmegaConf.select(composed, "hydra.sweep.subdir", throw_on_missing=True))
         composed.hydra.runtime.output_dir = os.path.normpath(by.folder / subdir)
     own = tuple(str(each) for each in composed.hydra.overrides.task)
-    known = SweepJob(number, own, subdir, fingerprint(_without_hydra(composed)))
+    job = SweepJob(number, own, subdir, fingerprint(_without_hydra(composed)))
     with _set_in_hydra(composed):
-        return ComposedJob(known, _prepare(by, composed, known), dict(_files(composed)))
+        return ComposedJob(job, _prepare(by, composed, job), dict(_files(composed)))
 
 
 @contextmanager
@@ -108,18 +108,18 @@ def compose_grid(by: SweepComposition, arguments: Sequence[str]) -> list[Compose
     Raises:
         ConfigError: all that is wrong with the jobs, before the first begins.
     """
-    found: list[ComposedJob] = []
+    jobs: list[ComposedJob] = []
     faults: dict[str, None] = {}
     for number, overrides in enumerate(_combinations(by, arguments)):
         try:
-            found.append(compose_job(by, number, overrides))
+            jobs.append(compose_job(by, number, overrides))
         except COMPOSING_ERRORS as error:
             faults[one_line(error)] = None
         except ConfigError as error:
             faults[str(error)] = None
     if faults:
         raise ConfigError("\n".join(faults))
-    return found
+    return jobs
 
 
 def _combinations(by: SweepComposition, arguments: Sequence[str]) -> Iterator[list[str]]:
@@ -129,14 +129,14 @@ def _combinations(by: SweepComposition, arguments: Sequence[str]) -> Iterator[li
     yield from BasicSweeper.split_arguments(overrides, None)[0]
 
 
-def _prepare(by: SweepComposition, composed: DictConfig, known: SweepJob) -> PreparedJob:
+def _prepare(by: SweepComposition, composed: DictConfig, job: SweepJob) -> PreparedJob:
     hydra = composed.hydra
     variables = {str(name): str(value) for name, value in hydra.job.env_set.items()}
     with env_override(variables):  # the job's own interpolations may name them
         config, fault = _resolved(composed)
     return PreparedJob(
-        number=known.number,
-        overrides=known.overrides,
+        number=job.number,
+        overrides=job.overrides,
         sweep=str(by.folder),
         folder=str(hydra.runtime.output_dir),
         config=config,

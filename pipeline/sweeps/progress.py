@@ -10,7 +10,7 @@ from datetime import datetime
 
 from offstage.pipeline.run_schema import Run
 from offstage.pipeline.sweeps.record import Sweep, own_overrides
-from offstage.pipeline.sweeps.results import begun, settled, told
+from offstage.pipeline.sweeps.results import begun, describe_counts, settled
 from offstage.pipeline.terminal import shorten, show_line
 
 _REFRESH_SECONDS = 1.0
@@ -30,7 +30,7 @@ class SweepProgress:
         self._ended, self._began, self._last_end, self._shown = 0, 0.0, 0.0, 0.0
         self._at_work: dict[int, float] = {}
         if sweep.resumed:
-            _say(f"resumed: {told(Counter(state.status for state in states))}, {shorten(sweep.folder)}")
+            _say(f"resumed: {describe_counts(Counter(state.status for state in states))}, {shorten(sweep.folder)}")
 
     def begin(self, numbers: Collection[int]) -> None:
         """Say that these jobs were begun, or queued."""

@@ -122,25 +122,25 @@ class SweepRecord:
         if self.foreseen and len(self.jobs) != len(other.jobs):
             raise _other_sweep(folder, f"{len(self.jobs)} jobs there, {len(other.jobs)} here")
         # of a sweep that was moved with its project relative paths mean the same
-        known = self if Path(self.cwd).is_dir() else replace(self, cwd=other.cwd)
+        sweep = self if Path(self.cwd).is_dir() else replace(self, cwd=other.cwd)
         count = min(len(self.jobs), len(other.jobs))  # those of a search come one by one
-        _refuse_differing(folder, known._compared(count), other._compared(count))
+        _refuse_differing(folder, sweep._compared(count), other._compared(count))
 
     def refuse_job(self, folder: Path, job: SweepJob) -> None:
         """Raise a ``ConfigError`` where this sweep, that of ``folder``, has another job of the number of ``job``."""
-        for known in self.jobs:
-            if known.number == job.number:
-                _refuse_differing(folder, _typed(known) | _composed(known), _typed(job) | _composed(job))
+        for own in self.jobs:
+            if own.number == job.number:
+                _refuse_differing(folder, _typed(own) | _composed(own), _typed(job) | _composed(job))
 
     def _compared(self, count: int) -> dict[str, Any]:
         """Return what another sweep is held against, with the first ``count`` jobs: what was typed comes first."""
-        found: dict[str, Any] = {"hydra.sweeper": self.sweeper}
+        values: dict[str, Any] = {"hydra.sweeper": self.sweeper}
         for job in self.jobs[:count]:
-            found |= _typed(job)
-        found |= {**self.base, "the folder that its command ran in": self.cwd}
+            values |= _typed(job)
+        values |= {**self.base, "the folder that its command ran in": self.cwd}
         for job in self.jobs[:count]:
-            found |= _composed(job)
-        return found
+            values |= _composed(job)
+        return values
 
     def _text(self) -> str:
         return json.dumps({"schema_version": _VERSION, **asdict(self)}, indent=1, default=str) + "\n"
@@ -155,8 +155,8 @@ def _composed(job: SweepJob) -> dict[str, Any]:
     return {composed: job.config[:_SHORT], f"the folder of job {job.number}": job.folder}
 
 
-def _refuse_differing(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    for first in islice(changes(there, here), 1):
+def _refuse_differing(folder: Path, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    for first in islice(changes(recorded, current), 1):
         raise _other_sweep(folder, f"{first.place} is {first.then!r} there, {first.now!r} here")
 
 

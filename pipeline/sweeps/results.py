@@ -85,13 +85,13 @@ def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collec
         table.add_row(str(job.number), escape(own[job.number]), *cells, escape(job.folder))  # in that of the line below
     console.print(table)
     count = Counter(state.status for state in states.values())
-    console.print(f"\n{told(count)}, {escape(shorten(folder))}")
+    console.print(f"\n{describe_counts(count)}, {escape(shorten(folder))}")
     goes_on = sweep.foreseen or count["interrupted"]  # a search takes failures as told
     if goes_on and count["completed"] < len(states):
         console.print(escape(f"to run what isn't completed: {resume_command(Path(shorten(folder)))}"))
 
 
-def told(count: Mapping[str, int]) -> str:
+def describe_counts(count: Mapping[str, int]) -> str:
     """Return how many jobs have which status, in words: ``2 of 12 completed, 1 interrupted, 9 not begun``."""
     others = [f"{number} {status}" for status, number in count.items() if number and status != "completed"]
     return ", ".join([f"{count.get('completed', 0)} of {sum(count.values())} completed", *others])
@@ -128,5 +128,5 @@ def _figures(run: Run) -> str:
     """Return whether the job measured its metrics itself, how often, and whether others used the processor then."""
     if run.status != "completed" or not run.memory.measured:
         return ""
-    found = run.provenance
-    return found.told() + f", {found.contended} contended" * bool(found.contended)
+    provenance = run.provenance
+    return provenance.describe() + f", {provenance.contended} contended" * bool(provenance.contended)

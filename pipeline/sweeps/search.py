@@ -152,26 +152,26 @@ class SearchStudy:
         """Tell Optuna what a trial came to. A failed one is as bad as the worst, so that others like it are avoided."""
         from optuna.trial import TrialState
 
-        known = [tried.objective for tried in self._tried.values() if tried.objective is not None]
-        if not known:
+        objectives = [tried.objective for tried in self._tried.values() if tried.objective is not None]
+        if not objectives:
             self._study.tell(trial, state=TrialState.PRUNED)
             return
         trial.set_constraint(_ENDED, 1.0 if objective is None else -1.0)
-        for place, limit in enumerate(known[0].limits):
-            worst = max(1.0, *(each.limits[place].excess for each in known))
+        for place, limit in enumerate(objectives[0].limits):
+            worst = max(1.0, *(each.limits[place].excess for each in objectives))
             excess = worst if objective is None else objective.limits[place].excess
             trial.set_constraint(f"{limit.name} {limit.is_most}", excess)
-        values = [each.value for each in known]
+        values = [each.value for each in objectives]
         worst_value = max(values) if self._direction == "minimize" else min(values)
         self._study.tell(trial, worst_value if objective is None else objective.value)
 
     def best(self) -> Tried | None:
         """Return the best of the jobs that kept all limits, the first of several; null where none did."""
         sign = 1 if self._direction == "minimize" else -1
-        known = [
+        candidates = [
             (sign * each.objective.value, each) for each in self.tried if each.objective and each.objective.is_within
         ]
-        return min(known, key=lambda pair: pair[0])[1] if known else None
+        return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
 
 class OptunaSearch(JobSweeper):
@@ -224,16 +224,16 @@ class OptunaSearch(JobSweeper):
         from offstage.pipeline.report.searches import RESULTS
 
         best, jobs = study.best(), len(study.tried)
-        found: dict[str, Any] = {"name": "optuna", "direction": self.direction}
-        found |= {"trials": self.n_trials, "jobs": jobs}
+        results: dict[str, Any] = {"name": "optuna", "direction": self.direction}
+        results |= {"trials": self.n_trials, "jobs": jobs}
         if best is not None and best.objective is not None:
             given = dict(override.split("=", 1) for override in best.proposal)
-            found |= {
+            results |= {
                 "best_params": {key: given[key] for key in searched},
                 "best_value": best.objective.value,
                 "best_job": best.number,
             }
-        replace_file(folder / RESULTS, json.dumps(found, indent=2) + "\n")
+        replace_file(folder / RESULTS, json.dumps(results, indent=2) + "\n")
         self.conclusion = _told(best, jobs=jobs, trials=self.n_trials)
 
 
@@ -274,7 +274,7 @@ def _came_to(folder: Path, job: SweepJob) -> Objective | None:
 def _told(best: Tried | None, *, jobs: int, trials: int) -> str:
     from offstage.pipeline.report.searches import tell_objective
 
-    made = f"{jobs} job{'s' * (jobs != 1)} of {trials} trial{'s' * (trials != 1)}"
+    extent = f"{jobs} job{'s' * (jobs != 1)} of {trials} trial{'s' * (trials != 1)}"
     if best is None or best.objective is None:
-        return f"search: none of {made} completed within the objective's limits"
-    return f"search: the best of {made} is job {best.number}: {tell_objective(best.objective)}"
+        return f"search: none of {extent} completed within the objective's limits"
+    return f"search: the best of {extent} is job {best.number}: {tell_objective(best.objective)}"

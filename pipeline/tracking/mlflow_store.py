@@ -52,12 +52,12 @@ def require_server(uri: str, experiment: str) -> None:
     from mlflow.exceptions import MlflowException
 
     try:
-        found = MlflowClient(uri).get_experiment_by_name(experiment)
+        existing = MlflowClient(uri).get_experiment_by_name(experiment)
     except MlflowException as error:
         raise StorageError(_refusal(error)) from error
-    if found is not None and found.name != experiment:
+    if existing is not None and existing.name != experiment:
         raise StorageError("what answers is no MLflow server")
-    if found is not None and found.lifecycle_stage == "deleted":
+    if existing is not None and existing.lifecycle_stage == "deleted":
         raise StorageError(f"its experiment {experiment!r} was deleted; restore it, or give another tracker.experiment")
 
 
@@ -94,38 +94,38 @@ class MlflowStore:
         """Return the id of the experiment of that ``name``. Another process may make it first."""
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        existing = self._client.get_experiment_by_name(name)
+        if existing is None:
             try:
                 return str(self._client.create_experiment(name, artifact_location=artifacts))
             except MlflowException:
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                existing = self._client.get_experiment_by_name(name)
+                if existing is None:
                     raise
-        return str(found.experiment_id)
+        return str(existing.experiment_id)
 
-    def log(self, told: TrackedRun, *, parent: str | None) -> None:
-        """Log all that is ``told`` of a run, below ``parent`` if there is one, and end it.
+    def log(self, tracked: TrackedRun, *, parent: str | None) -> None:
+        """Log the ``tracked`` run whole, below ``parent`` if there is one, and end it.
 
         Of one that is logged nothing is done; what was begun is gone on with, and logging it twice changes nothing.
         """
         from mlflow.entities import Metric, Param
 
-        found = self._find(told.mark)
-        if found is not None and _WHOLE in found.data.tags:
+        earlier = self._find(tracked.mark)
+        if earlier is not None and _WHOLE in earlier.data.tags:
             return
         run = (
-            found.info.run_id
-            if found is not None
-            else self._make(told.mark, told.name, started=told.started, parent=parent)
+            earlier.info.run_id
+            if earlier is not None
+            else self._make(tracked.mark, tracked.name, started=tracked.started, parent=parent)
         )
-        params = [Param(_name(name), value[:_LONGEST_PARAM]) for name, value in told.params.items()]
+        params = [Param(_name(name), value[:_LONGEST_PARAM]) for name, value in tracked.params.items()]
         self._client.log_batch(run, params=params)
-        points = [Metric(_name(point.name), point.value, point.when, point.step) for point in told.points]
+        points = [Metric(_name(point.name), point.value, point.when, point.step) for point in tracked.points]
         self._client.log_batch(run, metrics=points)
-        self._tag(run, told.tags, notes=told.notes)
-        self._client.set_terminated(run, status=STATUSES[told.status], end_time=told.ended)
-        for file in told.files:
+        self._tag(run, tracked.tags, notes=tracked.notes)
+        self._client.set_terminated(run, status=STATUSES[tracked.status], end_time=tracked.ended)
+        for file in tracked.files:
             self._client.log_artifact(run, str(file))
         self._client.set_tag(run, _WHOLE, "whole")
 
@@ -136,9 +136,9 @@ class MlflowStore:
     def sweep_run(self, sweep: Path) -> str:
         """Return the id of the run of ``sweep``, which is made if it isn't there."""
         mark = sweep_mark(sweep)
-        found = self._find(mark)
-        if found is not None:
-            return str(found.info.run_id)
+        earlier = self._find(mark)
+        if earlier is not None:
+            return str(earlier.info.run_id)
         run = self._make(mark, run_name(sweep), started=_now())
         self._tag(run, {}, notes=self._tracker.notes)
         return run
@@ -160,9 +160,9 @@ class MlflowStore:
         worst = next((end for end, causes in ends.items() if any(statuses[cause] for cause in causes)), "completed")
         self._tag(parent, tags, notes=None)
         self._client.set_terminated(parent, status=STATUSES[worst], end_time=_now())
-        with tempfile.TemporaryDirectory() as kept:
-            _write_report(sweep, Path(kept))
-            self._client.log_artifacts(parent, kept)
+        with tempfile.TemporaryDirectory() as report_folder:
+            _write_report(sweep, Path(report_folder))
+            self._client.log_artifacts(parent, report_folder)
 
     def _find(self, mark: str) -> Any:
         """Return the run that has this ``mark``, null where there is none."""

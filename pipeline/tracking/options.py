@@ -79,8 +79,8 @@ def _check_folder(given: TrackerConfig) -> Iterator[Fault]:
         yield Fault("tracker.folder", f"{given.folder!r} is no folder for a store; give one")
         return
     if "://" in given.folder:
-        kept = f"tracker.uri={given.folder}" if given.kind == "mlflow" else "a folder: trackio's runs are kept in one"
-        yield Fault("tracker.folder", f"{given.folder!r} is an address and no folder; give {kept}")
+        advice = f"tracker.uri={given.folder}" if given.kind == "mlflow" else "a folder: trackio's runs are kept in one"
+        yield Fault("tracker.folder", f"{given.folder!r} is an address and no folder; give {advice}")
         return
     path = Path(given.folder)
     lowest = next(folder for folder in (path, *path.parents) if folder.exists())

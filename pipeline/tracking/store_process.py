@@ -62,24 +62,26 @@ def _check(tracker: TrackerConfig, sweep: Path | None) -> None:
 
 def _log(folder: Path, sweep: Path | None) -> None:
     record = RunRecord.load(folder)
-    tracker, told = usable_tracker(record.config), TrackedRun.of(record, host=platform.node())
+    tracker, tracked = usable_tracker(record.config), TrackedRun.of(record, host=platform.node())
     if tracker is None:
         raise StorageError(f"{record.path} names no tracker that can be used here")
     if tracker.kind == "trackio":
-        _log_to_trackio(told, tracker, group=run_name(sweep) if sweep else None)
+        _log_to_trackio(tracked, tracker, group=run_name(sweep) if sweep else None)
         return
     store = MlflowStore(tracker)
-    store.log(told, parent=store.sweep_run(sweep) if sweep else None)
+    store.log(tracked, parent=store.sweep_run(sweep) if sweep else None)
 
 
-def _log_to_trackio(told: TrackedRun, tracker: TrackerConfig, *, group: str | None) -> None:
-    """Log what is ``told`` of a run: the numbers of it all in one step, then those that have steps of their own."""
+def _log_to_trackio(tracked: TrackedRun, tracker: TrackerConfig, *, group: str | None) -> None:
+    """Log the ``tracked`` run: the numbers of it all in one step, then those that have steps of their own."""
     os.environ["TRACKIO_DIR"] = str(tracker.folder)  # read when the library is imported
     trackio: Any = importlib.import_module("trackio")
-    notes = {"notes": told.notes} if told.notes else {}
-    trackio.init(project=tracker.experiment, name=told.name, group=group, config={**told.params, **told.tags, **notes})
-    steps: dict[int, dict[str, Any]] = {0: {"status": told.status, "provenance": told.tags.get("provenance")}}
-    for point in told.points:
+    notes = {"notes": tracked.notes} if tracked.notes else {}
+    trackio.init(
+        project=tracker.experiment, name=tracked.name, group=group, config={**tracked.params, **tracked.tags, **notes}
+    )
+    steps: dict[int, dict[str, Any]] = {0: {"status": tracked.status, "provenance": tracked.tags.get("provenance")}}
+    for point in tracked.points:
         steps.setdefault(point.step, {})[point.name] = point.value
     for step, values in sorted(steps.items()):
         trackio.log(values, step=step)

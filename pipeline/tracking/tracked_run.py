@@ -102,14 +102,14 @@ def _mark(folder: Path, began: str) -> str:
 
 def metrics(run: Run) -> dict[str, float]:
     """Return the numbers of a run: its metrics, each stage's seconds, memory by kind and device."""
-    found: dict[str, Any] = {**run.metrics, **{f"seconds/{stage.name}": stage.seconds for stage in run.stages}}
+    numbers: dict[str, Any] = {**run.metrics, **{f"seconds/{stage.name}": stage.seconds for stage in run.stages}}
     for kind, devices in encode(run.memory).items():
-        found |= {f"memory/{kind}/{device}": count for device, count in devices.items()}
-    return dict(_numbers(found))
+        numbers |= {f"memory/{kind}/{device}": count for device, count in devices.items()}
+    return dict(_numbers(numbers))
 
 
-def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in found.items():
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
         if isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)
 
@@ -132,20 +132,20 @@ def _step_points(run: Run, ended: int) -> Iterator[MetricPoint]:
 
 def _tags(run: Run, host: str | None) -> Iterator[tuple[str, str]]:
     """Yield what runs are found and told apart by: what was asked for, where it ran, and how each stage ended."""
-    found, error = run.provenance, run.error or RunError()
-    told = {
+    provenance, error = run.provenance, run.error or RunError()
+    tags = {
         "overrides": " ".join(run.overrides),
         "checkpoint": model_name(run.config),
         "status": run.status,
-        "cached": str(found.is_cached).lower() if run.stages else "",
-        "provenance": found.told() if run.stages else "",
-        "contended_repeats": str(found.contended) if found.contended else "",
+        "cached": str(provenance.is_cached).lower() if run.stages else "",
+        "provenance": provenance.describe() if run.stages else "",
+        "contended_repeats": str(provenance.contended) if provenance.contended else "",
         "host": host,
         "git_commit": run.environment.get("git_commit"),
         "error": ": ".join(filter(None, (error.stage, error.type, error.message))),
         **{f"stage/{name}": status for name, status in _stage_statuses(run)},
     }
-    yield from ((name, str(value)) for name, value in told.items() if value)
+    yield from ((name, str(value)) for name, value in tags.items() if value)
 
 
 def _stage_statuses(run: Run) -> Iterator[tuple[str, str]]:

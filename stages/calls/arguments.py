@@ -68,8 +68,8 @@ def calls(
         yield from _of_one_kind(given, source, texts, pinned)
 
 
-def _as_text(kept: Any) -> Text:
-    return kept if isinstance(kept, str) else (kept[0], kept[1])
+def _as_text(stored: Any) -> Text:
+    return stored if isinstance(stored, str) else (stored[0], stored[1])
 
 
 def _of_one_kind(
@@ -114,8 +114,8 @@ def _of_texts(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Te
     names, listed = list(texts), list(texts.values())
     lengths = [len(ids) for ids in encode(listed, padding=False)["input_ids"]]
     for rows in by_length(lengths, size=given.batch_size):
-        found = encode([listed[row] for row in rows], padding=True)
-        yield _call(names[rows[0]], rows, {name: torch.tensor(value) for name, value in found.items()})
+        encoded = encode([listed[row] for row in rows], padding=True)
+        yield _call(names[rows[0]], rows, {name: torch.tensor(value) for name, value in encoded.items()})
 
 
 def _text_encoder(
@@ -138,11 +138,11 @@ def _text_encoder(
         seconds = None if isinstance(listed[0], str) else [second for _, second in pairs]
         cut = {"truncation": True, "max_length": most} if given.truncation and most else {}
         with foreign(ConfigError, f"{first.partition('[')[0]}: they can't be made tokens by the tokenizer"):
-            found = tokenizer([one for one, _ in pairs], seconds, padding=padding and not alone, **cut)
+            encoded = tokenizer([one for one, _ in pairs], seconds, padding=padding and not alone, **cut)
         if not padding:
-            _check_lengths(texts, found["input_ids"], most)
-            _check_ids(f"{KEY}.texts", source, max(max(row) for row in found["input_ids"]))
-        return dict(found)
+            _check_lengths(texts, encoded["input_ids"], most)
+            _check_ids(f"{KEY}.texts", source, max(max(row) for row in encoded["input_ids"]))
+        return dict(encoded)
 
     return encode
 
@@ -176,8 +176,8 @@ def _numbers(source: ModelSource, name: str) -> list[int]:
     """Return what the ``config.json`` of ``source`` says under ``name``, for all of it and for its part of text."""
     config = read_object(source.folder / "config.json")
     text = config.get("text_config")
-    found = [place.get(name) for place in (config, text if isinstance(text, dict) else {})]
-    return [one for one in found if isinstance(one, int) and not isinstance(one, bool)]
+    values = [place.get(name) for place in (config, text if isinstance(text, dict) else {})]
+    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
 
 
 def _of_images(given: ForwardOptions, source: ModelSource, pinned: Pins) -> Iterator[ForwardCall]:
@@ -200,8 +200,8 @@ def _of_audio(given: ForwardOptions, source: ModelSource, pinned: Pins) -> Itera
         sounds = [
             read_audio(names[row], files[names[row]], rate=rate, sha256=pinned.get(files[names[row]])) for row in rows
         ]
-        made = _processed(f"{KEY}.audio", extractor, raw_speech=sounds, sampling_rate=rate, **padding)
-        yield _call(names[rows[0]], rows, made)
+        processed = _processed(f"{KEY}.audio", extractor, raw_speech=sounds, sampling_rate=rate, **padding)
+        yield _call(names[rows[0]], rows, processed)
 
 
 def _together(given: ForwardOptions, source: ModelSource, texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:
@@ -234,16 +234,16 @@ def _by_processor(given: ForwardOptions, source: ModelSource, texts: Mapping[str
     asked: dict[str, Any] = {"text": list(texts.values())} if texts else {}
     asked |= {"images": images} if images else {}
     asked |= {"audio": sounds, "sampling_rate": rate} if sounds else {}
-    made = _processed(KEY, processor, **asked, padding=True)
-    return _call(KEY, tuple(range(max(len(texts), len(images), len(sounds)))), made)
+    processed = _processed(KEY, processor, **asked, padding=True)
+    return _call(KEY, tuple(range(max(len(texts), len(images), len(sounds)))), processed)
 
 
 def _processed(key: str, processor: Any, **asked: Any) -> Tensors:
     """Return the tensors that ``processor`` makes of what it is ``asked``."""
     with foreign(ConfigError, f"{key}: {type(processor).__name__} can't make inputs of them"):
-        found = dict(processor(**asked, return_tensors="pt"))
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        processed = dict(processor(**asked, return_tensors="pt"))
+    return {name: value for name, value in processed.items() if isinstance(value, torch.Tensor)}
 
 
-def _call(key: str, rows: Sequence[int], made: Tensors) -> ForwardCall:
-    return ForwardCall(key, tuple(rows), made, frozenset(made))
+def _call(key: str, rows: Sequence[int], tensors: Tensors) -> ForwardCall:
+    return ForwardCall(key, tuple(rows), tensors, frozenset(tensors))

@@ -25,9 +25,9 @@ def answer(
     whatever its code raises.
     """
     arguments = fitted(model, call.arguments, made=call.made, key=call.key)
-    there = {name: value.to(device) if device is not None else value for name, value in arguments.items()}
+    on_device = {name: value.to(device) if device is not None else value for name, value in arguments.items()}
     with torch.no_grad():
-        return select(model, model(**there, **call_options(model, given)), there, given)
+        return select(model, model(**on_device, **call_options(model, given)), on_device, given)
 
 
 class RehearsedCall:
@@ -62,6 +62,6 @@ class RehearsedCall:
     def __call__(self, model: nn.Module) -> object:
         """Call ``model``, whose weights are fake."""
         fakes = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in self._call.arguments.items()}
-        kept = answer(model, replace(self._call, arguments=fakes), self._given)
-        self._kept_bytes = sum(tensor.nbytes for tensor in kept.values())
-        return kept
+        outputs = answer(model, replace(self._call, arguments=fakes), self._given)
+        self._kept_bytes = sum(tensor.nbytes for tensor in outputs.values())
+        return outputs

@@ -119,12 +119,12 @@ def read_texts(given: ForwardOptions) -> dict[str, Text]:
     A ``.jsonl`` file has a text or a pair a line, any other one text a line; blank lines are passed over.
     """
     listed = {f"{KEY}.texts[{index}]": text for index, text in enumerate(given.texts or ())}
-    found = {name: _text(name, text) for name, text in (listed or _FILE.read(given.texts_file)).items()}
-    first = next(iter(found.values()))
-    for name, text in found.items():
+    texts = {name: _text(name, text) for name, text in (listed or _FILE.read(given.texts_file)).items()}
+    first = next(iter(texts.values()))
+    for name, text in texts.items():
         if isinstance(text, str) != isinstance(first, str):
             raise ConfigError(f"{name}: {text!r} stands among texts of the other kind; give pairs alone, or none")
-    return found
+    return texts
 
 
 def count_rows(given: ForwardOptions) -> int:
@@ -139,26 +139,26 @@ def identity(given: ForwardOptions, *, values: bool) -> dict[str, object]:
     Needs no torch. Raises a ``ConfigError`` where nothing is.
     """
     if not is_given(given):
-        known = ", ".join(f"{KEY}.{name}" for name in _GIVEN)
-        raise ConfigError(f"{KEY}: nothing is given to the model; give one of {known}")
+        keys = ", ".join(f"{KEY}.{name}" for name in _GIVEN)
+        raise ConfigError(f"{KEY}: nothing is given to the model; give one of {keys}")
     options = {name: value for name, value in asdict(given).items() if name not in _GIVEN}
-    found: dict[str, object] = {"options": options}
+    content: dict[str, object] = {"options": options}
     if given.inputs:
         file = Path(given.inputs)
         heads = {name: [head.dtype, list(head.shape)] for name, head in read_heads(f"{KEY}.inputs", file).items()}
-        found["inputs"] = hash_of(file) if values else heads
+        content["inputs"] = hash_of(file) if values else heads
     if given.texts or given.texts_file:
-        found["texts"] = [text if isinstance(text, str) else list(text) for text in read_texts(given).values()]
+        content["texts"] = [text if isinstance(text, str) else list(text) for text in read_texts(given).values()]
     for kind in ("images", "audio"):
-        found[kind] = [hash_of(file) for file in files_of(given, kind).values()]
-    return found
+        content[kind] = [hash_of(file) for file in files_of(given, kind).values()]
+    return content
 
 
 def pins(given: ForwardOptions, asked: Mapping[str, Any]) -> dict[Path, str]:
     """Return the SHA-256 that each file must still have: ``asked`` is the ``identity`` of what is ``given``."""
     files = [*files_of(given, "images").values(), *files_of(given, "audio").values()]
-    found = dict(zip(files, (*asked["images"], *asked["audio"]), strict=True))
-    return found | ({Path(given.inputs): asked["inputs"]} if given.inputs else {})
+    digests = dict(zip(files, (*asked["images"], *asked["audio"]), strict=True))
+    return digests | ({Path(given.inputs): asked["inputs"]} if given.inputs else {})
 
 
 def check_unchanged(key: str, file: Path, pinned: Mapping[Path, str]) -> None:

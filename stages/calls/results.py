@@ -54,7 +54,7 @@ def kept_cache(named: Any) -> dict[str, Any]:
 
     The call of that token takes it by this name too. Empty where nothing is kept.
     """
-    return {name: kept for name, kept in _parts(named).items() if name in CACHES and kept is not None}
+    return {name: cache for name, cache in _parts(named).items() if name in CACHES and cache is not None}
 
 
 def call_options(model: nn.Module, given: ForwardOptions) -> dict[str, bool]:
@@ -64,9 +64,9 @@ def call_options(model: nn.Module, given: ForwardOptions) -> dict[str, bool]:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_diff_dict"):
         return {}
-    told = {f"output_{name}": True for name in names_asked(given)}
+    options = {f"output_{name}": True for name in names_asked(given)}
     caches = "use_cache" in Signature.of(model).names
-    return {**told, "use_cache": False} if caches else told
+    return {**options, "use_cache": False} if caches else options
 
 
 def select(
@@ -77,22 +77,22 @@ def select(
     By default that is every tensor at the top of it, or the embeddings where there is pooling. Raises a ``ConfigError``
     for names that aren't there.
     """
-    found = dict(named_tensors(output))
+    tensors = dict(named_tensors(output))
     if given.pooling is not None:
-        found[EMBEDDINGS] = _embeddings(model, found, arguments, given)
-    default = [EMBEDDINGS] if given.pooling else [name for name in found if "." not in name] or list(found)
-    kept = [name for asked in given.outputs or default for name in _matching(model, asked, found)]
-    if not kept:
+        tensors[EMBEDDINGS] = _embeddings(model, tensors, arguments, given)
+    default = [EMBEDDINGS] if given.pooling else [name for name in tensors if "." not in name] or list(tensors)
+    chosen = [name for asked in given.outputs or default for name in _matching(model, asked, tensors)]
+    if not chosen:
         raise ConfigError(f"{KEY}: {type(model).__name__} returned {type(output).__name__}, with no tensor in it")
-    return {name: found[name].detach().contiguous() for name in dict.fromkeys(kept)}
+    return {name: tensors[name].detach().contiguous() for name in dict.fromkeys(chosen)}
 
 
-def _matching(model: nn.Module, asked: str, found: Mapping[str, torch.Tensor]) -> list[str]:
-    names = [name for name in found if _is_below(name, asked)]
+def _matching(model: nn.Module, asked: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    names = [name for name in tensors if _is_below(name, asked)]
     if not names:
         raise ConfigError(
-            f"{KEY}.outputs: {type(model).__name__} returns no {asked!r}{closest(asked, found)}; "
-            f"it returns {', '.join(found)}"
+            f"{KEY}.outputs: {type(model).__name__} returns no {asked!r}{closest(asked, tensors)}; "
+            f"it returns {', '.join(tensors)}"
         )
     return names
 
@@ -102,14 +102,14 @@ def _is_below(name: str, above: str) -> bool:
 
 
 def _embeddings(
-    model: nn.Module, found: Mapping[str, torch.Tensor], arguments: Mapping[str, torch.Tensor], given: ForwardOptions
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], arguments: Mapping[str, torch.Tensor], given: ForwardOptions
 ) -> torch.Tensor:
     """Return one float32 vector of each row, shape (rows, hidden), from the last hidden states."""
-    hidden = found.get(_HIDDEN)
+    hidden = tensors.get(_HIDDEN)
     if hidden is None or hidden.dim() != 3:
         raise ConfigError(
             f"{KEY}.pooling: {type(model).__name__} returns no {_HIDDEN} of shape (rows, length, hidden), only "
-            f"{', '.join(found)}; set model.class to a class without a head, such as AutoModel"
+            f"{', '.join(tensors)}; set model.class to a class without a head, such as AutoModel"
         )
     pooled = pool(hidden.float(), _mask(model, hidden, arguments.get(_MASK)), given.pooling or "mean")
     return nn.functional.normalize(pooled, dim=-1) if given.normalize else pooled

@@ -86,8 +86,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def told_model(folder: Path) -> str | None:
     """Return the name of the model that the adapter in ``folder`` says it is for: a folder or an id of somebody's."""
-    told = read_object(folder / CONFIG).get("base_model_name_or_path")
-    return told if isinstance(told, str) else None
+    name = read_object(folder / CONFIG).get("base_model_name_or_path")
+    return name if isinstance(name, str) else None
 
 
 def _read_config(folder: Path) -> bytes:

@@ -99,12 +99,12 @@ def _give_up(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _memory_bound() -> Iterator[None]:
-    held = _data_bytes()
+    in_use = _data_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if held is None or soft != resource.RLIM_INFINITY:
+    if in_use is None or soft != resource.RLIM_INFINITY:
         yield
         return
-    most = held + BYTES + (os.cpu_count() or 1) * _THREAD_BYTES
+    most = in_use + BYTES + (os.cpu_count() or 1) * _THREAD_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     try:
         yield
@@ -114,5 +114,5 @@ def _memory_bound() -> Iterator[None]:
 
 def _data_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     """Return what the process has of the memory that ``RLIMIT_DATA`` counts; null where the system doesn't tell."""
-    found = re.search(r"^VmData:\s*(\d+) kB$", status.read_text(), re.MULTILINE) if status.is_file() else None
-    return int(found[1]) * 1024 if found else None
+    match = re.search(r"^VmData:\s*(\d+) kB$", status.read_text(), re.MULTILINE) if status.is_file() else None
+    return int(match[1]) * 1024 if match else None

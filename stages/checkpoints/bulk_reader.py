@@ -112,9 +112,9 @@ def _unpack_here(tensor: PackedTensor, block: PackedBlock, target: Bytes, files:
 
 def _unpack_and_copy(tensor: PackedTensor, target: torch.Tensor, files: FileReader) -> int:
     """Unpack a packed tensor, or rows of one, on the host, and copy it to an accelerator: its bytes there."""
-    made = private_bytes(tensor.bytes)
-    count = sum(files.unpack(tensor, block, made) for block in tensor.codec.blocks(tensor))
-    target.copy_(torch.from_numpy(made)[: tensor.bytes])
+    unpacked = private_bytes(tensor.bytes)
+    count = sum(files.unpack(tensor, block, unpacked) for block in tensor.codec.blocks(tensor))
+    target.copy_(torch.from_numpy(unpacked)[: tensor.bytes])
     return count
 
 

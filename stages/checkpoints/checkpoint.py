@@ -135,7 +135,7 @@ def small_files(checkpoint: Checkpoint) -> dict[str, str | None]:
 
 def looks_at(checkpoint: Checkpoint) -> list[Look | None]:
     """Return what is known of the content of each file of ``checkpoint``; null where only the index was looked at."""
-    return [look_at(file, held) if file.digest else None for file, held in entries_by_file(checkpoint)]
+    return [look_at(file, tensors) if file.digest else None for file, tensors in entries_by_file(checkpoint)]
 
 
 def entries_by_file(checkpoint: Checkpoint) -> Iterator[tuple[ShardFile, dict[str, Extent]]]:
@@ -183,8 +183,8 @@ def join_headers(headers: Iterable[FileHeader]) -> tuple[tuple[ShardFile, ...], 
     entries: dict[str, Extent] = {}
     for file, header in headers:
         for name in header.keys() & entries.keys():
-            told = f"tensor {name!r} is in {entries[name].file.name} too; one of them must go"
-            raise CheckpointError(f"{file.path}: {told}")
+            problem = f"tensor {name!r} is in {entries[name].file.name} too; one of them must go"
+            raise CheckpointError(f"{file.path}: {problem}")
         files.append(file)
         entries |= header
     return tuple(files), entries

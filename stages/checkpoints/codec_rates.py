@@ -58,11 +58,11 @@ def _rates(folder: Path, file: str, probes: Mapping[str, tuple[str, Callable[[],
 
     loops.build()
     machine = f"{loops.identity()}; numpy {metadata.version('numpy')}; {kernels.identity()}"
-    found = {
+    speeds = {
         name: KeptFigure(file, f"{said}; {machine}", probe, of_user=file == DECODING_NAME).get(folder)
         for name, (said, probe) in probes.items()
     }
-    return {name: coarse_rate(rate) for name, rate in found.items() if rate}
+    return {name: coarse_rate(rate) for name, rate in speeds.items() if rate}
 
 
 def mean_rate(rates: Mapping[str, int], used_bytes: Mapping[str, int]) -> int | None:

@@ -49,10 +49,10 @@ def _of_groups(quantization: Mapping[str, object]) -> Converts:
     return lambda names, class_name: meant(names, class_name) and not ignored(names, class_name)
 
 
-def _named(key: str, told: Collection[str]) -> Converts:
-    """Return whether a module is one of those ``told``: names, classes, or patterns that begin with ``re:``."""
-    pattern = _any_of([text.removeprefix("re:") for text in told if text.startswith("re:")], key)
-    exact = {text for text in told if not text.startswith("re:")}
+def _named(key: str, listed: Collection[str]) -> Converts:
+    """Return whether a module is one of those ``listed``: names, classes, or patterns that begin with ``re:``."""
+    pattern = _any_of([text.removeprefix("re:") for text in listed if text.startswith("re:")], key)
+    exact = {text for text in listed if not text.startswith("re:")}
 
     def among(names: Collection[str], class_name: str) -> bool:
         every = {class_name, *names}
@@ -61,12 +61,12 @@ def _named(key: str, told: Collection[str]) -> Converts:
     return among
 
 
-def _texts(key: str, told: object) -> list[str]:
-    if told is None:
+def _texts(key: str, value: object) -> list[str]:
+    if value is None:
         return []
-    if not isinstance(told, list) or not all(isinstance(text, str) for text in told):
-        raise CheckpointError(f"config.json: {key} {str(told)[:40]!r}: a list of names of modules belongs here")
-    return told
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise CheckpointError(f"config.json: {key} {str(value)[:40]!r}: a list of names of modules belongs here")
+    return value
 
 
 def _any_of(patterns: Collection[str], key: str, then: str = "") -> re.Pattern[str] | None:

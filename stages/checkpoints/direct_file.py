@@ -113,15 +113,15 @@ class DirectFile:
         self._closing()
 
 
-def open_direct(path: Path, known: int, flags: int) -> int | None:
-    """Return a descriptor of the file ``path``, open as ``known`` too, past the page cache; null where its file system
+def open_direct(path: Path, fd: int, flags: int) -> int | None:
+    """Return a descriptor of the file ``path``, open as ``fd`` too, past the page cache; null where its file system
     refuses that.
     """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
     except OSError:
         return None
-    if os.path.samestat(os.fstat(descriptor), os.fstat(known)):
+    if os.path.samestat(os.fstat(descriptor), os.fstat(fd)):
         return descriptor
     os.close(descriptor)  # another file has come in its place just now; what was opened first is used
     return None

@@ -31,11 +31,11 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     if not file.is_file():
         return None
     with foreign(CheckpointError, f"{file}", advice="; mend or remove the file"):
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    for name, value in vars(found).items():
+        config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    for name, value in vars(config).items():
         if name.endswith(TOKEN_OPTION) and named_tokens(value) is None:
             raise CheckpointError(f"{file}: {name}: {value!r} is no token id; give a whole number, or leave it out")
-    return found
+    return config
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:
@@ -44,15 +44,15 @@ def generation_defaults(folder: Path) -> dict[str, Any]:
     They are as its files have them, since to have transformers read them takes seconds; what is wrong with them is
     said where a model is built. Where there is no ``generation_config.json`` its ``config.json`` may say some.
     """
-    told = read_object(folder / GENERATION_CONFIG)
-    if not told:
+    options = read_object(folder / GENERATION_CONFIG)
+    if not options:
         config = read_object(folder / "config.json")
-        told = {name: config[name] for name in _IN_CONFIG if name in config}
-    return {name: value for name, value in told.items() if value is not None}
+        options = {name: config[name] for name in _IN_CONFIG if name in config}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def named_tokens(value: object) -> list[int] | None:
     """Return the token ids that the ``value`` of an option names: none, one or a list; null where it names none."""
-    found: Sequence[Any] = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    are_ids = all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in found)
-    return list(found) if are_ids else None
+    tokens: Sequence[Any] = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    are_ids = all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in tokens)
+    return list(tokens) if are_ids else None

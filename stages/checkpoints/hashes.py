@@ -30,9 +30,9 @@ def hold(checkpoint: Checkpoint) -> Checkpoint:
     Whatever is written to a file from now on is noticed at its next use, also where size and time are set back: what is
     served is what was hashed.
     """
-    held = {file: replace(file, changed_ns=check_regular(file.path).st_ctime_ns) for file in checkpoint.files}
-    entries = {name: replace(entry, file=held[entry.file]) for name, entry in checkpoint.entries.items()}
-    return replace(checkpoint, files=tuple(held.values()), entries=entries)
+    files = {file: replace(file, changed_ns=check_regular(file.path).st_ctime_ns) for file in checkpoint.files}
+    entries = {name: replace(entry, file=files[entry.file]) for name, entry in checkpoint.entries.items()}
+    return replace(checkpoint, files=tuple(files.values()), entries=entries)
 
 
 def whole_digests(checkpoint: Checkpoint) -> dict[str, str]:
@@ -40,17 +40,17 @@ def whole_digests(checkpoint: Checkpoint) -> dict[str, str]:
 
     A file in the Hub's cache must have the bytes that the Hub names it by; a ``CheckpointError`` names one that hasn't.
     """
-    known = {
+    remembered = {
         file.name: look.sha256
         for file, look in zip(checkpoint.files, looks_at(checkpoint), strict=True)
         if look and look.sha256
     }
-    made = _hash_all([file for file in checkpoint.files if file.name not in known])
-    for file, held in entries_by_file(checkpoint):
-        if file.name in made:
-            _check_hub(file, made[file.name])
-            remember_whole(file, held, made[file.name])
-    return {file.name: known.get(file.name) or made[file.name] for file in checkpoint.files}
+    computed = _hash_all([file for file in checkpoint.files if file.name not in remembered])
+    for file, tensors in entries_by_file(checkpoint):
+        if file.name in computed:
+            _check_hub(file, computed[file.name])
+            remember_whole(file, tensors, computed[file.name])
+    return {file.name: remembered.get(file.name) or computed[file.name] for file in checkpoint.files}
 
 
 def _check_hub(file: ShardFile, digest: str) -> None:
@@ -78,13 +78,13 @@ def _hash_all(files: Iterable[ShardFile]) -> dict[str, str]:
         return {file.name: digest for file, digest in zip(files, digests, strict=True)}
 
 
-def check_hashes(checkpoint: Checkpoint, known: Mapping[str, str]) -> None:
-    """Raise a ``CheckpointError`` that names the first file whose bytes are not those of ``known``."""
+def check_hashes(checkpoint: Checkpoint, expected: Mapping[str, str]) -> None:
+    """Raise a ``CheckpointError`` that names the first file whose bytes are not those of ``expected``."""
     for name, digest in hash_files(checkpoint).items():
-        if known.get(name, digest) != digest:
+        if expected.get(name, digest) != digest:
             raise CheckpointError(
                 f"{checkpoint.folder / name}: its bytes are not those that were verified before "
-                f"(SHA-256 {digest[:16]}… instead of {known[name][:16]}…); get the file again"
+                f"(SHA-256 {digest[:16]}… instead of {expected[name][:16]}…); get the file again"
             )
 
 

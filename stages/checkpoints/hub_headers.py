@@ -55,13 +55,13 @@ def remote_checkpoint(source: ModelSource) -> Checkpoint:
     names = None if weight_map is None else sorted(set(weight_map.values()))
     artifact, _, _ = store.obtain(FOLDER, key, partial(fetch_headers, repo, commit, names))
     store.sweep()
-    told = artifact.json(FILE_NAME).items()
-    headers = (parse_header(_file(repo, name, one["size"]), one["header"].encode()) for name, one in told)
+    fetched = artifact.json(FILE_NAME).items()
+    headers = (parse_header(_file(repo, name, one["size"]), one["header"].encode()) for name, one in fetched)
     files, entries = join_headers(headers)
-    found = Checkpoint(folder, "safetensors", files, entries, weight_map, index)
+    checkpoint = Checkpoint(folder, "safetensors", files, entries, weight_map, index)
     if weight_map is not None:
-        check_index(found, entries)
-    return found
+        check_index(checkpoint, entries)
+    return checkpoint
 
 
 def _index(folder: Path) -> tuple[str | None, Mapping[str, str] | None]:
@@ -69,13 +69,13 @@ def _index(folder: Path) -> tuple[str | None, Mapping[str, str] | None]:
     for layout in LAYOUTS:
         if layout.format != "safetensors" or not (folder / layout.index).is_file():
             continue
-        told = read_weight_map(folder / layout.index)
-        wrong = next((name for name in told.values() if not is_plain_name(name)), None)
+        weight_map = read_weight_map(folder / layout.index)
+        wrong = next((name for name in weight_map.values() if not is_plain_name(name)), None)
         if wrong is not None:
             raise CheckpointError(f"{folder / layout.index}: {wrong!r} is not a plain file name")
-        if len(set(told.values())) > MAX_SHARDS:
+        if len(set(weight_map.values())) > MAX_SHARDS:
             raise CheckpointError(f"{folder / layout.index}: names more than {MAX_SHARDS} files")
-        return layout.index, told
+        return layout.index, weight_map
     return None, None
 
 
@@ -89,12 +89,12 @@ def fetch_headers(repo: str, commit: str, names: list[str] | None, folder: Path)
     A ``CheckpointError`` names the file that can't be had by ranges, or whose header is wrong.
     """
     if names is None:
-        found = _only(repo, commit)
+        headers = _only(repo, commit)
     else:
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            found = dict(zip(names, threads.map(partial(_fetch, repo, commit), names), strict=True))
-    told = {name: {"size": size, "header": raw.decode()} for name, (size, raw) in found.items()}
-    write_text(folder / FILE_NAME, json.dumps(told))
+            headers = dict(zip(names, threads.map(partial(_fetch, repo, commit), names), strict=True))
+    content = {name: {"size": size, "header": raw.decode()} for name, (size, raw) in headers.items()}
+    write_text(folder / FILE_NAME, json.dumps(content))
 
 
 def _only(repo: str, commit: str) -> dict[str, tuple[int, bytes]]:
@@ -148,12 +148,12 @@ def _read_range(repo: str, commit: str, name: str, offset: int, length: int) -> 
     url, ends = hf_hub_url(repo, name, revision=commit), time.monotonic() + _SECONDS
     with http_stream_backoff("GET", url, headers=headers, timeout=_TIMEOUT, max_retries=1) as response:
         hf_raise_for_status(response)
-        told = _RANGE.fullmatch(str(response.headers.get("Content-Range", "")))
-        if response.status_code != 206 or told is None:
+        content_range = _RANGE.fullmatch(str(response.headers.get("Content-Range", "")))
+        if response.status_code != 206 or content_range is None:
             raise _refused(repo, name, f"can't be had by ranges (status {response.status_code}); download it first")
-        begin, last, size = map(int, told.groups())
+        begin, last, size = map(int, content_range.groups())
         if (begin, last) != (offset, offset + length - 1) or not last < size <= MAX_ELEMENTS:
-            raise _refused(repo, name, f"was asked for {wanted}, and came as {told[0]}")
+            raise _refused(repo, name, f"was asked for {wanted}, and came as {content_range[0]}")
         data = bytearray()
         for chunk in _chunks(response, ends):
             data += chunk

@@ -50,11 +50,11 @@ class Look:
 def look_at(file: ShardFile, tensors: Mapping[str, Extent]) -> Look:
     """Return what is known of ``file``, which holds ``tensors``: remembered, or looked at now and remembered."""
     state = _state(file)
-    found = _remembered(file, state)
-    if found is not None and len(found.tensors) == len(tensors):
-        return found
-    made = sample(file, tensors)
-    look = Look(file.digest, made.digest, made.tensors)
+    earlier = _remembered(file, state)
+    if earlier is not None and len(earlier.tensors) == len(tensors):
+        return earlier
+    sampled = sample(file, tensors)
+    look = Look(file.digest, sampled.digest, sampled.tensors)
     _remember(file, state, look)
     return look
 
@@ -76,12 +76,12 @@ def _place(state: list[int]) -> Path:
 def _remembered(file: ShardFile, state: list[int]) -> Look | None:
     """Return what was seen of ``file`` in this very state; null where nothing was, or what is kept isn't whole."""
     try:
-        kept = read_sealed(_place(state))
+        content = read_sealed(_place(state))
     except (DamagedError, OSError, RuntimeError):  # the last: a user without a home
         return None
-    match kept:
+    match content:
         case {"how": how, "state": then, "header": str(header), "sampled": str(sampled), "tensors": list(tensors)}:
-            sha256 = kept.get("sha256")
+            sha256 = content.get("sha256")
             sound = all(isinstance(digest, str) for digest in tensors) and isinstance(sha256, str | None)
             if sound and (how, then, header) == (_HOW, state, file.digest):
                 return Look(header, sampled, tuple(tensors), sha256)

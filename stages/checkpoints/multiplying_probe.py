@@ -37,8 +37,8 @@ def multiplying_speeds(names: Collection[str]) -> dict[str, int]:
 
     Nothing where that fails.
     """
-    found: dict[str, int] | None = measure_apart("checkpoints.multiplying_probe", *names, beside=BYTES)
-    return found or {}
+    speeds: dict[str, int] | None = measure_apart("checkpoints.multiplying_probe", *names, beside=BYTES)
+    return speeds or {}
 
 
 def measure(*names: str) -> dict[str, int]:
@@ -46,8 +46,8 @@ def measure(*names: str) -> dict[str, int]:
 
     Those that have no products aren't among them.
     """
-    found = {name: _measured(name) for name in names}
-    return {name: speed for name, speed in found.items() if speed is not None}
+    speeds = {name: _measured(name) for name in names}
+    return {name: speed for name, speed in speeds.items() if speed is not None}
 
 
 def _measured(name: str) -> int | None:
@@ -62,7 +62,7 @@ def _measured(name: str) -> int | None:
     if sample is None or matrix is None:
         return None
     tensor, _, data = sample
-    parts, told = parts_of(tensor, data), as_text(matrix)
+    parts, text = parts_of(tensor, data), as_text(matrix)
     given = torch.ones(1, matrix.columns, dtype=torch.bfloat16)
     each = sum(part.nbytes for part in parts)
     weights = [[part.clone() for part in parts] for _ in range(max(1, BYTES // each))]
@@ -70,6 +70,6 @@ def _measured(name: str) -> int | None:
     for _ in range(_ROUNDS):
         begun = time.perf_counter()
         for weight in weights:
-            multiply_packed(given, weight, told)
+            multiply_packed(given, weight, text)
         taken.append(time.perf_counter() - begun)
     return round(len(weights) * each / min(taken))

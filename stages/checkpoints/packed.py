@@ -134,10 +134,10 @@ class MemoryFile(ShardFile):
 
 def memory_file(part: Extent, data: Bytes, memory: Bytes | None = None) -> MemoryFile:
     """Return the stretch of the file of ``part`` that is ``part``, whose bytes are ``data``, in a larger ``memory``."""
-    known = {each.name: getattr(part.file, each.name) for each in fields(ShardFile)}
-    kept = data.view()
-    kept.flags.writeable = False
-    return MemoryFile(**known, start=part.begin, data=kept, memory=data if memory is None else memory)
+    file_fields = {each.name: getattr(part.file, each.name) for each in fields(ShardFile)}
+    view = data.view()
+    view.flags.writeable = False
+    return MemoryFile(**file_fields, start=part.begin, data=view, memory=data if memory is None else memory)
 
 
 AtRest = Extent | PackedTensor
@@ -191,6 +191,6 @@ def in_pieces(tensor: PackedTensor) -> list[tuple[int, PackedTensor]]:
     step = 1 << (max(1, BLOCK_BYTES // max(1, row_bytes)).bit_length() - 1)
     while step < count and tensor.codec.rows(tensor, step, min(2 * step, count)) is None:
         step *= 2
-    found = [(begin, tensor.codec.rows(tensor, begin, min(begin + step, count))) for begin in range(0, count, step)]
-    rows = [(begin * row_bytes, piece) for begin, piece in found if piece is not None]
-    return rows if len(rows) == len(found) > 1 else [(0, tensor)]
+    pieces = [(begin, tensor.codec.rows(tensor, begin, min(begin + step, count))) for begin in range(0, count, step)]
+    rows = [(begin * row_bytes, piece) for begin, piece in pieces if piece is not None]
+    return rows if len(rows) == len(pieces) > 1 else [(0, tensor)]

@@ -156,9 +156,9 @@ class FileReader(OpenFiles):
         Returns how many bytes were read.
         """
         with self.buffers.lend() as buffer:
-            known = self._at_once(tensor, block, target, buffer)
-            if known is not None and known.run(self, buffer, target):
-                return known.bytes
+            at_once = self._at_once(tensor, block, target, buffer)
+            if at_once is not None and at_once.run(self, buffer, target):
+                return at_once.bytes
             data, count = read_block(self, block, buffer)
             unpack_block(tensor, block, data, target)
             return count
@@ -170,13 +170,13 @@ class FileReader(OpenFiles):
         one object in all rows of its tensor, and is held, so that no other one gets its number.
         """
         key = id(tensor.codec), block.spans, block.begin, tensor.dtype, tensor.shape
-        known = self._known.get(key)
-        if known is None:
+        entry = self._known.get(key)
+        if entry is None:
             work = plan_at_once(self, tensor, block, target, buffer=buffer)
             if len(self._known) >= self._most_known:
                 return work
-            known = self._known[key] = tensor.codec, work
-        return known[1]
+            entry = self._known[key] = tensor.codec, work
+        return entry[1]
 
 
 def largest_at_rest(tensors: Iterable[PackedTensor]) -> int:

@@ -156,8 +156,8 @@ class PickleReader:
         return self._held[1]
 
     def _header(self, file: ShardFile) -> FileHeader:
-        held = self._shard(file).items()
-        return file, {name: Extent(file, 0, dtype_name(one.dtype), tuple(one.shape)) for name, one in held}
+        tensors = self._shard(file).items()
+        return file, {name: Extent(file, 0, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors}
 
     def _scan(self) -> dict[str, Extent]:
         _, entries = join_headers(map(self._header, self._checkpoint.files))
@@ -252,8 +252,8 @@ def _check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:
 def gguf_entries(path: Path) -> Mapping[str, AtRest]:
     """Return the tensors of the model that the GGUF file ``path`` holds, by their names in the model."""
     header, folder = read_gguf_header(path), gguf_folder(path)
-    kept = read_json(folder / NAMES)
-    return {name: _entry(header, _named(fields)) for name, fields in kept.items()}
+    fields_of = read_json(folder / NAMES)
+    return {name: _entry(header, _named(fields)) for name, fields in fields_of.items()}
 
 
 def _named(fields: Mapping[str, Any]) -> NamedTensor:

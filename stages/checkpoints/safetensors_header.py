@@ -54,8 +54,8 @@ def parse_header(file: ShardFile, raw: bytes | bytearray) -> tuple[ShardFile, di
     """Return ``file`` with the digest of its header, which is ``raw``, and its tensors by name, all of it checked."""
     extents = _extents(file, _parse(file.path, raw), start=8 + len(raw))
     _check_layout(file, extents, start=8 + len(raw))
-    told = replace(file, digest=hashlib.sha256(raw).hexdigest())
-    return told, {name: replace(extent, file=told) for name, extent in extents.items()}
+    hashed = replace(file, digest=hashlib.sha256(raw).hexdigest())
+    return hashed, {name: replace(extent, file=hashed) for name, extent in extents.items()}
 
 
 def check_name(path: Path, name: str) -> None:

@@ -72,9 +72,9 @@ def _read_all(descriptor: int, file: ShardFile, extents: Sequence[Extent]) -> tu
 
 
 def _digest(descriptor: int, file: ShardFile, extent: Extent) -> str:
-    found = hashlib.sha256(f"{extent.dtype}\0{list(extent.shape)}\0".encode())
-    _read(descriptor, file, [(extent.begin + begin, count) for begin, count in places(extent.bytes)], found)
-    return found.hexdigest()
+    digest = hashlib.sha256(f"{extent.dtype}\0{list(extent.shape)}\0".encode())
+    _read(descriptor, file, [(extent.begin + begin, count) for begin, count in places(extent.bytes)], digest)
+    return digest.hexdigest()
 
 
 def _read(descriptor: int, file: ShardFile, spans: Iterable[tuple[int, int]], into: hashlib._Hash) -> None:

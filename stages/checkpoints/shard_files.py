@@ -160,9 +160,9 @@ def read_into(descriptor: int, target: memoryview, *, offset: int, path: Path) -
 
 def read_at(descriptor: int, offset: int, length: int, path: Path) -> bytearray:
     """Return so many bytes at ``offset`` of the open file ``path``."""
-    found = bytearray(length)
-    read_into(descriptor, memoryview(found), offset=offset, path=path)
-    return found
+    data = bytearray(length)
+    read_into(descriptor, memoryview(data), offset=offset, path=path)
+    return data
 
 
 def hub_digest(path: Path) -> str | None:

@@ -47,15 +47,15 @@ def find_weights(folder: Path) -> tuple[str, Format | None]:
 
     The format is null where only the names of the shards tell it. A ``CheckpointError`` where there is no such file.
     """
-    known = [(name, layout.format) for layout in LAYOUTS for name in (layout.single, layout.index)]
-    for name, kind in known:
+    layouts = [(name, layout.format) for layout in LAYOUTS for name in (layout.single, layout.index)]
+    for name, kind in layouts:
         if folder.joinpath(name).exists() or folder.joinpath(name).is_symlink():
             return name, kind
     for pattern in ("*.index.json", "*.safetensors", "*.gguf"):
         matching = [path.name for path in folder.glob(pattern)]
         if len(matching) == 1:
             return matching[0], None
-    names = ", ".join(name for name, _ in known)
+    names = ", ".join(name for name, _ in layouts)
     raise CheckpointError(f"{folder}: no weights here (looked for {names}); give the folder or file that holds them")
 
 

@@ -166,15 +166,15 @@ def brought_together(
             tree.is_mixed |= alone
             if device is not None:
                 tree.kinds.add((device, module in once))
-    found: dict[str, str] = {}
+    caller_of: dict[str, str] = {}
     for name in filter(None, skeleton.order):  # what is around comes first
         tree = trees.get(name, _Subtree())
         if tree.is_mixed or len(tree.kinds) != 1 or len(tree.modules) < 2:
             continue
         ((device, _),) = tree.kinds
         if _AT_ONCE * tree.bytes <= rooms.get(device, 0):
-            found |= {module: found.get(module, name) for module in tree.modules}
-    return found
+            caller_of |= {module: caller_of.get(module, name) for module in tree.modules}
+    return caller_of
 
 
 def _together(skeleton: Skeleton, parts: Mapping[str, ModulePlan], rooms: Mapping[DeviceId, int]) -> dict[str, str]:

@@ -125,8 +125,8 @@ def _faults(dtype: object, torch_dtype: object, options: Mapping[str, Any]) -> I
         yield Fault("torch_dtype", f"{torch_dtype!r} isn't dtype, {dtype!r}; give one of them")
     for name in (name for name, reason in _REFUSED.items() if options.get(name) not in _OFF):
         value = options[name]
-        told = repr(value) if isinstance(value, (str, int)) and name != "token" else type(value).__name__
-        yield Fault(name, f"{told} isn't followed: {_REFUSED[name]}")
-    known = [*known_options(), *_IDLE, *_REFUSED, _GGUF, "torch_dtype"]
-    for name in (name for name in options if name not in known):
-        yield Fault(name, f"unknown option{closest(name, known)}")
+        shown = repr(value) if isinstance(value, (str, int)) and name != "token" else type(value).__name__
+        yield Fault(name, f"{shown} isn't followed: {_REFUSED[name]}")
+    names = [*known_options(), *_IDLE, *_REFUSED, _GGUF, "torch_dtype"]
+    for name in (name for name in options if name not in names):
+        yield Fault(name, f"unknown option{closest(name, names)}")

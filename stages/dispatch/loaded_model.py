@@ -171,8 +171,8 @@ class LoadedModel:
         ``batch_size`` how many windows are computed together. Raises as ``generate`` does.
         """
         node = {"texts": _listed(texts), "window": window, "stride": stride, "batch_size": batch_size}
-        _, found, _ = self._ask("score", {"score": node}, plans_anew=batch_size == "auto")
-        return [score_of(text) for text in found.found["texts"]]
+        _, result, _ = self._ask("score", {"score": node}, plans_anew=batch_size == "auto")
+        return [score_of(text) for text in result.content["texts"]]
 
     def embed(
         self,
@@ -192,8 +192,8 @@ class LoadedModel:
         """
         node = {"texts": _listed(texts), "pooling": pooling, "normalize": normalize}
         node |= {"batch_size": batch_size, "truncation": truncation}
-        _, found, _ = self._ask("forward", {"forward": node})
-        (tensors,) = found.files.values()
+        _, result, _ = self._ask("forward", {"forward": node})
+        (tensors,) = result.files.values()
         embeddings: torch.Tensor = tensors["embeddings"]
         return embeddings
 
@@ -347,10 +347,10 @@ def _request(batch_size: int, max_length: int, *, in_lockstep: bool) -> dict[str
 
 def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config that ``options`` and the defaults of the stages come to."""
-    keys, known = key_names(stage.config_class for stage in stages), known_options()
-    unknown = [name for name in options if name not in known]
+    keys, names = key_names(stage.config_class for stage in stages), known_options()
+    unknown = [name for name in options if name not in names]
     if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], known)}")
+        raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], names)}")
     node = {name: _text(options.get(name, default)) for name, default in _OPTIONS.items()}
     config = {key: value for stage in stages for key, value in defaults(stage.config_class).items()}
     config |= {name: value for name, value in options.items() if name in keys}

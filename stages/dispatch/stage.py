@@ -110,12 +110,12 @@ class DispatchStage(Stage[DispatchInputs]):
         streamed = sum(1 for part in plan.parts.values() if part.streamed and not part.listed_expert)
         experts = sum(part.experts.count for part in plan.parts.values() if part.experts is not None)
         experts += len({part.listed_expert for part in plan.parts.values() if part.streamed and part.listed_expert})
-        told = [f"computes on {plan.main_device}"]
+        parts = [f"computes on {plan.main_device}"]
         if streamed:
             amount = format_bytes(plan.streamed_bytes)
-            told.append(f"{streamed} of {len(plan.parts)} modules streamed: {amount} a pass")
+            parts.append(f"{streamed} of {len(plan.parts)} modules streamed: {amount} a pass")
         if experts:
-            told.append(f"{experts} experts read when tokens are routed to them")
-        summary = ", ".join(told if len(told) > 1 else [*told, "everything resident"])
+            parts.append(f"{experts} experts read when tokens are routed to them")
+        summary = ", ".join(parts if len(parts) > 1 else [*parts, "everything resident"])
         host = {"predicted": {str(CPU): plan.host_peak_bytes}} if plan.host_peak_bytes else {}
         return Report(summary, memory=host)

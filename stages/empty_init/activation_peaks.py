@@ -241,11 +241,11 @@ def _growing(probes: Sequence[tuple[int, int]], runs: Sequence[list[_Instant]]) 
     before, after = (_widest(run) for run in runs[-2:])
     fewer, more = (sequences * length for sequences, length in probes[-2:])
     for kernel in sorted(before.keys() & after.keys()):
-        held, *operands = (
+        live, *operands = (
             _line((fewer, low), (more, high))
             for low, high in zip(before[kernel].sizes, after[kernel].sizes, strict=True)
         )
-        yield Moment(held, kernel, tuple(operands) if kernel else ())
+        yield Moment(live, kernel, tuple(operands) if kernel else ())
 
 
 def _line(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, ...]:
@@ -258,8 +258,8 @@ def _line(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, ...]:
 def _widest(run: Sequence[_Instant]) -> dict[str, _Instant]:
     """Return the moment of each kernel that holds the most with its operands; without a name, the one of all."""
     kernels = {instant.kernel for instant in run} - {""}
-    found = {name: max((one for one in run if one.kernel == name), key=lambda one: sum(one.sizes)) for name in kernels}
-    return {"": max(run, key=lambda instant: instant.live), **found}
+    widest = {name: max((one for one in run if one.kernel == name), key=lambda one: sum(one.sizes)) for name in kernels}
+    return {"": max(run, key=lambda instant: instant.live), **widest}
 
 
 def _run_probe(model: nn.Module, blocks: set[str], number: int) -> _Forward:
@@ -298,27 +298,27 @@ def _tally(
     with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
         fakes, given = fake_weights(model), new_cache(model) if caches else {}
         tally = _Tally()
-        held = [*fakes.values(), *(mode.from_tensor(buffer) for buffer in model.buffers())]
-        for tensor in held:
+        tensors = [*fakes.values(), *(mode.from_tensor(buffer) for buffer in model.buffers())]
+        for tensor in tensors:
             tally.meet(tensor, counts=False)
         mode.tally = tally
         with tally.watching(model, blocks), swapped(model, fakes):
             output = call(model, **given)
-            kept, encoded = given | kept_cache(output), encoded_positions(output)
+            cache, encoded = given | kept_cache(output), encoded_positions(output)
             del output
-            left = tally.leftover(kept.values(), encoded=encoded)
+            left = tally.leftover(cache.values(), encoded=encoded)
             moments, tally.moments = tally.moments, []
-            follows = None if encoded or not kept else follows
-            decoding = [] if follows is None else _followed(tally, partial(follows, model), kept, left.bytes)
+            follows = None if encoded or not cache else follows
+            decoding = [] if follows is None else _followed(tally, partial(follows, model), cache, left.bytes)
         mode.tally = None
         return _Forward([instant._replace(live=instant.live - left.bytes) for instant in moments], left, decoding)
 
 
-def _followed(tally: _Tally, follows: Callable[..., object], kept: Mapping[str, Any], left: int) -> list[_Instant]:
-    """Return the instants of a forward that ``follows`` over what was ``kept``; none where code refuses it."""
+def _followed(tally: _Tally, follows: Callable[..., object], cache: Mapping[str, Any], left: int) -> list[_Instant]:
+    """Return the instants of a forward that ``follows`` over a ``cache``; none where code refuses it."""
     with suppress(*REFUSALS):
-        follows(**kept)
-        most = max(left, tally.leftover(kept.values(), encoded=0).bytes)
+        follows(**cache)
+        most = max(left, tally.leftover(cache.values(), encoded=0).bytes)
         return [instant._replace(live=max(0, instant.live - most)) for instant in tally.moments]
     return []
 
@@ -337,9 +337,9 @@ def _shortened(model: nn.Module, blocks: set[str]) -> Iterator[dict[str, str]]:
                 continue
             whole = dict(module._modules)
             kinds = kinds_of(dict(enumerate(module)))
-            kept = max(kind[0] for kind in kinds) + 2
-            stands_for |= {f"{name}.{place}": f"{name}.{kind[0]}" for kind in kinds for place in kind if place >= kept}
-            module._modules = dict(list(whole.items())[:kept])
+            count = max(kind[0] for kind in kinds) + 2
+            stands_for |= {f"{name}.{place}": f"{name}.{kind[0]}" for kind in kinds for place in kind if place >= count}
+            module._modules = dict(list(whole.items())[:count])
             undo.callback(setattr, module, "_modules", whole)
         yield stands_for
 
@@ -388,8 +388,8 @@ def _peaks(polynomials: npt.NDArray[np.float64], kernels: Sequence[str]) -> tupl
     for kernel in set(kernels) - {""}:
         here = np.flatnonzero(np.array(kernels) == kernel)
         for factors in _FACTORS:
-            held = values[:, here] @ np.array([1, *factors], np.float64)
-            peaks.update(here[held.argmax(axis=1)].tolist())
+            live = values[:, here] @ np.array([1, *factors], np.float64)
+            peaks.update(here[live.argmax(axis=1)].tolist())
     return tuple(
         Moment(
             tuple(polynomials[:, index, 0].tolist()),

@@ -140,6 +140,6 @@ def _step_within(module: nn.Module) -> str | None:
     from peft.utils.other import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        kept = any(True for _ in module.original_module.parameters())
-        return "original_module" if kept else _REPLACEMENT
+        has_own = any(True for _ in module.original_module.parameters())
+        return "original_module" if has_own else _REPLACEMENT
     return "base_layer" if isinstance(module, BaseTunerLayer) else None

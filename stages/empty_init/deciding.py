@@ -46,8 +46,8 @@ def decide(func: Any, args: Any, kwargs: Any, faked: Any) -> Any:
     """Return ``faked``, what ``func`` returned of fake tensors, with real tensors for its integers and truths."""
     if not any(map(_decides, tree_leaves(faked))):
         return faked
-    made = func(*tree_map(_ones, args), **tree_map(_ones, kwargs))
-    return tree_map(lambda fake, real: real if _decides(fake) else fake, faked, made)
+    reals = func(*tree_map(_ones, args), **tree_map(_ones, kwargs))
+    return tree_map(lambda fake, real: real if _decides(fake) else fake, faked, reals)
 
 
 def _decides(value: Any) -> bool:

@@ -112,13 +112,13 @@ def _saved(model: Any) -> Iterator[tuple[str, TensorHeader]]:
 
 def _laid_out(file: ShardFile, headers: Mapping[str, TensorHeader]) -> dict[str, Extent]:
     """Return ``headers`` as extents of ``file``, one after the other; those that have data have it in memory."""
-    found, begin = dict[str, Extent](), 0
+    extents, begin = dict[str, Extent](), 0
     for name, header in headers.items():
-        found[name] = extent = Extent(file, begin, header.dtype, header.shape)
+        extents[name] = extent = Extent(file, begin, header.dtype, header.shape)
         begin = extent.end
         if header.data:
-            found[name] = replace(extent, file=memory_file(extent, np.frombuffer(header.data, np.uint8)))
-    return found
+            extents[name] = replace(extent, file=memory_file(extent, np.frombuffer(header.data, np.uint8)))
+    return extents
 
 
 def _quantised(

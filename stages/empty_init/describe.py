@@ -137,12 +137,12 @@ def _borrowers(seen: Rehearsal, tied: list[list[str]]) -> dict[str, tuple[str, .
     Every module that a tied tensor is bound in owns it.
     """
     owners = {name: {parent(other) for other in group} for group in tied for name in group}
-    found: dict[str, set[str]] = {}
+    borrowers: dict[str, set[str]] = {}
     for name, users in seen.users.items():
         strangers = users - owners.get(name, {parent(name)})
         if strangers:
-            found.setdefault(parent(name), set()).update(strangers)
-    return {owner: tuple(sorted(users)) for owner, users in sorted(found.items())}
+            borrowers.setdefault(parent(name), set()).update(strangers)
+    return {owner: tuple(sorted(users)) for owner, users in sorted(borrowers.items())}
 
 
 def _likely_borrowers(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -26,13 +26,13 @@ def build_diffusers(folder: Path, config: Mapping[str, Any], dtype: torch.dtype)
     from diffusers.utils import logging
 
     check_numbers(folder / "config.json", config)
-    found = _model_class(folder, str(config["_class_name"]))
+    model_class = _model_class(folder, str(config["_class_name"]))
     building = foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it")
     with errors_alone(logging), building, init_empty_weights():
-        model: nn.Module = found.from_config(dict(config)).to(dtype)
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        model: nn.Module = model_class.from_config(dict(config)).to(dtype)
+    in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        if kept & set(name.split(".")):
+        if in_float32 & set(name.split(".")):
             parameter.data = parameter.data.float()
     return model
 
@@ -42,10 +42,10 @@ def _model_class(folder: Path, name: str) -> Any:
     import diffusers
 
     with foreign(ConfigError, f"{folder / 'config.json'}: _class_name: {name!r} can't be had of diffusers"):
-        found = getattr(diffusers, name, None) if name.isidentifier() else None
-    if not (isinstance(found, type) and issubclass(found, diffusers.ModelMixin)):
+        candidate = getattr(diffusers, name, None) if name.isidentifier() else None
+    if not (isinstance(candidate, type) and issubclass(candidate, diffusers.ModelMixin)):
         raise CheckpointError(
             f"{folder / 'config.json'}: _class_name: {name!r} is no model of diffusers {diffusers.__version__}"
             f"{closest(name, [one for one in dir(diffusers) if 'Model' in one])}; install a version that has it"
         )
-    return found
+    return candidate

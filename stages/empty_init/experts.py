@@ -93,8 +93,8 @@ def _configs(model: nn.Module, name: str) -> Iterator[object]:
 
 def configured_width(config: object, count: int) -> int:
     """Return how many of ``count`` experts a token uses as the model's ``config`` says; all where it doesn't."""
-    found = (getattr(config, key, None) for key in _PER_TOKEN_KEYS)
-    return next((value for value in found if isinstance(value, int) and 0 < value <= count), count)
+    values = (getattr(config, key, None) for key in _PER_TOKEN_KEYS)
+    return next((value for value in values if isinstance(value, int) and 0 < value <= count), count)
 
 
 @contextmanager
@@ -129,5 +129,5 @@ def routing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     names = _arguments(module)
     if len(names) == 1:
         return None
-    found: torch.Tensor = args[_INDEX_PLACE] if len(args) > _INDEX_PLACE else kwargs[names[_INDEX_PLACE]]
-    return found
+    indices: torch.Tensor = args[_INDEX_PLACE] if len(args) > _INDEX_PLACE else kwargs[names[_INDEX_PLACE]]
+    return indices

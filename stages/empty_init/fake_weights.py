@@ -86,12 +86,12 @@ def answered(run: Callable[[bool], Found]) -> Found:
 
 def fake_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a fake cpu tensor for every parameter name; tied names share one. To be called in the mode."""
-    made: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
     weights = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in made:
-            made[id(parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-        weights[name] = made[id(parameter)]
+        if id(parameter) not in fakes:
+            fakes[id(parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        weights[name] = fakes[id(parameter)]
     return weights
 
 

@@ -150,12 +150,12 @@ def remote_code(folder: Path, names_it: str) -> dict[str, str]:
         if separator:
             folders[f"{repository}/"] = ModelSource(repository).folder
     files = {name: source_files(place) for name, place in folders.items()}
-    found = {
+    hashes_of = {
         f"{name}{file}": digest
         for name, place in folders.items()
         for file, digest in hashes(files[name], place).items()
     }
-    return found | code_identity(imports(file for group in files.values() for file in group))
+    return hashes_of | code_identity(imports(file for group in files.values() for file in group))
 
 
 def text_identity(model: Mapping[str, Any]) -> dict[str, object]:
@@ -173,8 +173,8 @@ def text_identity(model: Mapping[str, Any]) -> dict[str, object]:
 
 def _text_files(folder: Path) -> list[Path]:
     """Return the files of ``folder`` that a tokenizer, a processor or the default options may be read from."""
-    found = {file for pattern in TEXTS for file in folder.glob(pattern) if file.is_file()}
-    return sorted(file for file in found if not file.name.endswith(".index.json"))
+    files = {file for pattern in TEXTS for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in files if not file.name.endswith(".index.json"))
 
 
 def quantization_fault(folder: Path) -> str | None:
@@ -302,8 +302,8 @@ def resolve_dtype(config: Mapping[str, Any]) -> str:
     dtype, model = str(config["dtype"]), config["model"]
     if dtype != "auto" or model["kind"] == "module":
         return dtype
-    known = declared_dtype(ModelSource.of(model).folder) or _stored_dtype(model, plans=is_plan(config))
-    return known or ("float32" if declared_packed(model) is None else "bfloat16")
+    declared = declared_dtype(ModelSource.of(model).folder) or _stored_dtype(model, plans=is_plan(config))
+    return declared or ("float32" if declared_packed(model) is None else "bfloat16")
 
 
 def declared_dtype(folder: Path) -> str | None:
@@ -311,8 +311,8 @@ def declared_dtype(folder: Path) -> str | None:
     config = read_config(folder)
     nested = config.get("text_config")
     places = [config, nested if isinstance(nested, Mapping) else {}]
-    found = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
-    declared = next((value for value in found if isinstance(value, str) and value != "auto"), None)
+    values = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+    declared = next((value for value in values if isinstance(value, str) and value != "auto"), None)
     return declared and declared.removeprefix("torch.")
 
 

@@ -60,8 +60,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
             return None
         if tensor not in moved:
             moved[tensor] = _on_device(tensor, device)
-        found: torch.Tensor = moved[tensor]
-        return found
+        result: torch.Tensor = moved[tensor]
+        return result
 
     def send_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
         return None if buffer is None else send(module, name, buffer)

@@ -121,12 +121,12 @@ def cache_specs(probes: Sequence[Probe], stands_for: Mapping[str, str]) -> tuple
     ``stands_for`` has the block that did for each that wasn't run. Beside an encoder all of a decoder's own is taken to
     grow with its positions, and so where there is one probe alone.
     """
-    found: dict[CacheSpec, list[str]] = {}
+    blocks_of: dict[CacheSpec, list[str]] = {}
     run = {**probes[0].left.own, **probes[0].left.crossed}
     blocks = [*run, *(name for name, other in stands_for.items() if other in run and name not in run)]
     for block in blocks:
-        found.setdefault(_spec(probes, stands_for.get(block, block)), []).append(block)
-    return tuple(replace(spec, blocks=tuple(blocks)) for spec, blocks in found.items())
+        blocks_of.setdefault(_spec(probes, stands_for.get(block, block)), []).append(block)
+    return tuple(replace(spec, blocks=tuple(blocks)) for spec, blocks in blocks_of.items())
 
 
 def _spec(probes: Sequence[Probe], block: str) -> CacheSpec:

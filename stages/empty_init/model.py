@@ -140,17 +140,17 @@ def _model_class(override: str | None, config: Any, *, folder: Path, remote: boo
         return get_class_from_dynamic_module(reference, folder)
     if name is None:
         return _default_class(config)
-    found = getattr(transformers, name, None)
-    mapping = getattr(found, "_model_mapping", {})
+    candidate = getattr(transformers, name, None)
+    mapping = getattr(candidate, "_model_mapping", {})
     if type(config) in mapping:  # one of the Auto classes: it stands for the class of this config
         return mapping[type(config)]
-    if not _is_model(found):
+    if not _is_model(candidate):
         where = "model.class" if override else f"{folder / 'config.json'}: architectures"
         raise (ConfigError if override else CheckpointError)(
             f"{where}: {name!r} is no class of transformers {transformers.__version__} for a {config.model_type!r} "
             f"model{closest(name, _classes_for(config))}; set model.class"
         )
-    return found
+    return candidate
 
 
 def _classes_for(config: Any) -> Iterator[str]:
@@ -161,15 +161,15 @@ def _classes_for(config: Any) -> Iterator[str]:
             yield from (auto, mapping[type(config)].__name__)
 
 
-def _is_model(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "_from_config")
+def _is_model(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module) and hasattr(value, "_from_config")
 
 
 def _dotted_class(dotted: str) -> Any:
-    found = module_class(dotted, "model.class")
-    if not _is_model(found):
+    candidate = module_class(dotted, "model.class")
+    if not _is_model(candidate):
         raise ConfigError(f"model.class: {dotted!r} is no class of transformers' PreTrainedModel; use model=module")
-    return found
+    return candidate
 
 
 def _default_class(config: Any) -> Any:
@@ -182,10 +182,10 @@ def _default_class(config: Any) -> Any:
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
     """Keep in float32 the parameters that the model class declares so (T5's ``wo``), as transformers does."""
-    kept = kept_in_float32(model, strictly=dtype != torch.float16)
-    if dtype in (torch.float16, torch.bfloat16) and kept is not None:
+    in_float32 = kept_in_float32(model, strictly=dtype != torch.float16)
+    if dtype in (torch.float16, torch.bfloat16) and in_float32 is not None:
         for name, parameter in model.named_parameters():
-            if kept.search(name):
+            if in_float32.search(name):
                 parameter.data = parameter.data.float()
 
 

@@ -219,8 +219,8 @@ def _unmade(
 def convert(converter: Converter, target: str, model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that ``converter`` makes for the layer named ``target`` from what it has collected."""
     try:
-        made = converter.convert(target, model=model, config=model.config)
+        converted = converter.convert(target, model=model, config=model.config)
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"tensor {target!r} can't be made from the checkpoint's tensors: {reason}") from error
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}

@@ -109,7 +109,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, stack: Stack, how: Arithmetic) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.kind, self.told, self.kept = stack.codec.name, as_text(stack.matrix), stack.kept
+        self.kind, self.matrix_text, self.kept = stack.codec.name, as_text(stack.matrix), stack.kept
         self._parts = tuple("weight" + end for end in stack.ends)
         for name, part in zip(self._parts, stack.parts, strict=True):
             self.register_parameter(name, part)
@@ -119,7 +119,7 @@ class PackedLinear(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Return what the linear layer returns."""
         own = cast("dict[str, torch.Tensor]", self._parameters)
-        return _multiply(given, [own[name] for name in self._parts], self.told, own["bias"], self.how)
+        return _multiply(given, [own[name] for name in self._parts], self.matrix_text, own["bias"], self.how)
 
     def extra_repr(self) -> str:
         """Return what a printed model says of it."""
@@ -194,10 +194,10 @@ class PackedExperts(nn.Module):
         and their weights, [tokens, choices].
         """
         count, choices = top_k_index.shape
-        made = hidden_states.new_empty((count * choices, hidden_states.shape[-1]))
+        outputs = hidden_states.new_empty((count * choices, hidden_states.shape[-1]))
         for expert, rows in _shares(top_k_index.reshape(-1)):
-            made[rows] = self._of_expert(hidden_states[rows // choices], expert)
-        weighted = made.view(count, choices, -1).float() * top_k_weights.float().unsqueeze(-1)
+            outputs[rows] = self._of_expert(hidden_states[rows // choices], expert)
+        weighted = outputs.view(count, choices, -1).float() * top_k_weights.float().unsqueeze(-1)
         total = weighted[:, 0]
         for choice in range(1, choices):
             total = total + weighted[:, choice]
@@ -230,14 +230,14 @@ def _shares(index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def _multiply(
     given: torch.Tensor,
     parts: Sequence[torch.Tensor],
-    told: str,
+    matrix_text: str,
     bias: torch.Tensor | None,
     how: Arithmetic,
 ) -> torch.Tensor:
     """Return the products of ``given`` […, columns] with what rests in ``parts``, and the ``bias``."""
     if given.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{KEY}=fused has no gradients; load the model with {KEY}=exact")
-    return multiply_packed(given, parts, told, bias, compute=how.compute, tiles=how.tiles)
+    return multiply_packed(given, parts, matrix_text, bias, compute=how.compute, tiles=how.tiles)
 
 
 def keep_packed(
@@ -272,10 +272,10 @@ def keep_packed(
         kinds = (nn.Linear, nn.Embedding) if can_look_up(stack.matrix) else (nn.Linear,)
         if fits and all(type(module) in kinds for _, module in modules):
             _replace(model, modules, stack, how)
-    for place, found in stacks.items():
+    for place, stacks_here in stacks.items():
         experts = model.get_submodule(place)
-        if is_interface(experts) and _are_all_of(experts, found):
-            model.set_submodule(place, PackedExperts(experts, found, how))
+        if is_interface(experts) and _are_all_of(experts, stacks_here):
+            model.set_submodule(place, PackedExperts(experts, stacks_here, how))
     if not any(isinstance(module, PackedLinear | PackedExperts) for module in packed_modules(model).values()):
         raise ConfigError(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in a format with products, in "
@@ -357,14 +357,14 @@ def _on_meta(tensor: PackedTensor, shapes: Sequence[tuple[int, ...]]) -> list[nn
 
 def as_they_rest(model: nn.Module, entries: Mapping[str, AtRest]) -> Mapping[str, AtRest]:
     """Return the checkpoint's ``entries``, those that ``model`` keeps packed as the bytes that they are on disk."""
-    kept = {name: rests for module in packed_modules(model).values() for name, rests in module.kept.items()}
-    found: dict[str, AtRest] = {}
+    beside_of = {name: rests for module in packed_modules(model).values() for name, rests in module.kept.items()}
+    resting: dict[str, AtRest] = {}
     for name, entry in entries.items():
-        if name in kept and isinstance(entry, PackedTensor):
-            found |= dict(zip(kept[name], map(_as_it_lies, entry.parts), strict=True))
+        if name in beside_of and isinstance(entry, PackedTensor):
+            resting |= dict(zip(beside_of[name], map(_as_it_lies, entry.parts), strict=True))
         else:
-            found[name] = entry
-    return found
+            resting[name] = entry
+    return resting
 
 
 def packed_modules(model: nn.Module) -> dict[str, PackedModule]:

@@ -42,15 +42,15 @@ def with_packed(
     unadapted = without_adapter(model) if adapted else None
     naming = naming or name_tensors(model if unadapted is None else unadapted.model, entries)
     outer = {} if unadapted is None else unadapted.names
-    made = {outer.get(target, target): step for step in naming.steps for target in step.targets}
+    step_of = {outer.get(target, target): step for step in naming.steps for target in step.targets}
     experts = {name for spec in skeleton.experts for name in spec.tensors}
-    found: dict[str, PackedSpec | None] = {}
+    packed_of: dict[str, PackedSpec | None] = {}
     for spec in skeleton.unique:
         names = skeleton.names_of(spec.name)
-        step = next((made[name] for name in names if name in made), None)
+        step = next((step_of[name] for name in names if name in step_of), None)
         packed = None if step is None else _packed(step, spec, entries, by_expert=spec.name in experts)
-        found |= dict.fromkeys(names, packed)
-    return replace(skeleton, tensors=tuple(replace(spec, packed=found[spec.name]) for spec in skeleton.tensors))
+        packed_of |= dict.fromkeys(names, packed)
+    return replace(skeleton, tensors=tuple(replace(spec, packed=packed_of[spec.name]) for spec in skeleton.tensors))
 
 
 def _packed(step: NamingStep, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_expert: bool) -> PackedSpec | None:

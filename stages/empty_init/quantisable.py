@@ -53,18 +53,22 @@ def quantisable(model: nn.Module, naming: Naming, entries: Mapping[str, Extent],
     repeated = {
         name for name in modules if any(isinstance(modules[above], nn.ModuleList) for above in upward(parent(name)))
     }
-    routers, kept = set(_routers(modules, repeated)), kept_in_float32(model)
-    found = set[str]()
+    routers, in_float32 = set(_routers(modules, repeated)), kept_in_float32(model)
+    quantised = set[str]()
     for step, owner in multiplied(naming, modules):
-        stays = owner not in repeated or owner in routers or any(kept and kept.search(name) for name in step.targets)
+        stays = (
+            owner not in repeated
+            or owner in routers
+            or any(in_float32 and in_float32.search(name) for name in step.targets)
+        )
         if not stays and sources_in_order(step, entries):  # what is made anew of several would rest unpacked
-            found |= {name for name in step.source_names if fits(entries[name].header)}
-    if not found:
+            quantised |= {name for name in step.source_names if fits(entries[name].header)}
+    if not quantised:
         raise ConfigError(
             f"{KEY}: {kind!r} is of no use, no linear layer that repeats in {type(model).__name__} has rows of "
             f"{', '.join(FLOATS)} in whole blocks of 32; leave it null"
         )
-    return frozenset(found)
+    return frozenset(quantised)
 
 
 def multiplied(naming: Naming, modules: Mapping[str, nn.Module]) -> Iterator[tuple[NamingStep, str]]:

@@ -139,11 +139,11 @@ def _call_decoder(model: Any) -> object:
 
 def _call_for_two_tokens(call: Callable[[nn.Module], object], model: nn.Module) -> object:
     """Call ``model`` as ``call`` does, and for one more token with what that kept."""
-    kept: Any = call(model)
+    output: Any = call(model)
     return model(
-        encoder_outputs=(kept.encoder_last_hidden_state,),
+        encoder_outputs=(output.encoder_last_hidden_state,),
         decoder_input_ids=torch.ones((1, 1), dtype=torch.long),
-        **kept_cache(kept),
+        **kept_cache(output),
     )
 
 

@@ -38,8 +38,8 @@ def describe_call(model: nn.Module, call: RehearsedCall, no_split: Iterable[str]
     if reason is not None:
         return described
     weighed = weigh_call(model, () if call.has_every_layer else described.no_split, call)
-    held = call.results_bytes + weighed.left_bytes
-    return replace(described, moments=tuple(_lifted(moment, held) for moment in weighed.moments))
+    lasting = call.results_bytes + weighed.left_bytes
+    return replace(described, moments=tuple(_lifted(moment, lasting) for moment in weighed.moments))
 
 
 def _advice(model: nn.Module, call: RehearsedCall) -> str:
@@ -50,7 +50,7 @@ def _advice(model: nn.Module, call: RehearsedCall) -> str:
     return "; give decoder_input_ids too, in the file of forward.inputs, or set model.class to its encoder"
 
 
-def _lifted(moment: Moment, held: int) -> Moment:
+def _lifted(moment: Moment, lasting: int) -> Moment:
     """Return ``moment`` with so many bytes more that are held all the time."""
     constant, *others = moment.activations
-    return replace(moment, activations=(constant + held, *others))
+    return replace(moment, activations=(constant + lasting, *others))

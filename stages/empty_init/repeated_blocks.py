@@ -48,22 +48,22 @@ def find_alike(model: nn.Module) -> list[AlikeBlocks]:
 
     A block with a tensor or a module that has a second name in the model is like no other.
     """
-    shared, found = _shared(model), []
+    shared, alike = _shared(model), []
     for name, blocks in _outermost_lists(model):
         kinds = kinds_of({key: block for key, block in enumerate(blocks) if not shared & _identities(block)})
-        found += [AlikeBlocks(tuple(f"{name}.{key}" for key in kind)) for kind in kinds if len(kind) > _RUN]
-    return found
+        alike += [AlikeBlocks(tuple(f"{name}.{key}" for key in kind)) for kind in kinds if len(kind) > _RUN]
+    return alike
 
 
 def kinds_of(blocks: Mapping[int, nn.Module]) -> list[list[int]]:
     """Return the places of ``blocks`` in their list, of those that compute alike together."""
     kinds: list[list[int]] = []
     for place, block in blocks.items():
-        known = next((kind for kind in kinds if _alike(blocks[kind[0]], block, place - kind[0])), None)
-        if known is None:
+        kind_of = next((kind for kind in kinds if _alike(blocks[kind[0]], block, place - kind[0])), None)
+        if kind_of is None:
             kinds.append([place])
         else:
-            known.append(place)
+            kind_of.append(place)
     return kinds
 
 
@@ -83,13 +83,13 @@ def _shared(model: nn.Module) -> set[int]:
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
     )
-    for _, found in (pair for named in pairs for pair in named):
-        (twice if id(found) in seen else seen).add(id(found))
+    for _, value in (pair for named in pairs for pair in named):
+        (twice if id(value) in seen else seen).add(id(value))
     return twice
 
 
 def _identities(block: nn.Module) -> set[int]:
-    return {id(found) for found in (*block.modules(), *block.parameters(), *block.buffers())}
+    return {id(value) for value in (*block.modules(), *block.parameters(), *block.buffers())}
 
 
 def _alike(one: nn.Module, other: nn.Module, apart: int) -> bool:

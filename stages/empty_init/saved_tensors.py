@@ -57,26 +57,26 @@ class SavedStorages:
         hold = self._hold(tensor)
         return tensor if hold is None else _Held(hold, tensor)
 
-    def unpack(self, kept: Any) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """Return the tensor that was saved."""
-        tensor: torch.Tensor = kept.tensor if isinstance(kept, _Held) else kept
+        tensor: torch.Tensor = saved.tensor if isinstance(saved, _Held) else saved
         return tensor
 
     def bytes_by_module(self) -> dict[str, int]:
         """Return the bytes saved now, by each module in whose calls they were."""
-        found: dict[str, int] = {}
+        totals: dict[str, int] = {}
         for saved in self._saved.values():
             for name in saved.modules:
-                found[name] = found.get(name, 0) + saved.bytes
-        return found
+                totals[name] = totals.get(name, 0) + saved.bytes
+        return totals
 
     def _hold(self, tensor: torch.Tensor) -> _Hold | None:
         count = self._storages.counted(tensor)
         if not count:
             return None
         storage = tensor.untyped_storage()
-        known = self._holds.get(storage._cdata)
-        hold = known() if known is not None else None
+        reference = self._holds.get(storage._cdata)
+        hold = reference() if reference is not None else None
         if hold is None:
             self._count += 1
             hold = _Hold(SavedStorage(self._count, count, self._running()))
@@ -93,8 +93,8 @@ class SavedStorages:
 
     def _died(self, key: int) -> _Hold | None:
         """Forget the storage ``key``; return what autograd still keeps of it."""
-        known = self._holds.pop(key, None)
-        return known() if known is not None else None
+        reference = self._holds.pop(key, None)
+        return reference() if reference is not None else None
 
     def _released(self, saved: SavedStorage) -> None:
         del self._saved[saved.number]

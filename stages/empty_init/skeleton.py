@@ -123,11 +123,11 @@ class Moment:
     def before(self, sequences: int, length: int) -> int:
         """Return the bytes of activations without the product's result: as they are before it is computed."""
         terms = monomials(sequences, length)
-        held, result = (
+        live, result = (
             sum(factor * term for factor, term in zip(factors, terms, strict=True))
             for factors in (self.activations, self.operands[2])
         )
-        return max(0, round(held - result))
+        return max(0, round(live - result))
 
     def right_bytes(self, sequences: int, length: int) -> int:
         """Return the bytes of the product's right operand."""
@@ -142,17 +142,17 @@ class Moment:
         ``blocks`` has the bytes of weights that are multiplied by blocks of rows, and those of a block.
         """
         terms = monomials(sequences, length)
-        held, *operands = (
+        live, *operands = (
             sum(factor * term for factor, term in zip(factors, terms, strict=True))
             for factors in (self.activations, *self.operands)
         )
         for whole, block in (blocks or {}).items():
             if operands and round(operands[1]) in (whole, whole * sequences):  # a batch has it for each sequence
                 operands[1:] = [operand * block / whole for operand in operands[1:]]
-                held += operands[2]  # the block's product, beside that of all rows
+                live += operands[2]  # the block's product, beside that of all rows
                 break
         beside = sum(map(mul, kernels.get(self.kernel, ()), operands))
-        return max(0, round(held)), max(0, round(beside))
+        return max(0, round(live)), max(0, round(beside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +184,8 @@ class CacheSpec:
 
     def after_token(self, positions: int, *, encoded: int) -> float:
         """Return the bytes of one block and sequence after a forward of one token, with so many ``positions`` then."""
-        kept = positions if self.window is None else min(positions, self.window)
-        return self.after_prompt(kept, encoded=encoded)
+        in_window = positions if self.window is None else min(positions, self.window)
+        return self.after_prompt(in_window, encoded=encoded)
 
 
 @dataclass(frozen=True)
@@ -234,10 +234,10 @@ class Skeleton:
     @cached_property
     def by_module(self) -> dict[str, list[TensorSpec]]:
         """The tensors that each module holds itself; modules that hold none aren't there."""
-        found: dict[str, list[TensorSpec]] = {}
+        tensors: dict[str, list[TensorSpec]] = {}
         for tensor in self.tensors:
-            found.setdefault(parent(tensor.name), []).append(tensor)
-        return found
+            tensors.setdefault(parent(tensor.name), []).append(tensor)
+        return tensors
 
     @cached_property
     def _groups(self) -> dict[str, tuple[str, ...]]:

@@ -40,7 +40,7 @@ def code_identity(names: Iterable[str]) -> dict[str, str]:
     could be found again.
     """
     importlib.invalidate_caches()
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     waiting, seen = [name.partition(".")[0] for name in names], set[str]()
     while waiting:
         name = waiting.pop()
@@ -48,21 +48,21 @@ def code_identity(names: Iterable[str]) -> dict[str, str]:
             continue
         seen.add(name)
         spec = find_module(name)
-        known = {name: ABSENT} if spec is None else _versions(name, spec)
-        files = list(_sources(name, spec)) if spec is not None and known is None else []
-        found |= known or hashes(files)
+        versions = {name: ABSENT} if spec is None else _versions(name, spec)
+        files = list(_sources(name, spec)) if spec is not None and versions is None else []
+        digests |= versions or hashes(files)
         waiting += imports(files)
-    return found
+    return digests
 
 
 def find_module(name: str) -> ModuleSpec | None:
     """Return where Python would find the module of the dotted ``name``'s top level, or null; nothing is imported."""
     top = name.partition(".")[0]
     try:
-        found = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(top)
     except ValueError:  # the program itself, or a module made by hand
         return None
-    return found or PathFinder.find_spec(top, [str(Path.cwd())])
+    return spec or PathFinder.find_spec(top, [str(Path.cwd())])
 
 
 def source_files(folder: Path) -> list[Path]:

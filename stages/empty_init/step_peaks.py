@@ -35,7 +35,7 @@ class TrainingPeaks:
     @property
     def forward_peak(self) -> int:
         """The most bytes held in the forward, without offload."""
-        return max((held for held, _, _ in self.forward), default=0)
+        return max((live for live, _, _ in self.forward), default=0)
 
     def peak(self, ratio: float = 0.0) -> int:
         """Return the most bytes held in a step that offloads the share ``ratio``, 0 to 1, of what it saves.
@@ -44,11 +44,11 @@ class TrainingPeaks:
         ahead of use, as far as there is room: until as much is held as stayed.
         """
         stays = 1 - max(0.0, ratio - SLACK)
-        forward = (held - (1 - stays) * (saved - needed) for held, saved, needed in self.forward)
+        forward = (live - (1 - stays) * (saved - needed) for live, saved, needed in self.forward)
         backward = (
-            held - saved + min(saved, max(needed, stays * self.saved_bytes)) for held, saved, needed in self.backward
+            live - saved + min(saved, max(needed, stays * self.saved_bytes)) for live, saved, needed in self.backward
         )
-        return max((math.ceil(held) for held in (*forward, *backward)), default=0)
+        return max((math.ceil(live) for live in (*forward, *backward)), default=0)
 
     def least_ratio(self, budget: int) -> float:
         """Return the least ratio of activation offload whose peak is within ``budget`` bytes.
@@ -65,8 +65,8 @@ class TrainingPeaks:
         steps = range(_RATIO_STEPS + 1)
         return bisect_left(steps, True, key=lambda step: self.peak(step / _RATIO_STEPS) <= budget) / _RATIO_STEPS
 
-    def lifted(self, held: int) -> TrainingPeaks:
+    def lifted(self, lasting: int) -> TrainingPeaks:
         """Return these peaks with so many bytes more that are held all the time."""
         passes = (self.forward, self.backward)
-        forward, backward = (tuple((one + held, saved, needed) for one, saved, needed in part) for part in passes)
+        forward, backward = (tuple((one + lasting, saved, needed) for one, saved, needed in part) for part in passes)
         return replace(self, forward=forward, backward=backward)

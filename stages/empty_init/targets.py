@@ -44,12 +44,12 @@ def module_class(target: str, place: str, *, nested: bool = False) -> type[Any]:
     Its module is imported, which runs that module's code: who calls this trusts it.
     """
     with foreign(ConfigError, f"{place}: {target!r} can't be looked up"):
-        found = _locate(target)  # as Hydra does when it calls it
-    if not isinstance(found, type) or not (issubclass(found, nn.Module) or (nested and _configures(found))):
+        located = _locate(target)  # as Hydra does when it calls it
+    if not isinstance(located, type) or not (issubclass(located, nn.Module) or (nested and _configures(located))):
         raise ConfigError(
             f"{place}: {target!r} is no subclass of torch.nn.Module, and nothing else is called; give such a class"
         )
-    return found
+    return located
 
 
 def _configures(kind: type[Any]) -> bool:

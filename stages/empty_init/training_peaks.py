@@ -67,8 +67,8 @@ def run_backward(output: Any, loss: Loss | None) -> None:
     Else of all that it returns, each with a gradient as large as itself, as any loss would give it. Nothing is done
     where nothing requires gradients.
     """
-    made = loss(output) if loss is not None else getattr(output, "loss", None)
-    roots = [made] if made is not None else [tensor for _, tensor in named_tensors(output)]
+    loss_value = loss(output) if loss is not None else getattr(output, "loss", None)
+    roots = [loss_value] if loss_value is not None else [tensor for _, tensor in named_tensors(output)]
     roots = [tensor for tensor in roots if tensor.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
@@ -97,10 +97,10 @@ class _Moments:
     def note(self) -> None:
         """Add the moment that is now."""
         if self.saved is not None:
-            held, saved = self.live, self.saved.bytes
+            live, saved = self.live, self.saved.bytes
             coming = self.saved.next_bytes if self.in_backward else 0
-            self.seen.append((held, saved, saved - self.saved.away + coming))
-            self._peak = max(self._peak, held)
+            self.seen.append((live, saved, saved - self.saved.away + coming))
+            self._peak = max(self._peak, live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,10 @@ class _StepRehearsal:
 
 def _highest(moments: Iterable[tuple[int, int, int]]) -> Moments:
     """Return those of ``moments`` than which no other holds more, both with nothing and with everything offloaded."""
-    kept: list[tuple[int, int, int]] = []
+    highest: list[tuple[int, int, int]] = []
     least = -1
-    for held, saved, needed in sorted(set(moments), key=lambda moment: (-moment[0], moment[1] - moment[2])):
-        if held - saved + needed > least:
-            kept.append((held, saved, needed))
-            least = held - saved + needed
-    return tuple(kept)
+    for live, saved, needed in sorted(set(moments), key=lambda moment: (-moment[0], moment[1] - moment[2])):
+        if live - saved + needed > least:
+            highest.append((live, saved, needed))
+            least = live - saved + needed
+    return tuple(highest)

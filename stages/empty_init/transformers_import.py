@@ -37,20 +37,20 @@ def import_models() -> None:
 
 
 def _import_listed() -> None:
-    made: Any = getattr(import_utils, "define_import_structure", None)
-    is_listed = getattr(made, "cache_info", None) is not None and made.cache_info().currsize == 1
+    listing_of: Any = getattr(import_utils, "define_import_structure", None)
+    is_listed = getattr(listing_of, "cache_info", None) is not None and listing_of.cache_info().currsize == 1
     if "transformers.models" in sys.modules or not is_listed:
         return
-    listing = models_alone(made(_PACKAGE, prefix=_PREFIX.removesuffix(".")))
+    listing = models_alone(listing_of(_PACKAGE, prefix=_PREFIX.removesuffix(".")))
 
     def define(path: str, prefix: str | None = None) -> Any:
-        return listing if (Path(path), prefix) == (_PACKAGE / "__init__.py", None) else made(path, prefix)
+        return listing if (Path(path), prefix) == (_PACKAGE / "__init__.py", None) else listing_of(path, prefix)
 
     import_utils.define_import_structure = define
     try:
         import_module("transformers.models")
     finally:
-        import_utils.define_import_structure = made
+        import_utils.define_import_structure = listing_of
 
 
 def _import_losses() -> None:
@@ -74,6 +74,6 @@ def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
 def models_alone(listing: Listing) -> Listing:
     """Return what ``listing`` has of the package of models, by names in it."""
     return {
-        needed: {name.removeprefix(_PREFIX): found for name, found in modules.items() if name.startswith(_PREFIX)}
+        needed: {name.removeprefix(_PREFIX): members for name, members in modules.items() if name.startswith(_PREFIX)}
         for needed, modules in listing.items()
     }

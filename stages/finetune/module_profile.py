@@ -84,8 +84,8 @@ class MemoryProfile:
         """Return all of it as JSON: bytes, seconds, and in ``peak_by_ratio`` the peaks predicted with offload."""
         data = asdict(self)
         del data["peaks"]
-        told = {str(ratio): peak for ratio, peak in self.peak_by_ratio().items()}
-        return json.dumps({**data, "peak_by_ratio": told}, indent=1)
+        peaks = {str(ratio): peak for ratio, peak in self.peak_by_ratio().items()}
+        return json.dumps({**data, "peak_by_ratio": peaks}, indent=1)
 
     def peak_by_ratio(self, ratios: Iterable[float] = TOLD_RATIOS) -> dict[float, int]:
         """Return the peaks that are predicted at ``ratios`` of activation offload; none without a rehearsal."""

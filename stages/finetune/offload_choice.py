@@ -145,8 +145,8 @@ class TagHistory:
         Such are buffers, the data of parameters, and inputs that the caller keeps: moving them would free nothing.
         """
         storage = tensor.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        return tensor.grad_fn is None and known is not None and known() is storage
+        reference = self._storages.get(storage._cdata)
+        return tensor.grad_fn is None and reference is not None and reference() is storage
 
     def live_with(self, tag: str, parameter: torch.Tensor) -> None:
         """Be forgotten when ``parameter`` is gone."""
@@ -161,10 +161,10 @@ class TagHistory:
 
     def store(self, way: tuple[str, torch.device], settings: object, make: Callable[[], AnyStore]) -> AnyStore:
         """Return the store for a ``way`` (which target, from which device), new if its ``settings`` are others."""
-        known = self._stores.get(way)
-        if known is None or known[0] != settings:
-            known = self._stores[way] = (settings, make())
-        return known[1]
+        entry = self._stores.get(way)
+        if entry is None or entry[0] != settings:
+            entry = self._stores[way] = (settings, make())
+        return entry[1]
 
     def trim(self) -> None:
         """Give back memory and files that the last passes didn't use."""

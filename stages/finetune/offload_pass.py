@@ -57,7 +57,7 @@ class OffloadPass:
         self._ledger, self._trace = destination.ledger, trace
         self._order: list[weakref.ref[SavedSpan]] = []  # of each tensor that was saved, its span
         self._leaving: deque[weakref.ref[SavedSpan]] = deque()
-        self._held = self._peak = 0
+        self._counted = self._peak = 0
         self._ahead = self._last_place = 0
         self._lock = threading.RLock()
 
@@ -109,14 +109,14 @@ class OffloadPass:
 
     def _hold(self, span: SavedSpan) -> None:
         """Count what ``span`` holds of the device now."""
-        self._held += span.on_device - span.held
-        span.held = span.on_device
+        self._counted += span.on_device - span.counted
+        span.counted = span.on_device
         self._peak = max(self._peak, self._held_now())
 
     def _held_now(self) -> int:
         while self.freed:
-            self._held -= self.freed.popleft()
-        return self._held
+            self._counted -= self.freed.popleft()
+        return self._counted
 
     def end_forward(self) -> None:
         """Make the share right where the pass was of another kind than the one before it, and let go of what goes.

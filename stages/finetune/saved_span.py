@@ -84,7 +84,7 @@ class SavedSpan:
     """
 
     def __init__(self, tensor: torch.Tensor, key: SpanKey, owner: SpanOwner, *, stays: bool) -> None:
-        self.owner, self.held = owner, 0
+        self.owner, self.counted = owner, 0
         self.size, self.version, self.stays = key[2] - key[1], tensor._version, stays
         self.source: torch.Tensor | None = tensor.detach()  # shares the version; the tensor itself holds its graph
         self.begin, self.source_begin = key[1], 0
@@ -140,7 +140,7 @@ class SavedSpan:
             raise changed(self.version, self._written)
 
     def __del__(self) -> None:
-        self.owner.freed.append(self.held)  # in any thread, and in the middle of any statement
+        self.owner.freed.append(self.counted)  # in any thread, and in the middle of any statement
 
 
 _SPANS: weakref.WeakValueDictionary[SpanKey, SavedSpan] = weakref.WeakValueDictionary()

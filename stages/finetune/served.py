@@ -43,12 +43,12 @@ def check_served(options: FinetuneOptions, model: Mapping[str, Any]) -> Iterable
 
 def _unserved(config: Any, model_class: Any) -> str:
     """Return why a model of ``model_class`` can't be trained, an empty string if it can."""
-    known = inspect.signature(model_class.forward).parameters
-    if getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" in known:
+    parameters = inspect.signature(model_class.forward).parameters
+    if getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" in parameters:
         return "has an encoder, which a text says nothing of"
-    if not model_class.can_generate() or "labels" not in known:
+    if not model_class.can_generate() or "labels" not in parameters:
         return "has no labels of the token that comes next"
-    if "input_ids" not in known:
+    if "input_ids" not in parameters:
         return f"reads {model_class.main_input_name} and no token ids"
     if getattr(config, "is_decoder", None) is False:
         return "sees what comes after a token (its config.json says is_decoder: false)"

@@ -107,9 +107,9 @@ class FinetuneStage(Stage[FinetuneInputs]):
         """Return what each step came to, metrics and measured memory, the weights' hashes and a table."""
         data, rows = artifact.json(FILE_NAME), read_rows(artifact.path(STEPS))
         rate = data["metrics"]["trained_tokens_per_second"]
-        told = f"loss {rows[0]['loss']:.4f} → {rows[-1]['loss']:.4f} in {len(rows)} step{'s' * (len(rows) > 1)}"
+        losses = f"loss {rows[0]['loss']:.4f} → {rows[-1]['loss']:.4f} in {len(rows)} step{'s' * (len(rows) > 1)}"
         return Report(
-            summary=told + (f", {rate:.1f} tokens a second" if rate else "") + earlier_told(data["metrics"], "steps"),
+            summary=losses + (f", {rate:.1f} tokens a second" if rate else "") + earlier_told(data["metrics"], "steps"),
             memory=measured_memory(data),
             metrics=data["metrics"],
             experts=data["experts"],
@@ -138,6 +138,6 @@ def _screen(rows: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[str]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    held = ", ".join(f"{device} {format_bytes(count)}" for device, count in row["held_bytes"].items())
+    memory = ", ".join(f"{device} {format_bytes(count)}" for device, count in row["held_bytes"].items())
     figures = f"{row['loss']:>9.4f}  {row['gradient_norm']:>13.4f}  {row['seconds']:>8.2f}"
-    return f"{row['index'] + 1:>6}  {figures}  {held}"
+    return f"{row['index'] + 1:>6}  {figures}  {memory}"

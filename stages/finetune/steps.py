@@ -130,10 +130,10 @@ def norms_on_host(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     for place, gradient in enumerate(gradients):
         norms.setdefault(gradient.device, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
         places.setdefault(gradient.device, []).append(place)
-    found = torch.empty(sum(map(len, places.values())))
+    all_norms = torch.empty(sum(map(len, places.values())))
     for device, of_device in norms.items():
-        found[places[device]] = torch.stack(of_device).to("cpu")
-    return found
+        all_norms[places[device]] = torch.stack(of_device).to("cpu")
+    return all_norms
 
 
 def make_optimizer(options: FinetuneOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -143,5 +143,5 @@ def make_optimizer(options: FinetuneOptions, parameters: Iterable[nn.Parameter])
     """
     given: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay, "foreach": False}
     kind: Any = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
-    made: torch.optim.Optimizer = kind(list(parameters), **given)
-    return made
+    optimizer: torch.optim.Optimizer = kind(list(parameters), **given)
+    return optimizer

@@ -145,8 +145,8 @@ class ActivationStore(ABC, Generic[Lent]):
         """Let go of memories that nothing lay in at the ends of several passes, of which this is one."""
         with self._lock:
             idle = [0 if arena.used else before + 1 for arena, before in zip(self._arenas, self._idle, strict=True)]
-            kept = [(arena, count) for arena, count in zip(self._arenas, idle, strict=True) if count < _IDLE_PASSES]
-            self._arenas, self._idle = [arena for arena, _ in kept], [count for _, count in kept]
+            in_use = [(arena, count) for arena, count in zip(self._arenas, idle, strict=True) if count < _IDLE_PASSES]
+            self._arenas, self._idle = [arena for arena, _ in in_use], [count for _, count in in_use]
 
 
 class HostStore(ActivationStore[torch.Tensor]):
@@ -172,9 +172,9 @@ class HostStore(ActivationStore[torch.Tensor]):
 
     def _registered(self, size: int) -> Bytes:
         """Return bytes of the host that the accelerator knows for as long as they are there."""
-        found = private_bytes(align_up(size))
-        pin(self._out, found)
-        return found
+        memory = private_bytes(align_up(size))
+        pin(self._out, memory)
+        return memory
 
 
 def open_host_store(devices: Devices, device: DeviceId) -> HostStore:

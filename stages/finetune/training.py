@@ -111,7 +111,7 @@ def _run(
     optimizer = make_optimizer(options, parameters.values())
     state = TrainingState(folder / STATE, parameters, optimizer, steps=options.steps)
     cost = ForwardCost(dispatched.streamer.traffic)
-    held: dict[str, int] = {}
+    held_bytes: dict[str, int] = {}
     trainer = Trainer(
         dispatched.model,
         parameters.values(),
@@ -120,7 +120,7 @@ def _run(
         options=options,
         device=dispatched.device,
         offload=offload,
-        watch=lambda: held.update(held_now(dispatched)),
+        watch=lambda: held_bytes.update(held_now(dispatched)),
     )
     begin = state.load(progress.done)
     progress.keep(range(begin))
@@ -136,7 +136,7 @@ def _run(
             if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
                 raise _diverged(step, result.loss, result.gradient_norm)
             cost.add(seconds, results=options.gradient_accumulation * options.batch_size * inputs.window)
-            progress.add([_row(step, result.loss, result.gradient_norm, seconds=seconds, held=held)])
+            progress.add([_row(step, result.loss, result.gradient_norm, seconds=seconds, held_bytes=held_bytes)])
             bar.update()
             if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
                 state.save(step + 1)
@@ -144,10 +144,10 @@ def _run(
     return cost
 
 
-def _row(step: int, loss: float, norm: float, *, seconds: float, held: dict[str, int]) -> Row:
+def _row(step: int, loss: float, norm: float, *, seconds: float, held_bytes: dict[str, int]) -> Row:
     """Return what is told of a step: ``held_bytes`` are those of each device when a forward had saved all it saves."""
-    told = {"loss": loss, "gradient_norm": norm, "seconds": seconds, "held_bytes": dict(held)}
-    return {"index": step, "batch": step, "rows": 1, **told}
+    fields = {"loss": loss, "gradient_norm": norm, "seconds": seconds, "held_bytes": dict(held_bytes)}
+    return {"index": step, "batch": step, "rows": 1, **fields}
 
 
 def _diverged(step: int, loss: float, norm: float) -> ConfigError:

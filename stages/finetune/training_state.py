@@ -39,16 +39,16 @@ class TrainingState:
     def __init__(self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, *, steps: int) -> None:
         self._folder, self._parameters, self._optimizer, self._steps = folder, parameters, optimizer, steps
 
-    def load(self, told: Collection[int]) -> int:
+    def load(self, steps: Collection[int]) -> int:
         """Bring back the state that was saved last, and return how many steps it had done: 0 where there is none.
 
-        ``told`` are the steps whose results are there. A state of others is no use: what it lacks can't be told again.
+        ``steps`` are those whose results are there. A state of others is no use: what it lacks can't be told again.
         """
         try:
             content = read_sealed(self._folder / POINTER)
             if content is None:
                 return 0
-            step, file = self._find(content, told)
+            step, file = self._find(content, steps)
             self._bring_back(file)
         except DamagedError as damage:
             move_aside(self._folder / POINTER, damage)
@@ -65,14 +65,14 @@ class TrainingState:
             if other != file:
                 other.unlink(missing_ok=True)
 
-    def _find(self, content: Any, told: Collection[int]) -> tuple[int, Path]:
+    def _find(self, content: Any, steps: Collection[int]) -> tuple[int, Path]:
         """Return the step that a state's ``content`` says, and its file, which is as it was written."""
         match content:
             case {"step": int(step), "files": dict(listing)} if 0 < step <= self._steps and len(listing) == 1:
                 (name,) = verify_listed(self._folder, listing, full=True)
             case _:
                 raise DamagedError("is no state of this training")
-        if not all(number in told for number in range(step)):
+        if not all(number in steps for number in range(step)):
             raise DamagedError(f"of the {step} steps that it is of, some have no line any more")
         return step, self._folder / name
 
@@ -88,8 +88,8 @@ class TrainingState:
         with safe_open(path, framework="pt") as file:
             shapes = {f"parameter {name}": list(parameter.shape) for name, parameter in self._parameters.items()}
             keys = sorted(file.keys())
-            kept = {key: file.get_slice(key).get_shape() for key in keys if key.startswith("parameter ")}
-            if kept != shapes:
+            saved_shapes = {key: file.get_slice(key).get_shape() for key in keys if key.startswith("parameter ")}
+            if saved_shapes != shapes:
                 raise DamagedError("is of other weights than those that learn")
             for key in keys:
                 self._bring_back_one(key, file.get_tensor(key))

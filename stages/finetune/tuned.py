@@ -51,18 +51,20 @@ def save_adapter(model: nn.Module, node: Mapping[str, Any], folder: Path) -> Non
     folder.mkdir(exist_ok=True)
     own = dict(model.named_parameters())
     weights = {
-        f"{_PREFIX}{told}": own[name].detach().to("cpu").contiguous()
-        for told, name in without_adapter(model).added.items()
+        f"{_PREFIX}{entry_name}": own[name].detach().to("cpu").contiguous()
+        for entry_name, name in without_adapter(model).added.items()
     }
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     before = adapter_folder(node)
     if before is not None:
         shutil.copyfile(before / CONFIG, folder / CONFIG)
         return
-    made: Any = model.peft_config
-    config = made[ADAPTER]
+    configs: Any = model.peft_config
+    config = configs[ADAPTER]
     config.base_model_name_or_path, config.inference_mode = str(node["path"]), True
     config.save_pretrained(str(folder))
-    told = json.loads((folder / CONFIG).read_text())
-    if isinstance(told["target_modules"], list):  # a set that went through a list: in no order of its own
-        (folder / CONFIG).write_text(json.dumps({**told, "target_modules": sorted(told["target_modules"])}, indent=2))
+    written = json.loads((folder / CONFIG).read_text())
+    if isinstance(written["target_modules"], list):  # a set that went through a list: in no order of its own
+        (folder / CONFIG).write_text(
+            json.dumps({**written, "target_modules": sorted(written["target_modules"])}, indent=2)
+        )

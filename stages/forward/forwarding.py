@@ -42,14 +42,14 @@ class ForwardSession(ModelSession[ForwardInputs]):
         """Call the model with all that is given."""
         cost, joined, together = self._call(title)
         tensors = joined.tensors()
-        told = [_told(name, tensor) for name, tensor in tensors.items()]
+        described = [_told(name, tensor) for name, tensor in tensors.items()]
         config = read_object(ModelSource.of(self.inputs.model).folder / "config.json")
         rows: Metrics = {"rows": sum(map(len, together)), "rows_per_second": cost.results_per_second}
         return PassResult(
-            outputs=told,
+            outputs=described,
             metrics={"forward_seconds": cost.seconds, "forwards": cost.forwards, **rows, **cost.metrics()},
-            found={
-                "outputs": told,
+            content={
+                "outputs": described,
                 "labels": say(tensors, config, _texts(self.inputs.given)),
                 "together": together,
             },

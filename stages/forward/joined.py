@@ -19,9 +19,9 @@ class Joined:
     def __init__(self) -> None:
         self._calls: list[tuple[Sequence[int], Tensors]] = []
 
-    def add(self, call: ForwardCall, kept: Mapping[str, torch.Tensor]) -> None:
-        """Take what was ``kept`` of ``call``; and its mask of what counts, where an output begins with that shape."""
-        tensors = {name: tensor.cpu() for name, tensor in kept.items()}
+    def add(self, call: ForwardCall, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Take the ``outputs`` of ``call``; and its mask of what counts, where an output begins with that shape."""
+        tensors = {name: tensor.cpu() for name, tensor in outputs.items()}
         mask = call.arguments.get(MASK)
         fronts = {tuple(tensor.shape[:2]) for tensor in tensors.values()}
         if mask is not None and MASK in call.made and tuple(mask.shape) in fronts:
@@ -60,10 +60,10 @@ class Joined:
 def _apart(tensors: Tensors) -> Tensors:
     """Return ``tensors`` with copies of those that lie in the memory of another one, or in more than they fill."""
     seen: set[int] = set()
-    found: Tensors = {}
+    separate: Tensors = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         own = storage.data_ptr() not in seen and storage.nbytes() == tensor.nbytes and tensor.is_contiguous()
         seen.add(storage.data_ptr())
-        found[name] = tensor if own else tensor.contiguous().clone()
-    return found
+        separate[name] = tensor if own else tensor.contiguous().clone()
+    return separate

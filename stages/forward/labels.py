@@ -40,10 +40,10 @@ def _labels(config: Mapping[str, Any]) -> list[str]:
 
 
 def _top(scores: torch.Tensor, labels: Sequence[str]) -> list[Said]:
-    found = scores.topk(min(MOST, len(labels)), dim=-1)
+    top = scores.topk(min(MOST, len(labels)), dim=-1)
     return [
         [{"label": labels[place], "probability": round(score, 6)} for place, score in zip(row, values, strict=True)]
-        for row, values in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        for row, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
     ]
 
 

@@ -83,7 +83,7 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
         """Return which outputs there are, and what they say."""
         return "\n".join(_screen(data, artifact.path(OUTPUTS)))
 
-    def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
+    def describe(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: how many outputs there are, and how fast the rows were."""
         rate = metrics["rows_per_second"]
         several = (metrics["rows"] or 0) > 1

@@ -48,7 +48,7 @@ def make_batches(asked: Sequence[Asked], *, size: int | None, alone: bool, padde
 
 
 def _groups(asked: Sequence[Asked], key: Callable[[Asked], Hashable]) -> Iterator[list[Asked]]:
-    found: dict[Hashable, list[Asked]] = {}
+    groups: dict[Hashable, list[Asked]] = {}
     for one in asked:
-        found.setdefault(key(one), []).append(one)
-    yield from found.values()
+        groups.setdefault(key(one), []).append(one)
+    yield from groups.values()

@@ -100,8 +100,8 @@ def decode_with_transformers(
         criteria.append(logprobs)
         watching = logprobs.watching(model)
     with watching:
-        kept = {"output_logits": True, "return_dict_in_generate": True} if keeps else {}
-        output = model.generate(**given, stopping_criteria=StoppingCriteriaList(criteria), **{**options, **kept})
+        keeping = {"output_logits": True, "return_dict_in_generate": True} if keeps else {}
+        output = model.generate(**given, stopping_criteria=StoppingCriteriaList(criteria), **{**options, **keeping})
     sequences: torch.Tensor = getattr(output, "sequences", output).cpu()
     tokens = sequences[:, skipped or 0 :]
     if logprobs is not None and keeps:
@@ -208,5 +208,5 @@ def trim(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
 
 def end_tokens(*sources: Any) -> list[int]:
     """Return the end tokens that the first of ``sources`` that has any names as ``eos_token_id``."""
-    found = (source.get(END) if isinstance(source, Mapping) else getattr(source, END, None) for source in sources)
-    return next((token_ids(END, value) for value in found if value is not None), [])
+    values = (source.get(END) if isinstance(source, Mapping) else getattr(source, END, None) for source in sources)
+    return next((token_ids(END, value) for value in values if value is not None), [])

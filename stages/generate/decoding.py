@@ -154,7 +154,7 @@ class Decoding:
         several = (asked.options.get(name, self._default(name)) or 1 for name in _SEVERAL)
         if self._tokenizer is None or max(several) > 1:
             return None
-        prompt = before_answer(self._inputs.prompts[asked.index].told, is_chat=is_chat)
+        prompt = before_answer(self._inputs.prompts[asked.index].recorded, is_chat=is_chat)
         return LiveTranscript(show, prompt, self._tokenizer, before=self._before(asked))
 
     def _asked(self, index: int, ids: Sequence[int]) -> Asked:
@@ -173,7 +173,7 @@ class Decoding:
                 "index": asked.index,
                 "batch": number,
                 "rows": len(answers),
-                "prompt": self._inputs.prompts[asked.index].told,
+                "prompt": self._inputs.prompts[asked.index].recorded,
                 **({} if asked.with_media else {"prompt_tokens": len(asked.ids)}),
                 "text": self._text(asked, answer["token_ids"]),
                 **answer,
@@ -261,9 +261,9 @@ class Decoding:
             return {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask}
         index = batch[0].index
         name, prompt = self._inputs.names[index], self._inputs.prompts[index]
-        made = prompt_inputs(name, prompt, self._processor, self._inputs.asked)
-        check_words(self._dispatched.model, [made.ids], key=name)
-        return made.tensors
+        prompt_tensors = prompt_inputs(name, prompt, self._processor, self._inputs.asked)
+        check_words(self._dispatched.model, [prompt_tensors.ids], key=name)
+        return prompt_tensors.tensors
 
     @cached_property
     def _processor(self) -> PromptProcessor:
@@ -344,11 +344,11 @@ def _agreed(reason: str | None, progress: Progress) -> str | None:
 
     Then all have the same ones left: those that all have are kept.
     """
-    told = peers().exchange([reason, sorted(progress.done)])
-    found = next((one for one, _ in told if one is not None), None)
-    if found is not None:
-        progress.keep(set.intersection(*(set(done) for _, done in told)))
-    return found
+    answers = peers().exchange([reason, sorted(progress.done)])
+    first_reason = next((one for one, _ in answers if one is not None), None)
+    if first_reason is not None:
+        progress.keep(set.intersection(*(set(done) for _, done in answers)))
+    return first_reason
 
 
 def _bytes(model: nn.Module) -> int:

@@ -34,8 +34,8 @@ class DraftLength:
         """Return how many to guess, where there is room for so many."""
         most = min(self._most, room)
         rates = [self._rate(count) for count in range(most + 1)]
-        found = next((count for count, rate in enumerate(rates) if rate * _ALIKE >= max(rates)), 0)
-        return min(most, max(found, 1 if self._free >= 2 else 0))
+        best = next((count for count, rate in enumerate(rates) if rate * _ALIKE >= max(rates)), 0)
+        return min(most, max(best, 1 if self._free >= 2 else 0))
 
     def _rate(self, count: int) -> float:
         """Return the tokens that come, with so many guesses, in the time that one forward computes."""
@@ -78,5 +78,5 @@ class Drafts:
             return []
         self._generator.num_output_tokens = self._generator.num_assistant_tokens = count
         with foreseen_draws():
-            found, _ = self._generator.get_candidates(input_ids)
-        return [int(token) for token in found[0, input_ids.shape[1] :][:count]]
+            candidates, _ = self._generator.get_candidates(input_ids)
+        return [int(token) for token in candidates[0, input_ids.shape[1] :][:count]]

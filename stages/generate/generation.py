@@ -65,7 +65,7 @@ class GenerationSession(ModelSession[GenerateInputs]):
         return PassResult(
             outputs=outputs,
             metrics=decoding.cost.metrics(self.plan),
-            found={"outputs": outputs, "is_chat": self.is_chat},
+            content={"outputs": outputs, "is_chat": self.is_chat},
             first_token_seconds=decoding.cost.first_token_seconds,
             token_seconds=decoding.cost.token_seconds,
         )

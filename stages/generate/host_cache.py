@@ -75,9 +75,9 @@ class HostRows:
         """Have all of them be what ``change`` makes of them on ``device``, of other sequences or fewer positions."""
         if not self.length:
             return
-        there = self._bring(self.length, device).permute(1, 2, 0, 3)
+        rows = self._bring(self.length, device).permute(1, 2, 0, 3)
         self.length = 0
-        self.append(change(there))
+        self.append(change(rows))
 
     def reset(self) -> None:
         """Keep none, but the memory, for what comes next."""
@@ -94,8 +94,8 @@ class HostRows:
         if link is None or self._rows is None or not self.length or self._coming is not None:
             return
         waiting = self._rows[: self.length]
-        there = torch.empty_like(waiting, device=device)
-        self._coming = CopyBack(link, waiting, there, urgent=True), there
+        target = torch.empty_like(waiting, device=device)
+        self._coming = CopyBack(link, waiting, target, urgent=True), target
 
     def _bring(self, count: int, device: torch.device) -> torch.Tensor:
         """Return those of the first ``count`` positions on ``device``, which may be on their way."""
@@ -103,9 +103,9 @@ class HostRows:
         coming, self._coming = self._coming, None
         if coming is None:
             return self._rows[:count].to(device, non_blocking=True)
-        copy, there = coming
+        copy, target = coming
         copy.follow()
-        return there[:count]
+        return target[:count]
 
     def _fetch(self, states: torch.Tensor, past: int) -> torch.Tensor:
         assert self._rows is not None

@@ -33,8 +33,8 @@ class Judged:
         """Return the run record's metrics of guessing; none where there were no passes for it."""
         if not self.passes:
             return {}
-        told: Metrics = {"speculation": EXACT if self.is_exact else BATCHED}
-        told["tokens_per_pass"] = self.tokens / self.passes
+        metrics: Metrics = {"speculation": EXACT if self.is_exact else BATCHED}
+        metrics["tokens_per_pass"] = self.tokens / self.passes
         if self.is_exact:
-            told |= {"drafted_tokens": self.guessed, "accepted_tokens": self.accepted}
-        return told | ({"draft_acceptance": self.accepted / self.guessed} if self.guessed else {})
+            metrics |= {"drafted_tokens": self.guessed, "accepted_tokens": self.accepted}
+        return metrics | ({"draft_acceptance": self.accepted / self.guessed} if self.guessed else {})

@@ -59,8 +59,8 @@ class ChosenLogprobs(StoppingCriteria):  # type: ignore[misc]
     def note(self, logits: torch.Tensor, chosen: torch.Tensor) -> None:
         """Add those of the ``chosen`` token of each row of ``logits`` (sequences, words)."""
         pieces = zip(torch.split(logits, _ROWS), torch.split(chosen.to(logits.device), _ROWS), strict=True)
-        found = [rows.float().log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0] for rows, tokens in pieces]
-        self._columns.append(torch.cat(found).cpu())
+        columns = [rows.float().log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0] for rows, tokens in pieces]
+        self._columns.append(torch.cat(columns).cpu())
 
     def note_kept(self, output: Any, tokens: torch.Tensor) -> None:
         """Add those of the new ``tokens`` (sequences, steps), of what ``generate`` returned with all steps' logits.
@@ -75,5 +75,5 @@ class ChosenLogprobs(StoppingCriteria):  # type: ignore[misc]
 
     def of(self, sequence: int, tokens: int) -> list[float | None]:
         """Return those of the first ``tokens`` of a sequence; null for a word that the model holds impossible."""
-        found = [float(column[sequence]) for column in self._columns][:tokens]
-        return [value if math.isfinite(value) else None for value in found]
+        logprobs = [float(column[sequence]) for column in self._columns][:tokens]
+        return [value if math.isfinite(value) else None for value in logprobs]

@@ -56,10 +56,10 @@ def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None
 
     A ``model`` may have options of its own.
     """
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"}
+    names = {name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"}
     options, own = given.options, _own_options(model or {})
-    for name in (name for name in options if name not in known | own.keys()):
-        near = closest(name, [*known, *OWN_KEYS, *own])
+    for name in (name for name in options if name not in names | own.keys()):
+        near = closest(name, [*names, *OWN_KEYS, *own])
         yield Fault(f"generate.{name}", f"no such option{near}; see GenerationConfig")
     for name in options.keys() & own.keys():
         if not isinstance(options[name], own[name]):
@@ -73,7 +73,7 @@ def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None
     if uncounted:
         return
     try:
-        GenerationConfig(**{name: value for name, value in options.items() if name in known}).validate()
+        GenerationConfig(**{name: value for name, value in options.items() if name in names}).validate()
     except (ValueError, TypeError) as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         yield Fault("generate", f"transformers refuses these options: {message}")
@@ -126,13 +126,13 @@ def check_served(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[F
         defaults = read_generation_config(folder)
         effective = {**(defaults.to_dict() if defaults is not None else {}), **given.options}
         with foreign(ConfigError, "generate: transformers refuses these options"):
-            found = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, given, model)]
-            found += _untold(given, model)
+            refusals = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, given, model)]
+            refusals += _untold(given, model)
     except (ConfigError, CheckpointError) as error:
         yield Fault("generate", str(error).removeprefix("generate: "), type(error))
         return
     here = {**given.options, "assistant_model": given.assistant_model, "output_logprobs": given.output_logprobs}
-    for name, message in found:
+    for name, message in refusals:
         asked = repr(here[name]) if name in here else f"{effective[name]!r} ({folder / GENERATION_CONFIG} says so)"
         yield Fault(f"generate.{name}", f"{asked} {message}")
 
@@ -224,5 +224,5 @@ def plain_options(options: Mapping[str, Any], defaults: GenerationConfig | None)
             f"generate.{strangers[0]}: this model has no generate() of transformers, and the plain loop knows only "
             + ", ".join(PLAIN_OPTIONS)
         )
-    found = {name: getattr(defaults, name, None) for name in PLAIN_OPTIONS} if defaults else {}
-    return {**{name: value for name, value in found.items() if value is not None}, **options}
+    values = {name: getattr(defaults, name, None) for name in PLAIN_OPTIONS} if defaults else {}
+    return {**{name: value for name, value in values.items() if value is not None}, **options}

@@ -109,7 +109,7 @@ def _takes_text(model: Mapping[str, Any]) -> bool:
 
 def token_ids(option: str, value: object) -> list[int]:
     """Return the token ids that an ``option`` names: none, one or a list; a ``ConfigError`` for anything else."""
-    found = named_tokens(value)
-    if found is None:
+    ids = named_tokens(value)
+    if ids is None:
         raise ConfigError(f"generate.{option}: {value!r} is no token id; give a whole number, or leave it out")
-    return found
+    return ids

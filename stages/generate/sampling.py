@@ -31,9 +31,9 @@ class _Rows:
 
     def copied(self) -> _Rows:
         """Return others that will draw the same."""
-        found = _Rows(self._seeds)
-        found._generators = [generator.clone_state() for generator in self._generators]
-        return found
+        rows = _Rows(self._seeds)
+        rows._generators = [generator.clone_state() for generator in self._generators]
+        return rows
 
 
 _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)

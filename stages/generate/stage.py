@@ -120,8 +120,8 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
             for name, prompt in zip(inputs.names, inputs.prompts, strict=True)
             for index, file in enumerate(prompt.media)
         }
-        found = inference_sources(inputs, context, media)
-        return found if inputs.assistant is None else SourceFiles({**found.inputs, "assistant": inputs.assistant})
+        sources = inference_sources(inputs, context, media)
+        return sources if inputs.assistant is None else SourceFiles({**sources.inputs, "assistant": inputs.assistant})
 
     def session(self, inputs: GenerateInputs, context: Context) -> GenerationSession:
         """Return the model and what it is asked, ready to be asked."""
@@ -142,12 +142,12 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
             "computed, and so tokens, may differ from those of plain decoding.",
         )
 
-    def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
+    def describe(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: how many tokens there are, and how fast they came."""
         rate = metrics.get("decode_tokens_per_second")
         tokens = sum(len(output["token_ids"]) for output in outputs)
-        told = f"{tokens} tokens" + (f", {rate:.1f} a second" if rate else "")
-        return told + earlier_told(metrics, "prompts")
+        line = f"{tokens} tokens" + (f", {rate:.1f} a second" if rate else "")
+        return line + earlier_told(metrics, "prompts")
 
 
 def _screen(data: Mapping[str, Any], file: Path) -> Iterator[str]:

@@ -28,9 +28,9 @@ class CallsOver:
 
     def add(self, call: str) -> None:
         """Hear that ``call`` is over; its parts needn't be remembered any more."""
-        for kept in (self._first, self._beyond):
-            for inner in [inner for inner in kept if call in around(inner)]:
-                del kept[inner]
+        for calls in (self._first, self._beyond):
+            for inner in [inner for inner in calls if call in around(inner)]:
+                del calls[inner]
         if call in self:
             return
         outer, _, number = call.rpartition(".")

@@ -77,7 +77,7 @@ class Partition:
         }
         return frozenset(blocks | ({self.head} if self.head is not None and host != self.last else set()))
 
-    def told(self, host: int) -> str:
+    def describe(self, host: int) -> str:
         """Return which blocks ``host`` computes, in words."""
         runs = {stack: self.own(host, stack) for stack in self.blocks}
         return ", ".join(f"{stack} {run[0]}-{run[-1]}" for stack, run in runs.items() if run)
@@ -118,9 +118,9 @@ def _stacks(skeleton: Skeleton) -> dict[str, tuple[str, ...]]:
     for name in dict.fromkeys(around):
         if name.rpartition(".")[2].isdigit() and classes.get(name) in skeleton.no_split:
             listed.setdefault(parent(name), []).append(name)
-    kept = {block for cache in skeleton.caches for block in cache.blocks if block}
+    caching = {block for cache in skeleton.caches for block in cache.blocks if block}
     once = set(skeleton.once)
-    running = {name: blocks for name, blocks in listed.items() if kept.intersection(blocks)}
+    running = {name: blocks for name, blocks in listed.items() if caching.intersection(blocks)}
     if not running and listed:
         sizes = {name: sum(spec.bytes for spec in _tensors(skeleton, blocks)) for name, blocks in listed.items()}
         running = {(largest := max(sizes, key=sizes.__getitem__)): listed[largest]}
@@ -144,13 +144,13 @@ def partition_of(chain: Chain, cuts: Sequence[int]) -> Partition:
 
     ``cuts`` begin with 0 and end with the chain's length.
     """
-    found, begin = dict[str, tuple[int, ...]](), 0
+    cuts_of, begin = dict[str, tuple[int, ...]](), 0
     for stack, blocks in chain.stacks.items():
-        found[stack] = tuple(min(max(cut - begin, 0), len(blocks)) for cut in cuts)
+        cuts_of[stack] = tuple(min(max(cut - begin, 0), len(blocks)) for cut in cuts)
         begin += len(blocks)
     *earlier, last = chain.stacks
-    passes_on = chain.is_plain and all(first < after for first, after in pairwise(found[last]))
-    return Partition(chain.stacks, found, chain.head, (*earlier, *(() if passes_on else (last,))))
+    passes_on = chain.is_plain and all(first < after for first, after in pairwise(cuts_of[last]))
+    return Partition(chain.stacks, cuts_of, chain.head, (*earlier, *(() if passes_on else (last,))))
 
 
 def share(skeleton: Skeleton, away: Collection[str]) -> Skeleton:

@@ -70,7 +70,7 @@ class StandIn(nn.Module):
                 setattr(self, name, value)
         self._run, self._is_first, self._is_last = run, is_first, is_last
         places = (getattr(module, "layer_idx", None) for module in block.modules())
-        self._place = next((found for found in places if isinstance(found, int)), place)
+        self._place = next((index for index in places if isinstance(index, int)), place)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Return what the run of blocks comes to."""

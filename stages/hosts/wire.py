@@ -98,9 +98,9 @@ class _Inbox:
                 raise self._error
             if not self._messages.get(key) and (failure := self._failure(key)) is not None:
                 raise failure
-            found = self._messages[key]
-            value = found.popleft()
-            if not found:
+            queue = self._messages[key]
+            value = queue.popleft()
+            if not queue:
                 del self._messages[key]
             return value
 
@@ -115,9 +115,9 @@ class _Inbox:
         with self._changed:
             self._over.add(call)
             self._missing = {key for key in self._missing if call not in around(key[1])}
-            for kept in (self._messages, self._failed):
-                for key in [key for key in kept if call in around(key[1])]:
-                    del kept[key]
+            for box in (self._messages, self._failed):
+                for key in [key for key in box if call in around(key[1])]:
+                    del box[key]
 
     def check(self) -> None:
         """Raise what has gone wrong."""

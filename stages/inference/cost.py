@@ -73,11 +73,11 @@ def link_metrics(cost: Traffic, *, unit: str, count: int) -> Metrics:
 
     There were ``count`` of these; where there was none, there are no metrics.
     """
-    found: Metrics = {}
+    metrics: Metrics = {}
     for device, link in cost.links.items() if count else ():
-        found[f"transfer_bytes_per_{unit}.{device}"] = round(link.bytes / count)
-        found[f"transfer_stall_seconds_per_{unit}.{device}"] = link.stall_seconds / count
-    return found
+        metrics[f"transfer_bytes_per_{unit}.{device}"] = round(link.bytes / count)
+        metrics[f"transfer_stall_seconds_per_{unit}.{device}"] = link.stall_seconds / count
+    return metrics
 
 
 def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:

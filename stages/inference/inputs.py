@@ -73,14 +73,14 @@ def inference_sources(inputs: InferenceInputs, context: Context, media: Mapping[
 
 def _named_files(config: Config) -> dict[str, str]:
     """Return the hash of each file that a key of the run's own stages names, by that key."""
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for node in (node for node in DATA_KEYS if node.partition(".")[0] in config["stages"]):
         stage, key = node.split(".")
         value = (config.get(stage) or {}).get(key)
         for place, path in walk(value, node):
             if isinstance(path, str) and Path(path).is_file():
-                found[place] = hash_of(Path(path))
-    return found
+                hashes[place] = hash_of(Path(path))
+    return hashes
 
 
 def chosen_number(key: str, given: int | Literal["auto"] | None, context: Context) -> int | None:

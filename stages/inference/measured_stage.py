@@ -37,7 +37,7 @@ class MeasuredStage(Stage[Inputs]):
         """Return the placed model and what ``inputs`` ask of it, ready to be asked."""
 
     @abstractmethod
-    def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
+    def describe(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: what came out, and how fast."""
 
     @abstractmethod
@@ -50,8 +50,8 @@ class MeasuredStage(Stage[Inputs]):
 
     def outputs(self, data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Return what the record has of what came out."""
-        found: Sequence[Mapping[str, Any]] = data["outputs"]
-        return found
+        outputs: Sequence[Mapping[str, Any]] = data["outputs"]
+        return outputs
 
     def sources(self, inputs: Inputs, context: Context) -> SourceFiles:
         """Return the files of data and of the tokenizer."""
@@ -81,7 +81,7 @@ class MeasuredStage(Stage[Inputs]):
         data = artifact.json(self.file_name)
         outputs = self.outputs(data)
         return Report(
-            summary=self.told(outputs, data["metrics"]),
+            summary=self.describe(outputs, data["metrics"]),
             memory=measured_memory(data),
             metrics=data["metrics"],
             experts=data.get("experts", {}),
@@ -107,7 +107,7 @@ class MeasuredStage(Stage[Inputs]):
                 expected=report.outputs,
                 results=self.results,
             )
-        return with_metrics(report, repeats, wanted, seconds=self.seconds, told=self.told)
+        return with_metrics(report, repeats, wanted, seconds=self.seconds, describe=self.describe)
 
     def _repeats(self, context: Context, *, is_new: bool) -> list[TimedRepeat]:
         """Return the repeats that are kept of the run's artifact."""

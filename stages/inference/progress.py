@@ -35,7 +35,7 @@ class Progress:
     def __init__(self, file: Path | None = None, *, asked: str | None = None) -> None:
         self._file, self._asked = file, asked
         self.done: dict[int, list[Row]] = {}
-        found: dict[int, list[Row]] = defaultdict(list)
+        batches: dict[int, list[Row]] = defaultdict(list)
         lines = read_regular(file).splitlines(keepends=True) if file and file.exists() else []
         rows = _read_all(lines)
         if asked is not None and lines and {row.get(_ASKED) for row in rows} != {asked}:
@@ -44,8 +44,8 @@ class Progress:
                 "give another file, or delete it"
             )
         for row in rows:
-            found[row["batch"]].append(row)
-        self.done = {number: rows for number, rows in found.items() if len(rows) == rows[0]["rows"]}
+            batches[row["batch"]].append(row)
+        self.done = {number: rows for number, rows in batches.items() if len(rows) == rows[0]["rows"]}
         self.earlier = len({row["index"] for rows in self.done.values() for row in rows})
         """How many results there were at the beginning, of a run that didn't come to its end."""
         if sum(map(len, self.done.values())) < len(lines):

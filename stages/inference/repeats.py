@@ -43,10 +43,10 @@ def kept_repeats(cache: Path, artifact: Artifact, stored: Mapping[str, Any], *, 
 
     ``is_new`` says whether this run has made it. A list that was broken by pruning ends there.
     """
-    found, store = [read_repeat(stored, is_earlier=not is_new)], Store(cache)
-    while (kept := store.find(REPEATS, _key(artifact, len(found)))) is not None:
-        found.append(read_repeat(kept.json(FILE_NAME), is_earlier=True))
-    return found
+    repeats, store = [read_repeat(stored, is_earlier=not is_new)], Store(cache)
+    while (entry := store.find(REPEATS, _key(artifact, len(repeats)))) is not None:
+        repeats.append(read_repeat(entry.json(FILE_NAME), is_earlier=True))
+    return repeats
 
 
 def counted(repeats: Sequence[TimedRepeat], measure: MeasureConfig) -> list[TimedRepeat]:
@@ -73,15 +73,15 @@ def take_repeats(
     A repeat that another process takes meanwhile is waited for and used. Raises ``DisagreementError`` where a pass
     gives other ``results`` (tokens, scores) than are ``expected``, those of ``artifact``.
     """
-    store, found = Store(cache), list(repeats)
+    store, all_repeats = Store(cache), list(repeats)
     with ExitStack() as stack:
         stack.callback(store.release)
         passes = _Passes(session, stack, expected, results)
-        while missing := lacking(found, measure):
+        while missing := lacking(all_repeats, measure):
             take = partial(passes.repeat, f"repeat {measure.repeats - missing + 1} of {measure.repeats}", measure)
-            kept, taken, _ = store.obtain(REPEATS, _key(artifact, len(found)), take)
-            found.append(taken or read_repeat(kept.json(FILE_NAME), is_earlier=True))
-    return found
+            entry, taken, _ = store.obtain(REPEATS, _key(artifact, len(all_repeats)), take)
+            all_repeats.append(taken or read_repeat(entry.json(FILE_NAME), is_earlier=True))
+    return all_repeats
 
 
 def measured_memory(stored: Mapping[str, Any]) -> dict[str, dict[str, int]]:
@@ -118,18 +118,18 @@ class _Passes:
 
 def with_metrics(
     report: Report, repeats: Sequence[TimedRepeat], measure: MeasureConfig, *, seconds: str,
-    told: Callable[[Outputs, Mapping[str, Any]], str],
+    describe: Callable[[Outputs, Mapping[str, Any]], str],
 ) -> Report:  # fmt: skip
     """Return ``report`` with the metrics of those ``repeats`` that count, and with every repeat.
 
-    ``seconds`` is the metric of their time; outputs and metrics are ``told`` in a line for the screen.
+    ``seconds`` is the metric of their time; ``describe`` puts outputs and metrics in a line for the screen.
     """
     fit = counted(repeats, measure)
-    every = tuple(one.told(counts=any(one is other for other in fit)) for one in repeats)
+    every = tuple(one.as_record(counts=any(one is other for other in fit)) for one in repeats)
     metrics = {**report.metrics, **combined_metrics(fit, seconds=seconds)}
     new = [one for one in repeats if not one.is_earlier]
     memory = {**report.memory, "measured": dict(new[-1].peaks)} if new else report.memory
-    summary = told(report.outputs, metrics) + f", median of {len(fit)} repeats" * (len(fit) > 1)
+    summary = describe(report.outputs, metrics) + f", median of {len(fit)} repeats" * (len(fit) > 1)
     return replace(report, repeats=every, metrics=metrics, memory=memory, summary=summary)
 
 

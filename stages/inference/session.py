@@ -46,14 +46,14 @@ Given = TypeVar("Given", bound=InferenceInputs)
 class PassResult:
     """What one pass came to: its ``outputs`` as a record has them, and its ``metrics``.
 
-    ``first_token_seconds`` and ``token_seconds`` are as in ``TimedRepeat``. ``found`` is what the artifact has of it,
+    ``first_token_seconds`` and ``token_seconds`` are as in ``TimedRepeat``. ``content`` is what the artifact has of it,
     with ``files`` of tensors by their names; ``sums`` are the metrics that tell what came out, and not how long it
     took.
     """
 
     outputs: Outputs
     metrics: Metrics
-    found: Mapping[str, Any]
+    content: Mapping[str, Any]
     files: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     sums: Metrics = field(default_factory=dict)
     first_token_seconds: Sequence[float] = ()
@@ -83,8 +83,8 @@ class ModelSession(ABC, Generic[Given]):
     @cached_property
     def dispatched(self) -> Dispatched:
         """The placed model; its weights are loaded when it is asked for first."""
-        found: Dispatched = self.context.live("dispatch")
-        return found
+        dispatched: Dispatched = self.context.live("dispatch")
+        return dispatched
 
     @property
     @abstractmethod
@@ -106,8 +106,8 @@ class ModelSession(ABC, Generic[Given]):
         with self.answering() as answer:
 
             def again(title: str) -> tuple[TimedRepeat, Outputs]:
-                found, repeat = self._timed(answer, Progress(), title)
-                return repeat, found.outputs
+                result, repeat = self._timed(answer, Progress(), title)
+                return repeat, result.outputs
 
             yield again
 
@@ -121,8 +121,8 @@ class ModelSession(ABC, Generic[Given]):
         self._agree(progress)
         say_earlier(progress.earlier, self.count, self.units)
         with self.answering() as answer:
-            found = answer(progress, self.task)
-        return found, progress.settle()
+            result = answer(progress, self.task)
+        return result, progress.settle()
 
     def perform(self, file: Path) -> None:
         """PassResult all that is asked, and write what came of it to ``file``.
@@ -133,14 +133,14 @@ class ModelSession(ABC, Generic[Given]):
         self._agree(progress)
         earlier = say_earlier(progress.earlier, self.count, self.units)
         with self.answering() as answer:
-            found, repeat = self._timed(answer, progress, self.task)
-        for name, tensors in found.files.items():
+            result, repeat = self._timed(answer, progress, self.task)
+        for name, tensors in result.files.items():
             with named(file.with_name(name)):
                 save_file(dict(tensors), file.with_name(name))
         sent = {} if self.plan.partition is None else {"sent_bytes": peers().sent_bytes}
-        metrics = run_metrics(self.dispatched, {**found.sums, **found.metrics, **earlier, **sent})
-        told = {**found.found, "repeat": repeat.stored()}
-        save_result(file, self.dispatched, metrics=metrics, measured=repeat.peaks, found=told)
+        metrics = run_metrics(self.dispatched, {**result.sums, **result.metrics, **earlier, **sent})
+        content = {**result.content, "repeat": repeat.stored()}
+        save_result(file, self.dispatched, metrics=metrics, measured=repeat.peaks, content=content)
 
     def _agree(self, progress: Progress) -> None:
         """Have all hosts of the run, if it has several, do the same work: what none of them has done yet.
@@ -157,21 +157,21 @@ class ModelSession(ABC, Generic[Given]):
         """Return the answer, and how its time went: when it began, who had the processor, how the machine was."""
         dispatched, passes, is_whole = self.dispatched, self.passes, not progress.done
         began, load, meter = datetime.now(UTC), os.getloadavg(), ProcessorMeter()
-        found = answer(progress, title)
+        result = answer(progress, title)
         self.passes += 1
         use = meter.use()
-        return found, TimedRepeat(
+        return result, TimedRepeat(
             measured=began.isoformat(timespec="milliseconds"),
             passes_before=passes,
             is_whole=is_whole,
             metrics={
                 "load_seconds": dispatched.load_seconds,
                 "base_host_bytes": dispatched.base_bytes,
-                **found.metrics,
+                **result.metrics,
             },
-            first_token_seconds=found.first_token_seconds,
-            token_seconds=found.token_seconds,
-            processor=use.told(),
+            first_token_seconds=result.first_token_seconds,
+            token_seconds=result.token_seconds,
+            processor=use.as_record(),
             machine={
                 "load_average": list(load),
                 "threads": torch.get_num_threads(),
@@ -199,9 +199,9 @@ def save_result(
     *,
     metrics: Metrics,
     measured: Mapping[str, int],
-    found: Mapping[str, Any] | None = None,
+    content: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write ``file``: ``found``, the ``metrics`` of the run, what devices held at most and what experts came to.
+    """Write ``file``: ``content``, the ``metrics`` of the run, what devices held at most and what experts came to.
 
     If there is a trace, ``trace.json`` is written beside it.
     """
@@ -211,7 +211,7 @@ def save_result(
         if (reserved := _of_accelerators(torch.cuda.max_memory_reserved, dispatched.devices.reserved))
         else {}
     )
-    write_text(file, json.dumps({**(found or {}), **ends}, allow_nan=False) + "\n")
+    write_text(file, json.dumps({**(content or {}), **ends}, allow_nan=False) + "\n")
     if dispatched.streamer.trace is not None:
         dispatched.streamer.trace.save(file.with_name(TRACE_NAME))
 
@@ -224,8 +224,8 @@ def measured_peaks(context: Context, dispatched: Dispatched) -> dict[str, int]:
 def held_now(dispatched: Dispatched) -> dict[str, int]:
     """Return what is held at this moment in bytes, by device: as ``measured_peaks``, of a system that tells."""
     host = held_bytes()
-    held = {} if host is None else {"cpu": host}
-    return held | _of_accelerators(torch.cuda.memory_allocated, dispatched.devices.held)
+    amounts = {} if host is None else {"cpu": host}
+    return amounts | _of_accelerators(torch.cuda.memory_allocated, dispatched.devices.allocated)
 
 
 def _of_accelerators(ask: Callable[[int], int], simulated: Mapping[DeviceId, int]) -> dict[str, int]:

@@ -43,14 +43,14 @@ class TimedRepeat:
 
     def stored(self) -> dict[str, Any]:
         """Return it as the cache holds it."""
-        kept = {name: value for name, value in asdict(self).items() if name != "is_earlier"}
-        return kept | {name: _bounded(kept[name]) for name in ("first_token_seconds", "token_seconds")}
+        fields = {name: value for name, value in asdict(self).items() if name != "is_earlier"}
+        return fields | {name: _bounded(fields[name]) for name in ("first_token_seconds", "token_seconds")}
 
-    def told(self, *, counts: bool) -> dict[str, Any]:
+    def as_record(self, *, counts: bool) -> dict[str, Any]:
         """Return it as the record holds it: whether it ``counts`` for the run's metrics is said there too."""
-        told = {**self.stored(), "earlier": self.is_earlier, "counts": counts}
-        told["token_seconds_percentiles"] = percentiles(self.token_seconds)
-        return {name: value for name, value in told.items() if name != "peaks"}
+        content = {**self.stored(), "earlier": self.is_earlier, "counts": counts}
+        content["token_seconds_percentiles"] = percentiles(self.token_seconds)
+        return {name: value for name, value in content.items() if name != "peaks"}
 
 
 def _bounded(times: Sequence[float]) -> list[float]:
@@ -74,13 +74,13 @@ def combined_metrics(repeats: Sequence[TimedRepeat], *, seconds: str) -> Metrics
     """
     names = dict.fromkeys(name for repeat in repeats for name in repeat.metrics)
     middle = sorted(repeats, key=lambda repeat: repeat.metrics.get(seconds) or 0)[(len(repeats) - 1) // 2]
-    found: Metrics = {name: _median(repeat.metrics.get(name) for repeat in repeats) for name in names}
-    found |= {name: value for name, value in middle.metrics.items() if isinstance(value, str)}
-    found[_BANDWIDTH] = _median(repeat.machine.get("storage_bytes_per_second") for repeat in repeats)
-    found |= dict(_percentile_metrics(repeats))
-    found["repeats"] = len(repeats)
-    found["contended_repeats"] = sum(bool(repeat.processor.get("contended")) for repeat in repeats)
-    return found
+    metrics: Metrics = {name: _median(repeat.metrics.get(name) for repeat in repeats) for name in names}
+    metrics |= {name: value for name, value in middle.metrics.items() if isinstance(value, str)}
+    metrics[_BANDWIDTH] = _median(repeat.machine.get("storage_bytes_per_second") for repeat in repeats)
+    metrics |= dict(_percentile_metrics(repeats))
+    metrics["repeats"] = len(repeats)
+    metrics["contended_repeats"] = sum(bool(repeat.processor.get("contended")) for repeat in repeats)
+    return metrics
 
 
 def _percentile_metrics(repeats: Sequence[TimedRepeat]) -> Iterator[tuple[str, float]]:

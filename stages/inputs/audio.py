@@ -33,13 +33,13 @@ def read_audio(key: str, file: Path, *, rate: int, sha256: str | None = None) ->
     if not _is_pcm(data) and (data[:4] != b"RIFF" or find_spec("soundfile") is not None):
         require(key, "soundfile", f"reading {str(file)!r}, which is no WAV, needs soundfile")
         with foreign(ConfigError, about):
-            samples, found = _by_soundfile(data)
+            samples, file_rate = _by_soundfile(data)
     else:
         with foreign(ConfigError, about, advice="; without soundfile, give WAV with whole numbers as samples"):
-            samples, found = _by_wave(data)
-    if found != rate:
+            samples, file_rate = _by_wave(data)
+    if file_rate != rate:
         raise ConfigError(
-            f"{key}: {str(file)!r} has {found} Hz and the model takes {rate}; resample it (ffmpeg -ar {rate})"
+            f"{key}: {str(file)!r} has {file_rate} Hz and the model takes {rate}; resample it (ffmpeg -ar {rate})"
         )
     if not len(samples):
         raise ConfigError(f"{key}: {str(file)!r} has no samples; give audio that isn't empty")

@@ -52,5 +52,5 @@ def _opened(key: str, file: Path, sha256: str | None = None) -> Image:
 
 def _decoding(key: str, file: Path) -> AbstractContextManager[None]:
     require(key, "PIL", "reading images needs Pillow")
-    known = ", ".join(FORMATS)
-    return foreign(ConfigError, f"{key}: {str(file)!r} is no image that can be read", advice=f"; give one of {known}")
+    formats = ", ".join(FORMATS)
+    return foreign(ConfigError, f"{key}: {str(file)!r} is no image that can be read", advice=f"; give one of {formats}")

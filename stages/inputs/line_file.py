@@ -53,7 +53,7 @@ class LineFile:
 
     def _values(self, origin: str, lines: Sequence[str], *, is_json: bool) -> dict[str, Any]:
         """Return what is in ``lines``, each JSON or text, of what ``origin`` names."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for number, text in enumerate(lines, start=1):
             name = f"{self.key} line {number}"
             try:
@@ -62,10 +62,10 @@ class LineFile:
                 place = f"from its character {error.start + 1} on"
                 raise ConfigError(f"{name}: {origin} isn't UTF-8 there, {place}; save it as UTF-8") from error
             if text.strip():
-                found[name] = self._parsed(name, text) if is_json else text
-        if not found:
+                values[name] = self._parsed(name, text) if is_json else text
+        if not values:
             raise ConfigError(f"{self.key}: {origin} holds no {self.noun}; write one a line")
-        return found
+        return values
 
     def _parsed(self, name: str, line: str) -> Any:
         try:

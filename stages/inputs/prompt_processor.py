@@ -59,8 +59,8 @@ class PromptProcessor:
     @property
     def image_token(self) -> str | None:
         """What stands in a text where an image belongs; null where none is needed."""
-        found = getattr(self._given, "image_token", None)
-        return None if found is None else str(found)
+        token = getattr(self._given, "image_token", None)
+        return None if token is None else str(token)
 
     def check_takes(self, name: str, kind: MediaKind) -> None:
         """Raise a ``ConfigError`` about ``name`` unless the checkpoint's model takes media of that ``kind``."""
@@ -91,23 +91,23 @@ class PromptProcessor:
         if templated and begin and text.startswith(begin):
             call["add_special_tokens"] = False
         with foreign(ConfigError, f"{name}: the checkpoint's processor can't take it"):
-            found = self._given(**call, return_tensors="pt")
+            encoded = self._given(**call, return_tensors="pt")
         size = sum(3 * one.width * one.height for one in images) + sum(one.nbytes for one in sounds)
-        return ModelInputs(*self._checked(name, text, dict(found)), size)
+        return ModelInputs(*self._checked(name, text, dict(encoded)), size)
 
     def templated(self, name: str, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a chat up to where the model's answer begins, with a place for each image and sound."""
         with foreign(ConfigError, f"{name}: it can't be put in the processor's template for chats"):
             return str(self._given.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
 
-    def _checked(self, name: str, text: str, found: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    def _checked(self, name: str, text: str, encoded: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         """Return the tokens and all that the processor made, without what is for training; it may drop no text."""
-        if text and "input_ids" not in found:
+        if text and "input_ids" not in encoded:
             raise ConfigError(f"{name}: the model takes no text beside audio: {text[:80]!r}; leave it out")
-        for key in (*_TRAINING, *(key for key, value in found.items() if value is None)):
-            found.pop(key, None)
-        ids = [int(token) for token in found["input_ids"][0]] if "input_ids" in found else []
-        return ids, found
+        for key in (*_TRAINING, *(key for key, value in encoded.items() if value is None)):
+            encoded.pop(key, None)
+        ids = [int(token) for token in encoded["input_ids"][0]] if "input_ids" in encoded else []
+        return ids, encoded
 
     def _decoded(self, name: str, file: MediaFile) -> Any:
         if file.kind == "image":

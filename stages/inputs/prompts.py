@@ -69,7 +69,7 @@ class Prompt:
         return "\n".join(map(text_of, self.messages or ()))
 
     @property
-    def told(self) -> Told:
+    def recorded(self) -> Told:
         """The prompt as a record tells it: its content, with the files that belong to it where there are any."""
         if not self.media:
             return self.content

@@ -93,8 +93,8 @@ def read_scored_texts(options: ScoreOptions) -> dict[str, ScoredText]:
     if options.text_file is not None:
         return {"score.text_file": ScoredText(read_text("score.text_file", options.text_file))}
     if options.texts_file is not None:
-        found = _FILE.read(options.texts_file, options.texts)
-        return {name: _scored(name, given) for name, given in found.items()}
+        texts = _FILE.read(options.texts_file, options.texts)
+        return {name: _scored(name, given) for name, given in texts.items()}
     listed = [options.texts] if isinstance(options.texts, str) else options.texts
     if not listed:
         raise ConfigError(f"score.texts: {options.texts!r} holds no text; give score.texts=['…'], or score.text_file")
@@ -122,13 +122,13 @@ def _scored(name: str, given: Any) -> ScoredText:
     """Return what was ``given`` under ``name`` as a text to score."""
     if not isinstance(given, Mapping):
         return ScoredText(_tokens(name, given))
-    known = ("context", "continuation")
-    for key in (*known, *given):
-        if key not in given or key not in known:
-            near = closest(str(key), known) if key in given else ""
+    keys = ("context", "continuation")
+    for key in (*keys, *given):
+        if key not in given or key not in keys:
+            near = closest(str(key), keys) if key in given else ""
             said = "isn't known" if key in given else "is missing"
             raise ConfigError(f"{name}: {dict(given)!r}: {key!r} {said}{near}; {_KINDS}")
-    context, continuation = (_tokens(f"{name}.{key}", given[key]) for key in known)
+    context, continuation = (_tokens(f"{name}.{key}", given[key]) for key in keys)
     if type(context) is not type(continuation):
         raise ConfigError(f"{name}: context and continuation are text and token ids; give two of a kind")
     return ScoredText(continuation, context)

@@ -132,9 +132,9 @@ class CachingAllocator:
 
     def _give_back(self) -> None:
         for pool, blocks in self._free.items():
-            kept = [entry for entry in blocks if entry[-1].before is not None or entry[-1].behind is not None]
-            self.reserved -= sum(size for size, *_ in blocks) - sum(size for size, *_ in kept)
-            self._free[pool] = kept
+            in_use = [entry for entry in blocks if entry[-1].before is not None or entry[-1].behind is not None]
+            self.reserved -= sum(size for size, *_ in blocks) - sum(size for size, *_ in in_use)
+            self._free[pool] = in_use
 
     def _split(self, block: Block, size: int) -> None:
         """Have ``block`` have ``size`` bytes, if what is left is of use."""

@@ -80,8 +80,8 @@ def load(source: Path) -> ctypes.CDLL | None:
 @cache
 def identity(source: Path) -> str:
     """Return what compiled code hangs on, as a hash: a home may be shared by machines of several kinds."""
-    known = "\n".join([source.read_text(encoding="utf-8"), *_FLAGS, sys.platform, processor_features()])
-    return sha256(known.encode()).hexdigest()[:16]
+    text = "\n".join([source.read_text(encoding="utf-8"), *_FLAGS, sys.platform, processor_features()])
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _keep(source: Path, folder: Path, functions: Collection[str]) -> None:
@@ -106,13 +106,13 @@ def _compile(source: Path, functions: Collection[str], folder: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, "there is no C compiler", "cc")
     _log.info("compiles what dequantises weights, once for this processor: a second or two")
     folder.chmod(0o700)
-    made = folder / LIBRARY
+    library_file = folder / LIBRARY
     subprocess.run(
-        [*compiler, *_FLAGS, "-o", str(made), str(source)], check=True, timeout=_SECONDS,
+        [*compiler, *_FLAGS, "-o", str(library_file), str(source)], check=True, timeout=_SECONDS,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    made.chmod(0o700)  # the linker goes by the umask
-    library = ctypes.CDLL(str(made))
+    library_file.chmod(0o700)  # the linker goes by the umask
+    library = ctypes.CDLL(str(library_file))
     lacking = [name for name in functions if not hasattr(library, name)]
     if lacking:
         raise OSError(errno.ENOEXEC, f"what {compiler[0]} made of it has no {lacking[0]}", str(source))
@@ -161,11 +161,11 @@ def _load_from(inside: int, folder: Path) -> ctypes.CDLL:
 
     The file stays open. A library goes by the name that it was loaded by, and that of another would be the same.
     """
-    kept = verify(_named(inside, folder), stage=FOLDER, key=folder.name)
+    files = verify(_named(inside, folder), stage=FOLDER, key=folder.name)
     file = os.open(LIBRARY, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
     try:
-        content = os.pread(file, kept[LIBRARY].size + 1, 0) if LIBRARY in kept and is_private(os.fstat(file)) else b""
-        if not content or sha256(content).hexdigest() != kept[LIBRARY].sha256:
+        content = os.pread(file, files[LIBRARY].size + 1, 0) if LIBRARY in files and is_private(os.fstat(file)) else b""
+        if not content or sha256(content).hexdigest() != files[LIBRARY].sha256:
             raise DamagedError(f"{LIBRARY} isn't what was compiled")
         return ctypes.CDLL(str(_named(file, folder / LIBRARY)))
     except BaseException:

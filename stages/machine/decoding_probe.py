@@ -72,8 +72,8 @@ def decoding_speed(weights: HostWeights = OF_FILES) -> dict[str, int] | None:
     """
     _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
     asked, beside = [weights.dtype, str(weights.offset)], round(BYTES * DTYPE_BYTES[weights.dtype] / 2)
-    found: dict[str, int] | None = measure_apart("machine.decoding_probe", *asked, beside=beside)
-    return found
+    speed: dict[str, int] | None = measure_apart("machine.decoding_probe", *asked, beside=beside)
+    return speed
 
 
 def measure(dtype: str, offset: str, layers: int = _LAYERS, rounds: int = _ROUNDS) -> dict[str, int]:
@@ -206,8 +206,8 @@ class _Spans:
         return round(1 / max(call, around.seconds - around.calls * call - around.reads / host))
 
     def _part(self, called: Sequence[Any], read: Sequence[Any], *, inside: bool) -> _Part:
-        found = (taken for (where, _), taken in self._taken.items() if where == inside)
-        spans = (min(median(taken), _DISTURBED * min(taken)) for taken in found)
+        timings = (taken for (where, _), taken in self._taken.items() if where == inside)
+        spans = (min(median(taken), _DISTURBED * min(taken)) for taken in timings)
         return _Part(len(called), sum(module.weight.nbytes for module in read), sum(spans))
 
     def _begin(self, *_: object) -> None:

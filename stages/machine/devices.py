@@ -31,7 +31,7 @@ AnyDevice = int | str | torch.device
 
 
 class Ledger:
-    """The bytes of tensors on one simulated accelerator: ``held`` now, ``peak`` so far, at most ``capacity``.
+    """The bytes of tensors on one simulated accelerator: ``allocated`` now, ``peak`` so far, at most ``capacity``.
 
     A copy is counted until its storage dies: a view of it keeps it on the device, as it would on a real one. What torch
     would have reserved there for what is counted, ``allocator`` says; it gives as much as it is asked for.
@@ -41,22 +41,22 @@ class Ledger:
         self.device, self.capacity, self.peak = device, capacity, 0
         self.allocator = caching_allocator()
         self._counted: dict[int, Block] = {}  # address → the block of what is counted there
-        self._held = 0
+        self._allocated = 0
         # (address, block, bytes) of storages that died: in any thread, and in the middle of any statement
         self._freed: deque[tuple[int, Block, int]] = deque()
         self._lock = threading.RLock()
 
     @property
-    def held(self) -> int:
+    def allocated(self) -> int:
         """The bytes held now."""
         with self._lock:
             while self._freed:
                 address, block, count = self._freed.popleft()
-                self._held -= count
+                self._allocated -= count
                 self.allocator.free(block)
                 if self._counted.get(address) is block:  # else something new lies there by now
                     del self._counted[address]
-            return self._held
+            return self._allocated
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` that lies on the device; a ``BudgetError`` where there is no room for it."""
@@ -73,7 +73,7 @@ class Ledger:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies on the device."""
-        return self.held > 0 and tensor.untyped_storage().data_ptr() in self._counted
+        return self.allocated > 0 and tensor.untyped_storage().data_ptr() in self._counted
 
     def allocate(self, size: int, *, stream: int = COMPUTING) -> Bytes:
         """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them.
@@ -95,11 +95,11 @@ class Ledger:
                 self._count(storage, storage.data_ptr(), storage.nbytes())
 
     def _check(self, count: int) -> None:
-        if self.held + count > self.capacity:
+        if self.allocated + count > self.capacity:
             raise BudgetError(
                 f"max_memory.{self.device}: the simulated accelerator {self.device} is full: it holds"
-                f" {format_bytes(self._held)} of {format_bytes(self.capacity)} ({self.capacity} bytes), and"
-                f" {format_bytes(count)} more don't fit; give it {self._held + count} bytes or more"
+                f" {format_bytes(self._allocated)} of {format_bytes(self.capacity)} ({self.capacity} bytes), and"
+                f" {format_bytes(count)} more don't fit; give it {self._allocated + count} bytes or more"
             )
 
     def _count(self, owner: object, address: int, count: int, stream: int = COMPUTING) -> None:
@@ -108,8 +108,8 @@ class Ledger:
             return
         with self._lock:
             block = self._counted[address] = self.allocator.allocate(count, stream)
-            self._held += count
-            self.peak = max(self.peak, self.held)
+            self._allocated += count
+            self.peak = max(self.peak, self.allocated)
         weakref.finalize(owner, self._freed.append, (address, block, count)).atexit = False
 
 
@@ -155,9 +155,9 @@ class Devices:
             raise full(device, math.prod(shape) * dtype.itemsize) from error
 
     @property
-    def held(self) -> dict[DeviceId, int]:
+    def allocated(self) -> dict[DeviceId, int]:
         """What each simulated accelerator holds now, in bytes."""
-        return {device: ledger.held for device, ledger in self._ledgers.items()}
+        return {device: ledger.allocated for device, ledger in self._ledgers.items()}
 
     @property
     def reserved(self) -> dict[DeviceId, int]:

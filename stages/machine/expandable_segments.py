@@ -35,8 +35,8 @@ _ADDRESSES = 2**25 * LARGE_SEGMENT
 def are_on() -> bool:
     """Return whether segments expand, by the settings that the environment has for torch's allocator."""
     entries = (allocator_settings() or "").replace(" ", "").split(",")
-    found = [entry for entry in entries if entry.startswith("expandable_segments:")]
-    return found[-1:] == [SETTING]
+    settings = [entry for entry in entries if entry.startswith("expandable_segments:")]
+    return settings[-1:] == [SETTING]
 
 
 def turn_on() -> bool:

@@ -120,8 +120,8 @@ def local_accelerators(root: Path = Path("/")) -> tuple[Accelerator, ...]:
         about = torch.cuda.get_device_properties(index)
         holds = torch.cuda.memory_reserved(index) > 0
         free = None if holds else driver_free_bytes(index)
-        known = torch.cuda.mem_get_info(index)[0] if free is None else free
-        accelerators.append(Accelerator(about.name, about.total_memory, known, has_context=free is None))
+        free_bytes = torch.cuda.mem_get_info(index)[0] if free is None else free
+        accelerators.append(Accelerator(about.name, about.total_memory, free_bytes, has_context=free is None))
     return tuple(accelerators)
 
 

@@ -98,29 +98,29 @@ def _device_faults(place: str, device: object) -> Iterator[Fault]:
         yield Fault(f"{place}.host_to_device", said)
 
 
-def _rate_faults(place: str, rates: object, known: Collection[str]) -> Iterator[Fault]:
+def _rate_faults(place: str, rates: object, names: Collection[str]) -> Iterator[Fault]:
     if rates is None:
         return
     if not isinstance(rates, Mapping):
-        yield Fault(place, f"{rates!r} is no mapping; give {{{next(iter(known))}: 3GB}} and the like, or {{}}")
+        yield Fault(place, f"{rates!r} is no mapping; give {{{next(iter(names))}: 3GB}} and the like, or {{}}")
         return
     for name, rate in rates.items():
-        if name in known:
+        if name in names:
             yield from () if rate is None and name in OPTIONAL_RATES else _wrong(f"{place}.{name}", parse_rate, rate)
         elif name in RATES:
             yield Fault(
                 f"{place}.{name}",
                 f"it is the machine's, and not one accelerator's; give it as hardware.rates.{name}. Its own are "
-                f"{_listed(known)}",
+                f"{_listed(names)}",
             )
         else:
-            yield Fault(f"{place}.{name}", f"unknown rate{closest(str(name), known)}; there are {_listed(known)}")
+            yield Fault(f"{place}.{name}", f"unknown rate{closest(str(name), names)}; there are {_listed(names)}")
 
 
-def _unknown(place: str, given: Mapping[Any, Any], known: Collection[str]) -> Iterator[Fault]:
+def _unknown(place: str, given: Mapping[Any, Any], names: Collection[str]) -> Iterator[Fault]:
     for key in given:
-        if key not in known:
-            yield Fault(f"{place}.{key}", f"unknown key{closest(str(key), known)}; here may stand {_listed(known)}")
+        if key not in names:
+            yield Fault(f"{place}.{key}", f"unknown key{closest(str(key), names)}; here may stand {_listed(names)}")
 
 
 def _wrong(key: str, parse: Callable[[Any], object], value: object) -> Iterator[Fault]:

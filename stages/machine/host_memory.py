@@ -54,8 +54,8 @@ def host_memory(root: Path = Path("/")) -> Host:
     total, available, limit = system["MemTotal"] * 1024, system["MemAvailable"] * 1024 + own, ""
     for allowed, group, folder in memory_limits(root):
         stat = _table(folder / "memory.stat")
-        held = sum(stat.get(name, 0) for name in group.interface.held)
-        left, total = allowed - _steadily(held - own), min(total, allowed)
+        charged = sum(stat.get(name, 0) for name in group.interface.usage_keys)
+        left, total = allowed - _steadily(charged - own), min(total, allowed)
         if left < available:
             available, limit = left, str(folder / group.interface.limit)
     return Host(total, max(0, min(available, total)), limit=limit)

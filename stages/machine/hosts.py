@@ -69,8 +69,10 @@ def unlike(capabilities: Sequence[Mapping[str, str]]) -> str:
     for host, own in enumerate(capabilities):
         differing = [name for name in sorted(first.keys() | own.keys()) if first.get(name) != own.get(name)]
         if differing:
-            here, there = (", ".join(f"{name} {one.get(name, 'unset')}" for name in differing) for one in (own, first))
-            return f"host {host} computes with {here}, host 0 with {there}"
+            own_words, first_words = (
+                ", ".join(f"{name} {one.get(name, 'unset')}" for name in differing) for one in (own, first)
+            )
+            return f"host {host} computes with {own_words}, host 0 with {first_words}"
     return ""
 
 

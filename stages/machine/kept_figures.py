@@ -42,23 +42,23 @@ class KeptFigure:
         with suppress(RuntimeError):  # a user without a home
             shared = user_cache() / MEASURED
             folders += [shared] if self.of_user and shared.resolve() != folder.resolve() else []
-        found = self._find(folders)
-        return self.nominal if found is None else found
+        figure = self._find(folders)
+        return self.nominal if figure is None else figure
 
     def _find(self, folders: Sequence[Path]) -> Any:
         path, others = folders[0] / self.file, folders[1:]
         with suppress(DamagedError, OSError):
-            kept = read_sealed(path) or {}
-            if self.key in kept:
-                return kept[self.key]
+            figures = read_sealed(path) or {}
+            if self.key in figures:
+                return figures[self.key]
         with locked(path, work="measures this machine"):
-            kept = _settle(path)
-            if self.key in kept:
-                return kept[self.key]
-            found = self._find(others) if others else _measure(self.probe)
-            if found is not None:
-                _keep(path, {**kept, self.key: found})
-        return found
+            figures = _settle(path)
+            if self.key in figures:
+                return figures[self.key]
+            figure = self._find(others) if others else _measure(self.probe)
+            if figure is not None:
+                _keep(path, {**figures, self.key: figure})
+        return figure
 
 
 def _settle(path: Path) -> dict[str, Any]:

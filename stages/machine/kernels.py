@@ -72,8 +72,8 @@ def local_kernels(folder: Path) -> Kernels:
     Where the system doesn't tell a process its peak they are ``NOMINAL``.
     """
     apart = partial(measure_apart, "machine.kernels", here=measure)
-    found = KeptFigure(FILE_NAME, identity(), apart, NOMINAL, of_user=True).get(folder)
-    return {kernel: tuple(factors) for kernel, factors in found.items()}
+    measured = KeptFigure(FILE_NAME, identity(), apart, NOMINAL, of_user=True).get(folder)
+    return {kernel: tuple(factors) for kernel, factors in measured.items()}
 
 
 def identity(environment: Mapping[str, str] = os.environ) -> str:
@@ -109,8 +109,8 @@ def capabilities() -> dict[str, str]:
 def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's family, model and name, and a hash of its features: a hypervisor may hide some."""
     first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.is_file() else ""
-    told = re.findall(r"^(?:vendor_id|cpu family|model|model name|flags|Features)\s*: *(.*)$", first, re.MULTILINE)
-    named, features = " ".join(told[:-1]), sha256(" ".join(told[-1:]).encode()).hexdigest()[:8]
+    fields = re.findall(r"^(?:vendor_id|cpu family|model|model name|flags|Features)\s*: *(.*)$", first, re.MULTILINE)
+    named, features = " ".join(fields[:-1]), sha256(" ".join(fields[-1:]).encode()).hexdigest()[:8]
     return f"{platform.machine()} {named} {features}"
 
 
@@ -136,16 +136,16 @@ def measure(process: Path = Path("/proc/self")) -> dict[str, list[float]] | None
     """
     import torch
 
-    found: dict[str, list[float]] = {}
+    by_kernel: dict[str, list[float]] = {}
     try:
         with PeakMeter(process) as meter, torch.no_grad():
             for kernel, operand, count, call, smaller in chain.from_iterable(map(_probes, _DTYPES)):
-                factors = found.setdefault(kernel, [0.0, 0.0, 0.0])
+                factors = by_kernel.setdefault(kernel, [0.0, 0.0, 0.0])
                 beside = meter.beside(call) - (meter.beside(smaller) if smaller is not None else 0)
                 factors[operand] = round(max(0, beside) / count * _STEPS) / _STEPS
     except OSError:
         return None
-    return {kernel: factors for kernel, factors in found.items() if any(factors)}
+    return {kernel: factors for kernel, factors in by_kernel.items() if any(factors)}
 
 
 def _probes(name: str) -> Iterator[Probe]:
@@ -230,7 +230,7 @@ class PeakMeter:
         return self._read() - before - result.nbytes
 
     def _read(self) -> int:
-        found = re.search(rb"^VmHWM:\s*(\d+) kB$", os.pread(self._status, 8192, 0), re.MULTILINE)
-        if found is None:
+        match = re.search(rb"^VmHWM:\s*(\d+) kB$", os.pread(self._status, 8192, 0), re.MULTILINE)
+        if match is None:
             raise OSError(f"no VmHWM in {self._process}/status")
-        return int(found[1]) * 1024
+        return int(match[1]) * 1024

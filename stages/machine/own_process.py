@@ -50,8 +50,8 @@ def answer() -> None:
     """Be the process that is asked: print the answer, as JSON in the last line."""
     be_expendable(parent=int(sys.argv.pop(1)))
     module = sys.argv.pop(1)
-    found = import_module(f"offstage.stages.{module}").measure(*sys.argv[1:])
-    sys.stdout.write(f"\n{json.dumps(found)}\n")
+    result = import_module(f"offstage.stages.{module}").measure(*sys.argv[1:])
+    sys.stdout.write(f"\n{json.dumps(result)}\n")
 
 
 def be_expendable(*, parent: int) -> None:

@@ -81,13 +81,13 @@ def begin_process_memory(folder: Path, *, accelerator: str = "") -> None:
     """
     if (folder, accelerator) in _begun:
         return
-    found = _begun[folder, accelerator] = Future[ProcessMemory]()
+    future = _begun[folder, accelerator] = Future[ProcessMemory]()
 
     def find() -> None:
         try:
-            found.set_result(_find(folder, accelerator))
+            future.set_result(_find(folder, accelerator))
         except BaseException as error:  # noqa: BLE001 - who asks has it
-            found.set_exception(error)
+            future.set_exception(error)
 
     Thread(target=find, daemon=True).start()
 
@@ -119,12 +119,12 @@ def identity(paths: list[str] | None = None) -> str:
     Their folders are named by name and version: to look at these takes a run no time. A version of this project whose
     figure is made of something else keeps its own.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for path in sys.path if paths is None else paths:
         with suppress(OSError):
-            found.update(each.name for each in Path(path).iterdir() if each.suffix in (".dist-info", ".egg-info"))
+            names.update(each.name for each in Path(path).iterdir() if each.suffix in (".dist-info", ".egg-info"))
     version, made_of = ".".join(map(str, sys.version_info[:3])), ", ".join(each.name for each in fields(ProcessMemory))
-    installed = f"{len(found)} distributions {sha256(' '.join(sorted(found)).encode()).hexdigest()[:16]}"
+    installed = f"{len(names)} distributions {sha256(' '.join(sorted(names)).encode()).hexdigest()[:16]}"
     return f"{made_of}; python {version}; {installed}"
 
 
@@ -133,10 +133,10 @@ def _measure_apart(accelerator: str) -> dict[str, int] | None:
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
     with TemporaryDirectory(prefix="offstage-") as folder:
         beside = (NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL).host
-        found: dict[str, int] | None = measure_apart(
+        peaks: dict[str, int] | None = measure_apart(
             "machine.process_memory", accelerator, beside=beside, folder=Path(folder)
         )
-        return found
+        return peaks
 
 
 def measure(accelerator: str) -> dict[str, int] | None:
@@ -145,9 +145,9 @@ def measure(accelerator: str) -> dict[str, int] | None:
     This process is that run, in its folder. Its plan goes by the nominal figure without an accelerator, which stands in
     its cache.
     """
-    kept = Path("outputs/cache", MEASURED)
-    kept.mkdir(parents=True)
-    write_sealed(kept / FILE_NAME, {_key(accelerator): asdict(NOMINAL)})
+    folder = Path("outputs/cache", MEASURED)
+    folder.mkdir(parents=True)
+    write_sealed(folder / FILE_NAME, {_key(accelerator): asdict(NOMINAL)})
     from offstage.pipeline import commands
 
     context, expands = _context() if accelerator else (0, False)
@@ -158,8 +158,8 @@ def measure(accelerator: str) -> dict[str, int] | None:
         if end.code:
             return None
     records, plans = list(Path().glob("outputs/runs/*/*/run.json")), list(Path().glob("outputs/cache/plan/*/plan.json"))
-    found = _read(records[0], plans[0]) if records and plans else None
-    return None if found is None else asdict(replace(found, context=context, expands=expands))
+    measured = _read(records[0], plans[0]) if records and plans else None
+    return None if measured is None else asdict(replace(measured, context=context, expands=expands))
 
 
 def _context() -> tuple[int, bool]:
@@ -186,7 +186,7 @@ def _read(record: Path, plan: Path) -> ProcessMemory | None:
         for name, device in devices.items():
             if name in memory["predicted"]:
                 memory["predicted"][name] -= device["ledger"].get("allocator", 0)
-        beside = {name: int(held) - int(memory["predicted"][name]) for name, held in memory["measured"].items()}
+        beside = {name: int(peak) - int(memory["predicted"][name]) for name, peak in memory["measured"].items()}
         return ProcessMemory(_in_steps(beside["cpu"] + PROCESS_BYTES), _in_steps(beside.get("0", 0)))
     except (ValueError, KeyError, TypeError):
         return None

@@ -55,7 +55,7 @@ class ProcessorUse:
         """Whether others took so much that figures of speed say more of them; null where nobody knows."""
         return None if self.taken_share is None else self.taken_share >= CONTENDED_SHARE
 
-    def told(self) -> dict[str, float | bool | None]:
+    def as_record(self) -> dict[str, float | bool | None]:
         """Return it as a record holds it."""
         rounded = {name: _rounded(getattr(self, name)) for name in (*self.__dataclass_fields__, "taken_share")}
         return {**rounded, "contended": self.is_contended}
@@ -109,12 +109,12 @@ def _now(root: Path) -> _Account:
 
 def _waits(tasks: Path) -> dict[str, tuple[int, int]]:
     """Return for how many nanoseconds each thread ran, and was ready and didn't."""
-    found = {}
+    waits = {}
     for thread in tasks.iterdir() if tasks.is_dir() else ():
         with suppress(OSError, ValueError):  # it may have ended
             ran, waited, _ = map(int, thread.joinpath("schedstat").read_text().split())
-            found[thread.name] = ran, waited
-    return found
+            waits[thread.name] = ran, waited
+    return waits
 
 
 def _cores(path: Path) -> tuple[float, float] | None:

@@ -156,10 +156,10 @@ def local_rates(
             wanted[name] = f"{name} {accelerators[0]}", partial(_of, measured_apart, name)
     given = _read(pinned or {})
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
-    found = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
+    speeds = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
     if not given.keys() >= ({"calls"} if light else {"host", "calls"}):
-        found |= light_rates(folder) if light else host_rates(folder, weights)
-    measured = {name: coarse_rate(speed) for name, speed in found.items() if speed}
+        speeds |= light_rates(folder) if light else host_rates(folder, weights)
+    measured = {name: coarse_rate(speed) for name, speed in speeds.items() if speed}
     return known_rates({**measured, **given}, {})
 
 

@@ -97,13 +97,13 @@ def allocator_bytes(layout: Layout, device: DeviceId, *, caches: Iterable[BlockC
 
 def _tensors(caches: Iterable[BlockCache]) -> list[Asked]:
     """Return the tensors of ``caches`` that lie where their blocks compute: of what waits on the host the largest."""
-    found, passing = list[Asked](), 0
+    tensors, passing = list[Asked](), 0
     for cache in caches:
         if cache.waits:
             passing = max(passing, cache.most)
         else:
-            found += [(cache.most // cache.tensors, COMPUTING)] * cache.tensors
-    return [*found, *[(passing, COMPUTING)] * COPIES]
+            tensors += [(cache.most // cache.tensors, COMPUTING)] * cache.tensors
+    return [*tensors, *[(passing, COMPUTING)] * COPIES]
 
 
 def _in_pool_apart(unpacking: int) -> list[Asked]:

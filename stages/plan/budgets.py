@@ -161,8 +161,8 @@ def _automatic(machine: Hardware, needed: int, host_needed: int, unpacking: int,
         free = machine.free(index)
         process = machine.accelerators[index].process_bytes
         taken = {"process": -process} if process else {}
-        found = {"free": free, **taken, "request": -needed, "margin": -_margin(index, machine)}
-        terms[str(index)] = found | {"allocator": -allocator.within(sum(found.values()))}
+        items = {"free": free, **taken, "request": -needed, "margin": -_margin(index, machine)}
+        terms[str(index)] = items | {"allocator": -allocator.within(sum(items.values()))}
     free = machine.free(CPU)
     terms["cpu"] = {
         "available": free,

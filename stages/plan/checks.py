@@ -27,8 +27,8 @@ LISTED = 8
 class ShortageError(BudgetError):
     """A device's budget is less than the least that works; what that means is ``told`` otherwise where it is known."""
 
-    def __init__(self, shortage: Shortage, told: str = "") -> None:
-        super().__init__(told or _told(shortage))
+    def __init__(self, shortage: Shortage, message: str = "") -> None:
+        super().__init__(message or _told(shortage))
         self.shortage = shortage
 
 
@@ -160,9 +160,9 @@ def _told(shortage: Shortage) -> str:
 
 
 def _wants(shortage: Shortage) -> str:
-    held, kept, slots = shortage.held, shortage.kept, shortage.slots
-    wants = [f"{format_bytes(held)} of weights"] if held or not kept + slots else []
-    wants += [f"a reserve of {format_bytes(kept)} for what is streamed and in use at once"] if kept else []
+    weights, reserve, slots = shortage.weights, shortage.reserve, shortage.slots
+    wants = [f"{format_bytes(weights)} of weights"] if weights or not reserve + slots else []
+    wants += [f"a reserve of {format_bytes(reserve)} for what is streamed and in use at once"] if reserve else []
     wants += [f"a slot of {format_bytes(slots)} for an expert"] if slots else []
     return " and ".join(wants)
 

@@ -187,12 +187,12 @@ def _while_filling(most: float, *, count: int, used: float, before: float, passe
 
     At first those that were left ``before`` are, and each pass adds those that it had to bring, up to ``most``.
     """
-    kept, total = min(most, before), 0.0
+    in_slots, total = min(most, before), 0.0
     for passed in range(passes):
-        if kept >= most:
+        if in_slots >= most:
             return (total + most * (passes - passed)) / passes
-        total += kept
-        kept = min(most, kept + used * (1 - kept / count))
+        total += in_slots
+        in_slots = min(most, in_slots + used * (1 - in_slots / count))
     return total / passes if passes else most
 
 

@@ -93,25 +93,25 @@ def known_machine(config: Config, cache: Path) -> Hardware:
     accelerator = _asked_of(machine, config)
     if accelerator is None:
         return machine
-    held = process_memory(cache / MEASURED, accelerator=accelerator)
-    if held.expands:
+    measured = process_memory(cache / MEASURED, accelerator=accelerator)
+    if measured.expands:
         turn_on()
     machine = hardware(config)  # once more: the process that is measured holds memory meanwhile
     threads = 2 if asking(config) == "finetune" else 1
-    there = [device for device in machine.accelerators if not device.simulated]
+    real = [device for device in machine.accelerators if not device.simulated]
     accelerators = (
         replace(
             device,
-            free_bytes=max(0, device.free_bytes - (0 if device.has_context else held.context)),
-            process_bytes=held.device * threads,
+            free_bytes=max(0, device.free_bytes - (0 if device.has_context else measured.context)),
+            process_bytes=measured.device * threads,
         )
-        for device in there
+        for device in real
     )
-    if there:
+    if real:
         machine = replace(machine, accelerators=tuple(accelerators))
     if host_is_described(config):
         return machine
-    process = held.host + max(0, len(there) - 1) * max(0, held.host - PROCESS_BYTES)
+    process = measured.host + max(0, len(real) - 1) * max(0, measured.host - PROCESS_BYTES)
     return replace(machine, host=replace(machine.host, process_bytes=process))
 
 
@@ -166,14 +166,14 @@ def machine_rates(
         return rates
     unpacked = {name: packed.codec for name, packed in outline.packed.items()}
     quantised = {"dequantising": (unpacked, unpacking_rates), "multiplying": (outline.multiplied, multiplying_rates)}
-    found = {rate: getattr(rates, rate) for rate in quantised}
+    means = {rate: getattr(rates, rate) for rate in quantised}
     for rate, (codecs, measure) in quantised.items():
         sizes: Counter[str] = Counter()
         for name, codec in codecs.items() if rate not in pinned else ():
             sizes[codec] += outline.sizes[name]
         mean = mean_rate(measure(cache / MEASURED, sizes), sizes)
-        found |= {} if mean is None else {rate: coarse_rate(mean)}
-    return replace(rates, dequantising=found["dequantising"], multiplying=found["multiplying"])
+        means |= {} if mean is None else {rate: coarse_rate(mean)}
+    return replace(rates, dequantising=means["dequantising"], multiplying=means["multiplying"])
 
 
 def _host_weights(outline: Outline) -> HostWeights:

@@ -97,9 +97,9 @@ def get_balanced_memory(
     budgets = get_max_memory(max_memory)
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
     placement = POLICIES["balanced_low_0" if low_zero else "balanced"](outline, _UNLISTED | budgets)
-    held, kept = resident_bytes(outline, placement.homes), lay_out(outline, placement).layer_reserves
+    resident, reserves = resident_bytes(outline, placement.homes), lay_out(outline, placement).layer_reserves
     used = [device for device in budgets if isinstance(device, int) and budgets[device]]
-    shares: dict[DeviceId, int] = {device: held.get(device, 0) + kept.get(device, 0) for device in used[:-1]}
+    shares: dict[DeviceId, int] = {device: resident.get(device, 0) + reserves.get(device, 0) for device in used[:-1]}
     return {device: min(budget, shares.get(device, budget)) for device, budget in budgets.items()}
 
 
@@ -154,8 +154,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     devices = {name: device_id(device) for name, device in device_map.items()}
     strangers = [name for name in devices if name not in outline.names]
     if strangers:
-        told = ", ".join(f"{name!r}{closest(name, outline.names)}" for name in strangers)
-        warnings.warn(f"device_map keys do not match any submodules or tensors of the model: {told}", stacklevel=2)
+        names = ", ".join(f"{name!r}{closest(name, outline.names)}" for name in strangers)
+        warnings.warn(f"device_map keys do not match any submodules or tensors of the model: {names}", stacklevel=2)
     explicit(outline, {name: device for name, device in devices.items() if name in outline.names})
 
 
@@ -199,15 +199,15 @@ def _with_empty_modules(model: nn.Module, device_map: dict[str, DeviceId]) -> di
     """Return ``device_map`` with the modules without a tensor that lie below none of its entries, a dropout between
     two of them, each where lies what is registered before it.
     """
-    found, last = dict(device_map), next(iter(device_map.values()), CPU)
+    entries, last = dict(device_map), next(iter(device_map.values()), CPU)
     for name, module in model.named_modules():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         entry = longest_prefix(f"{name}.{own[-1][0]}".lstrip(".") if own else name, device_map)
         if entry is not None:
             last = device_map[entry] if own else last
         elif name and not own and not any(module.children()):
-            found[name] = last
-    return found
+            entries[name] = last
+    return entries
 
 
 def _homes(outline: Outline, policy: str, budgets: Budgets) -> Homes:

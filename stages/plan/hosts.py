@@ -88,9 +88,9 @@ def agreed(hosts: Callable[[], Sequence[PlannedHost]] | PlannedHost, search: Cal
     if not isinstance(hosts, PlannedHost):
         return search(hosts())
     here = peers()
-    told = here.exchange(asdict(hosts))
-    found = search([decode(PlannedHost, one) for one in told]) if here.rank == 0 else None
-    return decode(Division, here.exchange(None if found is None else asdict(found))[0])
+    described = here.exchange(asdict(hosts))
+    division = search([decode(PlannedHost, one) for one in described]) if here.rank == 0 else None
+    return decode(Division, here.exchange(None if division is None else asdict(division))[0])
 
 
 def soonest_together(config: Mapping[str, Any], divided: Callable[[Mapping[str, Any]], Division]) -> Division:
@@ -106,12 +106,12 @@ def soonest_together(config: Mapping[str, Any], divided: Callable[[Mapping[str, 
     size = min(most, 2 * hosts)
     while size <= most:
         try:
-            found = replace(divided(in_lockstep(config, size)), lockstep=size)
+            division = replace(divided(in_lockstep(config, size)), lockstep=size)
         except BudgetError:
             break
-        if best is not None and not found.seconds * ALIKE < best.seconds:
+        if best is not None and not division.seconds * ALIKE < best.seconds:
             break
-        best, size = found, 2 * size
+        best, size = division, 2 * size
     for fewer in (min(most, hosts), 1) if best is None else ():
         with suppress(BudgetError):
             return replace(divided(in_lockstep(config, fewer)), lockstep=fewer)
@@ -155,7 +155,7 @@ def divide(
 
 def _host_plan(partition: Partition, host: int, plan: Plan, capabilities: Mapping[str, str]) -> HostPlan:
     return HostPlan(
-        blocks=partition.told(host),
+        blocks=partition.describe(host),
         weights={device: one.weights for device, one in plan.devices.items() if one.weights},
         device_map=plan.device_map,
         budgets={device: one.budget for device, one in plan.devices.items() if one.is_used},
@@ -203,12 +203,12 @@ def _network_seconds(skeleton: Skeleton, chain: Chain, hosts: int, network: Netw
 def _sizes(skeleton: Skeleton, chain: Chain) -> list[int]:
     """Return the bytes of each block, as it rests."""
     index = {name: place for place, name in enumerate(_blocks(chain))}
-    found = [0] * len(index)
+    sizes = [0] * len(index)
     for spec in skeleton.unique:
         place = next((index[above] for above in upward(spec.name) if above in index), None)
         if place is not None:
-            found[place] += spec.packed.bytes if spec.packed else spec.bytes
-    return found
+            sizes[place] += spec.packed.bytes if spec.packed else spec.bytes
+    return sizes
 
 
 def _blocks(chain: Chain) -> list[str]:
@@ -221,7 +221,7 @@ def _proportional(sizes: Sequence[int], room: Sequence[int]) -> tuple[int, ...]:
     wanted = [share * sums[-1] / whole for share in accumulate(one or 1 for one in room)]
     cuts = [0]
     for host, share in enumerate(wanted[:-1]):
-        _, nearest = min((abs(held - share), place) for place, held in enumerate(sums))
+        _, nearest = min((abs(total - share), place) for place, total in enumerate(sums))
         cuts.append(min(max(nearest, cuts[-1] + 1), len(sizes) - (len(room) - 1 - host)))
     return (*cuts, len(sizes))
 
@@ -241,7 +241,7 @@ class _DivisionSearch:
         try:
             return self._plan_of(host, partition)
         except BudgetError as error:
-            raise BudgetError(f"host {host} ({partition.told(host)}): {error}") from error
+            raise BudgetError(f"host {host} ({partition.describe(host)}): {error}") from error
 
     def best(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the cuts that are the soonest of those met on the way from ``cuts``."""
@@ -265,11 +265,11 @@ class _DivisionSearch:
                     self._known[key] = self._plan_of(host, partition)
                 except BudgetError as error:
                     self._known[key] = error
-            found = self._known[key]
-            if isinstance(found, BudgetError):
+            outcome = self._known[key]
+            if isinstance(outcome, BudgetError):
                 short += 1
             else:
-                plans.append(found)
+                plans.append(outcome)
         each = [float(plan.forecast["seconds_per_token"]) for plan in plans]
         even = _EVENNESS * math.hypot(*each) if self._members > 1 else 0.0
         return short, even + (_token_seconds(plans, self._members, around=self._around) if plans else 0.0)
@@ -294,10 +294,10 @@ def _looks(skeleton: Skeleton, chain: Chain) -> tuple[int, ...]:
         above = next((above for above in upward(spec.name) if above in index), None)
         if above is not None:
             inside[index[above]].append(replace(spec, name=spec.name[len(above) :]))
-    kept = {name: replace(cache, blocks=()) for cache in skeleton.caches for name in cache.blocks}
+    cache_of = {name: replace(cache, blocks=()) for cache in skeleton.caches for name in cache.blocks}
     numbers: dict[object, int] = {}
-    found = ((tuple(specs), kept.get(name)) for name, specs in zip(blocks, inside, strict=True))
-    return tuple(numbers.setdefault(look, len(numbers)) for look in found)
+    looks = ((tuple(specs), cache_of.get(name)) for name, specs in zip(blocks, inside, strict=True))
+    return tuple(numbers.setdefault(look, len(numbers)) for look in looks)
 
 
 def with_division(plan: Plan, division: Division, host: int) -> Plan:
@@ -322,9 +322,9 @@ def served_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     for name, node in (("generate", generate), ("score", score)):
         if name in stages and node.get("batch_size") == "auto":
             yield Fault(f"{name}.batch_size", "'auto' is chosen by each host, and all must choose alike; give a number")
-    kept = (config.get("forward") or {}).get("outputs") or ()
+    outputs = (config.get("forward") or {}).get("outputs") or ()
     for name in ("hidden_states", "attentions") if "forward" in stages else ():
-        if name in kept:
+        if name in outputs:
             yield Fault("forward.outputs", f"{name!r} lies on several hosts, and isn't gathered; leave it out")
     if ((config.get("measure") or {}).get("repeats") or 1) != 1:
         yield Fault("measure.repeats", "hosts that run together measure once; leave it at 1")

@@ -269,8 +269,8 @@ def _assumed_of_host(config: Config) -> tuple[str, ...]:
     """Return in words what is assumed of a host that ``config`` describes: it isn't asked, nor is this one for it."""
     if not host_is_described(config):
         return ()
-    held = format_bytes(PROCESS_BYTES)
-    return (f"hardware.host is described: a process is taken to hold {held} there, its kernels what the widest do",)
+    size = format_bytes(PROCESS_BYTES)
+    return (f"hardware.host is described: a process is taken to hold {size} there, its kernels what the widest do",)
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: MemoryNeeds) -> dict[str, int]:
@@ -280,11 +280,11 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     was free isn't found again where it isn't. Experts aren't among it: those that are routed to are read into slots.
     """
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
-    held = whole if most is None else min(most, whole)
+    resident = whole if most is None else min(most, whole)
     process = machine.host.process_bytes + outline.unpacking_bytes
     libraries = -allowance.host_terms.get("libraries", 0)  # theirs, and not the weights' pages'
-    free = machine.free(CPU) - held - needs.bytes - process - libraries
-    return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
+    free = machine.free(CPU) - resident - needs.bytes - process - libraries
+    return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - resident), "free_bytes": free}
 
 
 def _scarce(

@@ -69,10 +69,10 @@ class Layout(TensorTable):
     @cached_property
     def weights(self) -> dict[DeviceId, int]:
         """The bytes that lie on each device, in the order of the tiers; tied tensors count once."""
-        held = dict.fromkeys(in_tier_order(line.home for line in self.lines), 0)
+        totals = dict.fromkeys(in_tier_order(line.home for line in self.lines), 0)
         for line in self.lines:
-            held[line.home] += line.bytes if line.name == line.leader else 0
-        return held
+            totals[line.home] += line.bytes if line.name == line.leader else 0
+        return totals
 
     @cached_property
     def streamed(self) -> tuple[Line, ...]:
@@ -100,21 +100,21 @@ class Layout(TensorTable):
 
     def kept_free(self, slots: int = LEAST) -> dict[DeviceId, int]:
         """Return the bytes that each device is to keep free of weights: a layer's reserve, and so many ``slots``."""
-        made = Counter({CPU: self._made_there})
-        return dict(Counter(self.layer_reserves) + Counter(self.least_slots(slots)) + made)
+        computed = Counter({CPU: self._made_there})
+        return dict(Counter(self.layer_reserves) + Counter(self.least_slots(slots)) + computed)
 
     def shortage(self, *, slots: int = LEAST, tight: bool = False) -> Shortage | None:
         """Return the first device that can't hold its weights, its reserve and so many ``slots``; null where all can.
 
         The reserve is a layer's; if ``tight``, the least.
         """
-        kept, least = self.layer_reserves, self.least_slots(slots)
-        rooms = {device: self.left(device, least) for device in in_tier_order([*self.weights, *kept, *least])}
-        kept = self._least_reserves(rooms) if tight else kept
+        reserves, least = self.layer_reserves, self.least_slots(slots)
+        rooms = {device: self.left(device, least) for device in in_tier_order([*self.weights, *reserves, *least])}
+        reserves = self._least_reserves(rooms) if tight else reserves
         for device, room in rooms.items():
-            if room is not None and kept.get(device, 0) > room:
-                found = self.weights.get(device, 0), kept.get(device, 0), least.get(device, 0)
-                return Shortage(device, self.budgets.get(device) or 0, *found)
+            if room is not None and reserves.get(device, 0) > room:
+                needs = self.weights.get(device, 0), reserves.get(device, 0), least.get(device, 0)
+                return Shortage(device, self.budgets.get(device) or 0, *needs)
         return None
 
     def left(self, device: DeviceId, beside: Counts) -> int | None:
@@ -125,10 +125,10 @@ class Layout(TensorTable):
         budget = self.budgets.get(device, None if device == DISK else 0)
         if budget is None:
             return None
-        held = self.weights.get(device, 0)
+        weights = self.weights.get(device, 0)
         if device == CPU and not budget:  # that no weights are to lie there is no reason to refuse what code makes
-            held -= self._made_there
-        return budget - held - beside.get(device, 0)
+            weights -= self._made_there
+        return budget - weights - beside.get(device, 0)
 
     @cached_property
     def reserves(self) -> dict[DeviceId, int]:
@@ -138,13 +138,13 @@ class Layout(TensorTable):
         what is in use at once.
         """
         slots = self.least_slots()
-        found = {
+        reserves = {
             device: count if device not in self.budgets or self.budgets[device] is None
             else min(count, self.left(device, slots) or 0)
             for device, count in self.layer_reserves.items()
         }  # fmt: skip
-        least = self._least_reserves(found)
-        return {device: max(least[device], count) for device, count in found.items()}
+        least = self._least_reserves(reserves)
+        return {device: max(least[device], count) for device, count in reserves.items()}
 
     @cached_property
     def unpacking(self) -> dict[DeviceId, int]:
@@ -161,12 +161,12 @@ class Layout(TensorTable):
     @cached_property
     def unpacking_rooms(self) -> dict[DeviceId, int]:
         """The bytes by which each accelerator could unpack what comes to it packed."""
-        found: dict[DeviceId, list[DeviceUnpacking | None]] = {}
+        needs_of: dict[DeviceId, list[DeviceUnpacking | None]] = {}
         for line in self.lines if self.outline.packed else ():
             packed = self.outline.packed.get(line.name)
             if line.at_rest and line.computes != CPU and packed and packed.device:
-                found.setdefault(line.computes, []).append(packed.device)
-        return {device: most_unpacking_bytes(needs) for device, needs in found.items()}
+                needs_of.setdefault(line.computes, []).append(packed.device)
+        return {device: most_unpacking_bytes(needs) for device, needs in needs_of.items()}
 
     def moved_bytes(self, line: Line) -> int | None:
         """Return what a device moves in its memory to unpack the tensor; null where the host unpacks it, or nobody."""
@@ -176,23 +176,23 @@ class Layout(TensorTable):
     @cached_property
     def slots(self) -> dict[DeviceId, int]:
         """The bytes of slots on each device that computes experts which lie elsewhere: what its budget leaves."""
-        kept, found = Counter(self.reserves) + Counter(self.unpacking), {}
+        beside, slots = Counter(self.reserves) + Counter(self.unpacking), {}
         read = [line for line in self.lines if line.serving in ("direct", "packed")]
         unpacked = any(line.home == DISK and line.at_rest for line in read)
         staged = self.outline.read_ahead_bytes((line.name for line in read), unpacked=unpacked)
         for device, pool in self.pools.items():
-            ahead = max(0, staged - kept[device]) if device == CPU else 0
-            found[device] = slot_bytes(pool, self.left(device, kept), staged=ahead)
-        return found
+            ahead = max(0, staged - beside[device]) if device == CPU else 0
+            slots[device] = slot_bytes(pool, self.left(device, beside), staged=ahead)
+        return slots
 
     @cached_property
     def rooms(self) -> dict[DeviceId, Room]:
         """What every device has room for that has a budget, or holds something, and the host."""
-        kept = (self.reserves, self.slots, self.unpacking)
+        counts_of = (self.reserves, self.slots, self.unpacking)
         main = self.placement.main
         return {
             device: Room(
-                self.budgets.get(device), self.weights.get(device, 0), *(counts.get(device, 0) for counts in kept)
+                self.budgets.get(device), self.weights.get(device, 0), *(counts.get(device, 0) for counts in counts_of)
             )
             for device in in_tier_order([*self.budgets, *self.weights, *self.reserves, *self.slots, main, CPU])
         }
@@ -265,11 +265,11 @@ def _lines_again(outline: Outline, layer: Layer, placement: Placement, computes:
     leaders = outline.leaders_of[layer.name]
     homes = tuple(map(placement.homes.__getitem__, leaders))
     key = layer.name, computes, io, homes, placement.packed and placement.packed.intersection(leaders)
-    found = outline.lines.get(key)
-    if found is None:
+    lines = outline.lines.get(key)
+    if lines is None:
         where = dict.fromkeys(map(parent, layer.tensors), computes)
-        found = outline.lines[key] = _lines(outline, layer, placement, where, io=io, homes=placement.homes, apart=())
-    return found
+        lines = outline.lines[key] = _lines(outline, layer, placement, where, io=io, homes=placement.homes, apart=())
+    return lines
 
 
 def _lines(

@@ -128,22 +128,22 @@ def memory_needs(
     calls = request.members * request.forwards
     copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // calls
     moments = _moments(outline, geometry, request, width=width)
-    found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
-    if not found:
+    peaks = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
+    if not peaks:
         tokens = request.sequences * max(request.prompt, request.length)
-        found = [
+        peaks = [
             (tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width, 0),
             (0, _scratch_bytes(outline, kernels)),
         ]
     if outline.skeleton.decoding and request.length:
         decoding = outline.skeleton.decoding
-        found += [moment.at(request.sequences, request.length, kernels, blocks=blocks) for moment in decoding]
+        peaks += [moment.at(request.sequences, request.length, kernels, blocks=blocks) for moment in decoding]
     else:
-        found.append((copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width, 0))
-    found += [moment.at(1, 1, kernels) for moment in request.moments]
-    found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()), blocks=blocks or {})
-    activations = max(held for held, _ in found)
-    scratch = max(map(sum, found)) - activations
+        peaks.append((copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width, 0))
+    peaks += [moment.at(1, 1, kernels) for moment in request.moments]
+    peaks += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()), blocks=blocks or {})
+    activations = max(live for live, _ in peaks)
+    scratch = max(map(sum, peaks)) - activations
     beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
     beside += (
         request.members * request.judged * copied // request.sequences

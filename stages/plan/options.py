@@ -67,11 +67,11 @@ def faults(given: PlanConfig) -> Iterator[Fault]:
     for name, device in (given.device_map_overrides or {}).items():
         yield from _fault(f"device_map_overrides.{name}", lambda device=device: parse_device(device))
     if given.execution == FASTEST and given.device_map != "optimal":
-        told = "a map" if isinstance(given.device_map, Mapping) else repr(given.device_map)
+        shown = "a map" if isinstance(given.device_map, Mapping) else repr(given.device_map)
         yield Fault(
             "execution",
             f"{FASTEST!r} is for device_map=optimal, which then chooses what computes on the host, and device_map is "
-            f"{told}; take optimal, or execution=exact",
+            f"{shown}; take optimal, or execution=exact",
         )
     yield from hardware_faults(given.hardware or {})
     if given.storage.codec == "zstd" and given.storage.io == "mmap":

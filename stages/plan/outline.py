@@ -109,17 +109,17 @@ class Outline:
     @cached_property
     def direct(self) -> dict[str, list[str]]:
         """The tensors that each module holds itself."""
-        held = {name: [spec.name for spec in tensors] for name, tensors in self.skeleton.by_module.items()}
-        return {module.name: [] for module in self.skeleton.modules} | held
+        owned = {name: [spec.name for spec in tensors] for name, tensors in self.skeleton.by_module.items()}
+        return {module.name: [] for module in self.skeleton.modules} | owned
 
     @cached_property
     def children(self) -> dict[str, list[str]]:
         """The child modules of each module, in the order of execution."""
-        found: dict[str, list[str]] = {module.name: [] for module in self.skeleton.modules}
+        children: dict[str, list[str]] = {module.name: [] for module in self.skeleton.modules}
         for module in self.skeleton.modules:
             if module.name:
-                found.setdefault(parent(module.name), []).append(module.name)
-        return {name: sorted(below, key=self._rank.__getitem__) for name, below in found.items()}
+                children.setdefault(parent(module.name), []).append(module.name)
+        return {name: sorted(below, key=self._rank.__getitem__) for name, below in children.items()}
 
     @cached_property
     def _rank(self) -> dict[str, int]:
@@ -246,13 +246,13 @@ class Outline:
         """Return the names of all tensors in the module ``name``, or ``name`` itself where it is a tensor."""
         if name in self.sizes:
             return [name]
-        found: list[str] = []
+        names: list[str] = []
         stack = [name]
         while stack:
             module = stack.pop()
-            found += self.direct[module]
+            names += self.direct[module]
             stack += reversed(self.children[module])
-        return found
+        return names
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -285,7 +285,7 @@ class Outline:
     @cached_property
     def drawn_by(self) -> dict[str, tuple[str, ...]]:
         """The tensors that draw each layer to a device, by its name: its own, else those of others that it uses."""
-        leaders = {name: tuple(dict.fromkeys(found)) for name, found in self.leaders_of.items()}
+        leaders = {name: tuple(dict.fromkeys(own)) for name, own in self.leaders_of.items()}
         return {
             layer.name: tuple(name for name in leaders[layer.name] if name in layer.owned) or leaders[layer.name]
             for layer in self.layers

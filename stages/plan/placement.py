@@ -45,19 +45,19 @@ class Placement:
 class Shortage:
     """A device whose ``budget`` is less than what must be there, in bytes.
 
-    That is the weights ``held`` on it, the reserve ``kept`` for what is streamed, and the ``slots`` for experts.
+    That is the ``weights`` on it, the ``reserve`` for what is streamed, and the ``slots`` for experts.
     """
 
     device: DeviceId
     budget: int
-    held: int
-    kept: int
+    weights: int
+    reserve: int
     slots: int
 
     @property
     def least(self) -> int:
         """The least budget that works, in bytes."""
-        return self.held + self.kept + self.slots
+        return self.weights + self.reserve + self.slots
 
 
 def budgeted_accelerators(budgets: Budgets) -> list[DeviceId]:
@@ -79,12 +79,12 @@ def execution_device(outline: Outline, layer: Layer, placement: Placement) -> De
     """
     if layer.name in placement.computes:
         return placement.computes[layer.name]
-    held: dict[DeviceId, int] = {}
+    totals: dict[DeviceId, int] = {}
     for leader in outline.drawn_by[layer.name]:
         home = placement.homes[leader]
-        held[home] = held.get(home, 0) + max(1, outline.sizes[leader])
-    accelerators = [device for device in in_tier_order(held) if isinstance(device, int)]
-    return max(accelerators, key=lambda device: held[device], default=placement.main)
+        totals[home] = totals.get(home, 0) + max(1, outline.sizes[leader])
+    accelerators = [device for device in in_tier_order(totals) if isinstance(device, int)]
+    return max(accelerators, key=lambda device: totals[device], default=placement.main)
 
 
 def execution_devices(outline: Outline, placement: Placement) -> dict[str, DeviceId]:
@@ -94,17 +94,17 @@ def execution_devices(outline: Outline, placement: Placement) -> dict[str, Devic
 
 def resident_bytes(outline: Outline, homes: Homes, packed: Collection[str] = ()) -> dict[DeviceId, int]:
     """Return the bytes that lie on each device, in the order of the tiers; on the host some lie ``packed``."""
-    held = dict.fromkeys(in_tier_order(homes.values()), 0)
+    totals = dict.fromkeys(in_tier_order(homes.values()), 0)
     for leader, device in homes.items():
         sizes = outline.rest_sizes if device == DISK or (device == CPU and leader in packed) else outline.sizes
-        held[device] += sizes[leader]
-    return held
+        totals[device] += sizes[leader]
+    return totals
 
 
 def held_bytes(outline: Outline, homes: Homes) -> tuple[int, int]:
     """Return the bytes on the accelerators and those on the host: what one placement has before another."""
-    held = resident_bytes(outline, homes)
-    return sum(count for device, count in held.items() if isinstance(device, int)), held.get(CPU, 0)
+    totals = resident_bytes(outline, homes)
+    return sum(count for device, count in totals.items() if isinstance(device, int)), totals.get(CPU, 0)
 
 
 def fold(homes: Homes) -> dict[str, DeviceId]:

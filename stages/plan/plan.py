@@ -172,10 +172,10 @@ class Plan(TensorTable):
     @cached_property
     def tensors(self) -> dict[str, Line]:
         """The line of every tensor by its name, tied ones included, in the order of execution."""
-        found = {layer: alike for alike in self.layers for layer in alike.names}
+        alike_of = {layer: alike for alike in self.layers for layer in alike.names}
         order = {layer: place for place, layer in enumerate(self.reasons)}
-        names = sorted(found, key=lambda layer: order.get(layer, len(order)))
-        return {line.name: line for layer in names for line in found[layer].lines_of(layer)}
+        names = sorted(alike_of, key=lambda layer: order.get(layer, len(order)))
+        return {line.name: line for layer in names for line in alike_of[layer].lines_of(layer)}
 
     @cached_property
     def device_map(self) -> dict[str, DeviceId]:
@@ -286,10 +286,10 @@ def _reason(layout: Layout, layer: Layer, policy: str) -> str:
 
 def _alike_layers(layout: Layout) -> tuple[AlikeLayers, ...]:
     """Return the lines of ``layout`` by the layers that are alike."""
-    found: dict[tuple[Line, ...], list[str]] = {}
+    names_of: dict[tuple[Line, ...], list[str]] = {}
     for layer, lines in groupby(layout.lines, key=lambda line: line.layer):
-        found.setdefault(tuple(_within(layer, line) for line in lines), []).append(layer)
-    return tuple(AlikeLayers(tuple(names), lines) for lines, names in found.items())
+        names_of.setdefault(tuple(_within(layer, line) for line in lines), []).append(layer)
+    return tuple(AlikeLayers(tuple(names), lines) for lines, names in names_of.items())
 
 
 def _within(layer: str, line: Line) -> Line:

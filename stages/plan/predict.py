@@ -40,15 +40,15 @@ def predict(
 
     A token stands for a ``step`` of decoding. Of each device the process takes ``process_bytes`` for itself.
     """
-    expected, held = forecast(layout, step, rates), ledger(layout, needs, process_bytes=process_bytes)
-    simulated = [device for device in held if plan.devices[device].simulated is not None]
-    held[CPU] |= _held_for(simulated, held, needs) if simulated else {}
+    expected, ledgers = forecast(layout, step, rates), ledger(layout, needs, process_bytes=process_bytes)
+    simulated = [device for device in ledgers if plan.devices[device].simulated is not None]
+    ledgers[CPU] |= _held_for(simulated, ledgers, needs) if simulated else {}
     devices = {
         device: replace(
             one,
-            ledger=held.get(device, {}),
+            ledger=ledgers.get(device, {}),
             transfer_bytes=expected.link_bytes.get(device, 0),
-            used_bytes=expected.brought.held.get(device, 0),
+            used_bytes=expected.brought.resident.get(device, 0),
             rates=rates.apart.get(device, {}),
         )
         for device, one in plan.devices.items()
@@ -67,25 +67,25 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
     main = layout.placement.main
     caches = cache_bytes(needs.caches, layout.block_device)
     computed = {line.computes for line in layout.lines}
-    found: ByPart = {}
+    ledgers: ByPart = {}
     for device, room in layout.rooms.items():
-        held = found[device] = {"weights": room.weights}
+        parts = ledgers[device] = {"weights": room.weights}
         if device == DISK:
             continue
-        held["reserve"] = room.reserve
-        held |= {"expert_cache": room.expert_cache} if device in layout.slots else {}
-        held |= {"dequantising": room.dequantising} if device in layout.unpacking else {}
-        held["cache"] = caches.get(device, 0)
-        held["activations"] = needs.activation_bytes if device in computed else 0
+        parts["reserve"] = room.reserve
+        parts |= {"expert_cache": room.expert_cache} if device in layout.slots else {}
+        parts |= {"dequantising": room.dequantising} if device in layout.unpacking else {}
+        parts["cache"] = caches.get(device, 0)
+        parts["activations"] = needs.activation_bytes if device in computed else 0
         if needs.learning_bytes:
-            held["learning"] = round(needs.learning_bytes * _computed_share(layout, device))
+            parts["learning"] = round(needs.learning_bytes * _computed_share(layout, device))
         if device == main and needs.assistant_bytes:
-            held["assistant"] = needs.assistant_bytes
-        held |= {"process": process_bytes[device]} if device in computed and process_bytes.get(device) else {}
+            parts["assistant"] = needs.assistant_bytes
+        parts |= {"process": process_bytes[device]} if device in computed and process_bytes.get(device) else {}
         if device != CPU:
             mine = [cache for cache in needs.caches if layout.block_device(cache.block) == device]
-            held[ALLOCATOR] = allocator_bytes(layout, device, caches=mine, activation_bytes=held["activations"])
-    host, staged, bounced = found[CPU], _staged_bytes(layout), _bounced(layout)
+            parts[ALLOCATOR] = allocator_bytes(layout, device, caches=mine, activation_bytes=parts["activations"])
+    host, staged, bounced = ledgers[CPU], _staged_bytes(layout), _bounced(layout)
     host["reserve"] = staged.pop(CPU, 0)
     host |= {"staging": min(sum(staged.values()), PINNED_BYTES)} if main != CPU else {}
     host |= {"staging": host.get("staging", 0) + bounced} if bounced else {}
@@ -94,7 +94,7 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
     host |= {"results": needs.result_bytes} if needs.result_bytes else {}
     host |= {"offloaded": needs.offloaded_bytes} if needs.offloaded_bytes else {}
     host["process"] = process_bytes[CPU] + needs.library_bytes
-    return found
+    return ledgers
 
 
 def _staged_bytes(layout: Layout) -> dict[DeviceId, int]:
@@ -106,8 +106,10 @@ def _staged_bytes(layout: Layout) -> dict[DeviceId, int]:
     through: Counter[DeviceId] = Counter()
     for line in layout.lines:
         if line.serving in ("direct", "packed"):
-            there = layout.moved_bytes(line) is not None
-            through[line.computes] += 0 if there and line.serving == "packed" else line.bytes if there else line.used
+            on_device = layout.moved_bytes(line) is not None
+            through[line.computes] += (
+                0 if on_device and line.serving == "packed" else line.bytes if on_device else line.used
+            )
     rooms = {device: layout.reserves.get(device, 0) for device in through}
     rooms[CPU] = layout.rooms[CPU].staging_bytes(is_main=layout.placement.main == CPU)
     return {device: min(count, rooms[device]) for device, count in through.items()}
@@ -132,9 +134,9 @@ def _bounced(layout: Layout) -> int:
     unpacked: dict[DeviceId, int] = {}
     for line in brought:
         if line.computes != CPU and line.at_rest:
-            there = layout.moved_bytes(line) is not None
-            size = (line.bytes if there else line.used) // layout.outline.experts[parent(line.name)].count
-            size = 0 if there and line.home == CPU else size
+            on_device = layout.moved_bytes(line) is not None
+            size = (line.bytes if on_device else line.used) // layout.outline.experts[parent(line.name)].count
+            size = 0 if on_device and line.home == CPU else size
             unpacked[line.computes] = max(unpacked.get(line.computes, 0), size)
     return max(chunks, sum(map(_bounce_bytes, unpacked.values())))
 
@@ -150,12 +152,12 @@ def _unpacking_bytes(layout: Layout) -> int:
     return max((packed[line.name].working_bytes for line in by_host), default=0)
 
 
-def _held_for(simulated: Collection[DeviceId], held: ByPart, needs: MemoryNeeds) -> dict[str, int]:
+def _held_for(simulated: Collection[DeviceId], ledgers: ByPart, needs: MemoryNeeds) -> dict[str, int]:
     """Return what the host holds for ``simulated`` accelerators, whose bytes really lie there.
 
     One of them computes at a time, on the host, so the widest moment of a forward counts once for all.
     """
-    there = [held[device] for device in simulated]
-    beside = sum(sum(parts.values()) - parts["activations"] - parts[ALLOCATOR] for parts in there)
-    computes = any(parts["activations"] for parts in there) and not held[CPU]["activations"]
+    simulated_ledgers = [ledgers[device] for device in simulated]
+    beside = sum(sum(parts.values()) - parts["activations"] - parts[ALLOCATOR] for parts in simulated_ledgers)
+    computes = any(parts["activations"] for parts in simulated_ledgers) and not ledgers[CPU]["activations"]
     return {SIMULATED: beside + (needs.activation_bytes + needs.scratch_bytes if computes else 0)}

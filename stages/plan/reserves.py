@@ -58,12 +58,12 @@ def _largest(counts: Iterable[Mapping[DeviceId, int]]) -> Counter[DeviceId]:
     """Return the most that one of ``counts`` has on each device. (Placements are tried by thousands, of ten thousand
     parts: as many new counters take most of a plan's time.)
     """
-    found: Counter[DeviceId] = Counter()
+    largest: Counter[DeviceId] = Counter()
     for sizes in counts:
         for device, size in sizes.items():
-            if size > found[device]:
-                found[device] = size
-    return +found
+            if size > largest[device]:
+                largest[device] = size
+    return +largest
 
 
 def _at_once(outline: Outline, leaders: Iterable[str]) -> int:
@@ -89,7 +89,7 @@ def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter
     for module, sizes in parts.items():
         for caller in (module, *outline.skeleton.borrowers.get(module, ())):
             callers.setdefault(caller, []).append(sizes)
-    found: Counter[DeviceId] = Counter()
+    largest: Counter[DeviceId] = Counter()
     for caller in callers:
         around = outline.around[caller]
         if len(around) == len(callers[caller]) == 1:
@@ -97,8 +97,8 @@ def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter
         running = [sizes for above in around for sizes in callers.get(above, ())]
         for device in set().union(*running) if len(running) > 1 else ():
             together = [sizes[device] for sizes in running]
-            found[device] = max(found[device], sum(together) - max(together))
-    return +found
+            largest[device] = max(largest[device], sum(together) - max(together))
+    return +largest
 
 
 def _least_staging(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
@@ -157,11 +157,11 @@ def block_sizes(outline: Outline, rows: Mapping[str, int]) -> dict[int, int]:
 
     Of weights of the same bytes, which may have rows of different lengths, it is the largest block.
     """
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for name, count in rows.items():
         size = outline.sizes[name]
-        found[size] = max(found.get(size, 0), count * _row_bytes(outline, name))
-    return found
+        sizes[size] = max(sizes.get(size, 0), count * _row_bytes(outline, name))
+    return sizes
 
 
 def least_blocks(outline: Outline) -> dict[int, int]:
@@ -186,7 +186,7 @@ def block_rows(
     modules: dict[str, list[str]] = {}
     for name in brought:
         modules.setdefault(parent(name), []).append(name)
-    found: dict[str, int] = {}
+    rows_of: dict[str, int] = {}
     for module, names in modules.items():
         room = reserves.get(execution[module], 0)
         if sum(outline.sizes[name] for name in names) <= room:
@@ -195,10 +195,10 @@ def block_rows(
         beside = sum(outline.sizes[name] for name in names if name not in divided)
         left = 0 if least else room - beside
         for name in (name for name in names if name in divided):
-            found[name] = LEAST_ROWS
-            while 4 * found[name] * _row_bytes(outline, name) <= left:
-                found[name] *= 2
-    return found
+            rows_of[name] = LEAST_ROWS
+            while 4 * rows_of[name] * _row_bytes(outline, name) <= left:
+                rows_of[name] *= 2
+    return rows_of
 
 
 def _row_bytes(outline: Outline, name: str) -> int:

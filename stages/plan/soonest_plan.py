@@ -70,14 +70,14 @@ def _soonest_size(inputs: PlanInputs) -> PlanOption:
     """Return the plan of these inputs; where the batch size is open, of the soonest one."""
     make = partial(_plan_for, inputs, cache(partial(_placed, inputs)))
     *larger, least = inputs.demands
-    found = [_least_plan(inputs, least, make)]
+    options = [_least_plan(inputs, least, make)]
     for demand in reversed(larger):
         option = _larger_plan(inputs, demand, make)
-        if option is not None and (not inputs.lockstep or brings_more(option, found)):
-            found.append(option)
+        if option is not None and (not inputs.lockstep or brings_more(option, options)):
+            options.append(option)
         elif inputs.lockstep:
             break
-    return choose(found, fewest=inputs.lockstep)
+    return choose(options, fewest=inputs.lockstep)
 
 
 def _larger_plan(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | None:

@@ -222,13 +222,13 @@ def _division(outline: Outline, context: Context, here: PlannedHost, gather: Cal
         return soonest_together(in_lockstep(context.config, 1 if alone and chosen else None), divided)
 
     def planned() -> list[PlannedHost]:
-        found = []
+        hosts = []
         for host in range(host_count(described)):
             own = host_config(context.config, host)
             machine, kernels = known_machine_and_kernels(own, context.cache, light=False)
             rates = machine_rates(own, machine, context.cache, outline)
-            found.append(PlannedHost(machine, rates, kernels, own.get("max_memory")))
-        return found
+            hosts.append(PlannedHost(machine, rates, kernels, own.get("max_memory")))
+        return hosts
 
     division = agreed(here if started_together() > 1 else planned, search)
     require_alike(described, [host.capabilities for host in division.hosts])
@@ -243,7 +243,7 @@ def _capabilities(machine: Hardware) -> dict[str, str]:
 
 def _summary(plan: plans.Plan) -> str:
     devices = plan.devices.items()
-    held = [f"{device} {format_bytes(one.weights)}" for device, one in devices if one.weights]
+    weights = [f"{device} {format_bytes(one.weights)}" for device, one in devices if one.weights]
     kept = " and ".join(f"{format_bytes(one.reserve)} on {device}" for device, one in devices if one.reserve)
     reserve = [f"reserve {kept}"] if kept else []
     experts = [*table.experts_told(plan), *table.packed_told(plan), *table.host_layers_told(plan)]
@@ -252,7 +252,7 @@ def _summary(plan: plans.Plan) -> str:
     blocks = [f"{len(plan.block_rows)} weights by blocks of rows"] if plan.block_rows else []
     unalike = [*filter(None, [unlike([host.capabilities for host in plan.hosts])])]
     ratio = [f"{plan.offload_ratio:.1%} of activations offloaded"] if plan.offload_ratio else []
-    return "; ".join([", ".join(held), *reserve, *experts, *blocks, *batch, *ratio, *unalike, *plan.notes])
+    return "; ".join([", ".join(weights), *reserve, *experts, *blocks, *batch, *ratio, *unalike, *plan.notes])
 
 
 def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:

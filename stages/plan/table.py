@@ -45,42 +45,42 @@ def rows(plan: Plan) -> list[Row]:
     for tensor, line in plan.tensors.items():
         inside[next(name for name in upward(tensor) if name in inside)].append(line)
     folded: dict[tuple[str, DeviceId, DeviceId], tuple[list[int], dict[str, int]]] = {}
-    known: dict[str, set[int]] = {}
+    numbers_of: dict[str, set[int]] = {}
     for name, lines in inside.items():
         number = _NUMBER.search(name)
         stem = name if number is None else f"{name[: number.start()]}#{name[number.end() :]}"
-        numbers, held = folded.setdefault((stem, plan.device_map[name], lines[0].computes), ([], {}))
+        numbers, sizes = folded.setdefault((stem, plan.device_map[name], lines[0].computes), ([], {}))
         if number is not None:
             numbers.append(int(number[0]))
-            known.setdefault(name[: number.start()], set()).add(numbers[-1])
-        held |= {line.leader: line.bytes for line in lines}
+            numbers_of.setdefault(name[: number.start()], set()).add(numbers[-1])
+        sizes |= {line.leader: line.bytes for line in lines}
     return [
-        Row(_name(stem, numbers, known) or "the model", device, execution, sum(held.values()))
-        for (stem, device, execution), (numbers, held) in folded.items()
+        Row(_name(stem, numbers, numbers_of) or "the model", device, execution, sum(sizes.values()))
+        for (stem, device, execution), (numbers, sizes) in folded.items()
     ]
 
 
-def _name(stem: str, numbers: Sequence[int], known: Mapping[str, Collection[int]]) -> str:
+def _name(stem: str, numbers: Sequence[int], all_numbers: Mapping[str, Collection[int]]) -> str:
     """Return ``stem`` with ``numbers`` in their place, or with what they span where to list them takes too long.
 
-    ``known`` are all numbers of the model, by what stands before them.
+    ``all_numbers`` are all of the model, by what stands before them.
     """
     listed, before = ranges(numbers), stem.partition("#")[0]
     if len(listed) <= _MOST_LISTED:
         return stem.replace("#", listed)
     spanned = stem.replace("#", f"{min(numbers)}-{max(numbers)}")
-    return f"{spanned} ({len(numbers)} of {len(known[before])})"
+    return f"{spanned} ({len(numbers)} of {len(all_numbers[before])})"
 
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return ``numbers`` as ranges: ``0-3,5``."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            found.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def render(plan: Plan) -> str:
@@ -89,32 +89,34 @@ def render(plan: Plan) -> str:
     """
     lines = [["module", "lies on", "computes on", "size"]]
     lines += [[row.name, str(row.device), str(row.execution), format_bytes(row.bytes)] for row in rows(plan)]
-    told = [*rates_told(plan), *links_told(plan), *experts_told(plan), *packed_told(plan), *host_layers_told(plan)]
-    held, hosts = ledger_rows(plan), host_rows(plan)
+    remarks = [*rates_told(plan), *links_told(plan), *experts_told(plan), *packed_told(plan), *host_layers_told(plan)]
+    ledger, hosts = ledger_rows(plan), host_rows(plan)
     apart = [_align(_bounded(hosts), numbers=len(hosts[0]) - 2)] if hosts else []
-    tables = [_align(_bounded(lines), numbers=1), _align(_bounded(held), numbers=len(held[0]) - 1)]
-    return "\n\n".join([*apart, *tables, *told])
+    tables = [_align(_bounded(lines), numbers=1), _align(_bounded(ledger), numbers=len(ledger[0]) - 1)]
+    return "\n\n".join([*apart, *tables, *remarks])
 
 
 def host_rows(plan: Plan) -> list[list[str]]:
     """Return a row of cells for each host that the model is divided among; none where there is one."""
     if not plan.hosts:
         return []
-    found = [["host", "computes", "in memory", "on disk", "streamed a token", "its seconds"]]
+    rows = [["host", "computes", "in memory", "on disk", "streamed a token", "its seconds"]]
     for number, host in enumerate(plan.hosts):
-        there = sum(size for device, size in host.weights.items() if device != DISK)
-        sizes = [format_bytes(size) for size in (there, host.weights.get(DISK, 0), host.streamed_bytes)]
+        in_memory = sum(size for device, size in host.weights.items() if device != DISK)
+        sizes = [format_bytes(size) for size in (in_memory, host.weights.get(DISK, 0), host.streamed_bytes)]
         mark = f"{number}{' (below)' * (number == plan.host)}"
-        found.append([mark, host.blocks, *sizes, f"{host.seconds:.3g} s"])
-    return found
+        rows.append([mark, host.blocks, *sizes, f"{host.seconds:.3g} s"])
+    return rows
 
 
 def summary(plan: Plan) -> str:
     """Return in a few lines what each device has at its peak, by what it is for, and what is expected of a token."""
-    held, streamed = ledger_rows(plan), float(plan.forecast.get("streamed_bytes_per_token", 0))
+    ledger, streamed = ledger_rows(plan), float(plan.forecast.get("streamed_bytes_per_token", 0))
     seconds, bottleneck = plan.forecast.get("seconds_per_token"), plan.forecast.get("bottleneck")
     expected = f", {float(seconds):.3g} s expected, bottleneck: {bottleneck}" if seconds else ""
-    return f"{_align(_bounded(held), numbers=len(held[0]) - 1)}\n{format_bytes(streamed)} streamed a token{expected}"
+    return (
+        f"{_align(_bounded(ledger), numbers=len(ledger[0]) - 1)}\n{format_bytes(streamed)} streamed a token{expected}"
+    )
 
 
 def ledger_rows(plan: Plan) -> list[list[str]]:
@@ -134,8 +136,8 @@ def ledger_rows(plan: Plan) -> list[list[str]]:
     scale = scale_for([*sums, *(one.budget for _, one in devices)], "bytes")
     cells = [["unlimited" if count is None else scale.number(count) if count else "" for count in column]
              for column in shown.values()]  # fmt: skip
-    names, told = [named(plan, device) for device, _ in devices], [scale.number(count) for count in sums]
-    return [[f"{scale.unit} on", *shown, "sum"], *map(list, zip(names, *cells, told, strict=True))]
+    names, totals = [named(plan, device) for device, _ in devices], [scale.number(count) for count in sums]
+    return [[f"{scale.unit} on", *shown, "sum"], *map(list, zip(names, *cells, totals, strict=True))]
 
 
 def named(plan: Plan, device: DeviceId) -> str:
@@ -146,13 +148,13 @@ def named(plan: Plan, device: DeviceId) -> str:
 
 def rates_told(plan: Plan) -> list[str]:
     """Return in words how fast the link and the memory of each accelerator are, where they are unlike."""
-    told = [
+    rates = [
         f"{named(plan, device)} {format_bytes(one.rates['host_to_device'])} from the host and "
         f"{format_bytes(one.rates['device'])} from its memory"
         for device, one in plan.devices.items()
         if one.rates
     ]
-    return [f"a second: {'; '.join(told)}"] if told else []
+    return [f"a second: {'; '.join(rates)}"] if rates else []
 
 
 def experts_told(plan: Plan) -> list[str]:
@@ -164,9 +166,9 @@ def experts_told(plan: Plan) -> list[str]:
     ]
     if not where:
         return []
-    found, brought = plan.forecast["expert_hit_rate"], int(plan.forecast["expert_bytes_per_token"])
-    told = f"hit rate {found:.0%} with uniform routing, so {format_bytes(brought)} of experts a token are read"
-    return [f"{', '.join(where)}; {told}"]
+    hit_rate, brought = plan.forecast["expert_hit_rate"], int(plan.forecast["expert_bytes_per_token"])
+    sentence = f"hit rate {hit_rate:.0%} with uniform routing, so {format_bytes(brought)} of experts a token are read"
+    return [f"{', '.join(where)}; {sentence}"]
 
 
 def links_told(plan: Plan) -> list[str]:
@@ -178,23 +180,23 @@ def links_told(plan: Plan) -> list[str]:
 
 def packed_bytes(plan: Plan) -> dict[str, Counter[DeviceId]]:
     """Return the bytes that rest packed, by codec and where they lie, and under ``used`` what they come to."""
-    found: dict[str, Counter[DeviceId]] = {}
+    totals: dict[str, Counter[DeviceId]] = {}
     for name, line in plan.tensors.items():
         if line.codec is not None and name == line.leader:
-            found.setdefault(line.codec, Counter()).update({"used": line.used, line.home: line.bytes})
-    return found
+            totals.setdefault(line.codec, Counter()).update({"used": line.used, line.home: line.bytes})
+    return totals
 
 
 def packed_told(plan: Plan) -> list[str]:
     """Return in words what rests packed, where and by which codec, and what it comes to as it is used."""
-    told = []
+    lines = []
     for codec, lying in packed_bytes(plan).items():
         homes = in_tier_order(lying.keys() - {"used"})
         where = " and ".join(f"{format_bytes(lying[home])} on {home}" for home in homes)
-        told.append(f"{codec}: {where} at rest, {format_bytes(lying['used'])} in use")
+        lines.append(f"{codec}: {where} at rest, {format_bytes(lying['used'])} in use")
     devices = plan.devices.items()
     rooms = " and ".join(f"{format_bytes(one.dequantising)} on {device}" for device, one in devices if one.dequantising)
-    return [*told, f"accelerators dequantise what streams to them, in {rooms}"] if rooms else told
+    return [*lines, f"accelerators dequantise what streams to them, in {rooms}"] if rooms else lines
 
 
 def host_layers_told(plan: Plan) -> list[str]:

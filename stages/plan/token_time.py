@@ -91,7 +91,7 @@ class PassTraffic:
 
     members: float = 1
     reserves: Mapping[DeviceId, int] | None = None
-    held: Mapping[DeviceId, int] = field(default_factory=dict)
+    resident: Mapping[DeviceId, int] = field(default_factory=dict)
     multiplied: float = 0
     host_read: float | None = None
     crossings: int = 0
@@ -198,16 +198,16 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
     of a pass that moves what is ``brought``.
     """
     members, beside = brought.members, brought.host_read is not None
-    there = brought.held.get(CPU, 0) if brought.host_read is None else brought.host_read
+    host_read = brought.resident.get(CPU, 0) if brought.host_read is None else brought.host_read
     cores = brought.computed.get(CPU, 0) / rates.host / HOST_TOKENS
     caches = sum(count / rates.link_of(device) for device, count in brought.caches.items() if count) / members
     apart = sum(count / rates.device_of(device) for device, count in brought.computed.items() if device != CPU)
     calls = brought.host_calls / rates.calls + brought.loops / rates.loops
-    waiting = waiting_seconds(brought, rates, max(there / rates.host, cores) * members) / members if beside else 0.0
+    waiting = waiting_seconds(brought, rates, max(host_read / rates.host, cores) * members) / members if beside else 0.0
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
         HOST_TO_DEVICE: link_seconds(brought, rates) / members + caches,
-        HOST: _read_on_host(there + brought.used.get(CPU, 0), brought, rates) + calls,
+        HOST: _read_on_host(host_read + brought.used.get(CPU, 0), brought, rates) + calls,
         HOST_CORES: cores + calls,
         DEVICE: _read_on_devices(brought, rates) / rates.device,
         DEVICE_CORES: apart / DEVICE_TOKENS,
@@ -238,8 +238,8 @@ def _read_on_devices(brought: PassTraffic, rates: Rates) -> float:
     They compute in turn, each with what it holds and what came; what one unpacks it does meanwhile. Of a memory with a
     rate of its own it is what another one reads in that time.
     """
-    held = Counter({device: count for device, count in brought.held.items() if isinstance(device, int)})
-    read = Counter({device: count for device, count in brought.used.items() if device != CPU}) + held
+    resident = Counter({device: count for device, count in brought.resident.items() if isinstance(device, int)})
+    read = Counter({device: count for device, count in brought.used.items() if device != CPU}) + resident
     slower = {device: rates.device / rates.device_of(device) for device in [*read, *brought.moved]}
     total = sum(count * slower[device] for device, count in read.items())
     own = ((read[device] + count / brought.members) * slower[device] for device, count in brought.moved.items())

@@ -65,7 +65,7 @@ PLAIN_STEP = Step()
 def traffic(layout: Layout, step: Step) -> PassTraffic:
     """Return what ``step`` moves: of experts those that are wanted and in no slot, all of what else is streamed."""
     outline, routing, forwards = layout.outline, step.routing, step.forwards
-    found = PassTraffic(
+    total = PassTraffic(
         step.members,
         layout.reserves,
         output_bytes=step.output_bytes,
@@ -77,17 +77,17 @@ def traffic(layout: Layout, step: Step) -> PassTraffic:
     kept = hit_rates(outline, layout.offloaded_experts, pools=layout.pools, slots=layout.slots, routing=routing)
     on_host = set(layout.layers_on_host(layout.placement.main))
     needed = [(layer, list(lines)) for layer, lines in groupby(_needed(layout, step), key=lambda line: line.layer)]
-    for layer, there in needed * forwards:
-        for line in there:
+    for layer, layer_lines in needed * forwards:
+        for line in layer_lines:
             if line.serving is None or line.serving == "rows":
                 continue
             share, count = routing.share(line.routed), 1
             if line.serving == "experts":
                 rate = kept[parent(line.name)]
-                found.note_experts(line.computes, line.used * share, line.bytes * share * (1 - rate), rate=rate)
+                total.note_experts(line.computes, line.used * share, line.bytes * share * (1 - rate), rate=rate)
                 share, count = share * (1 - rate), outline.experts[parent(line.name)].count
             moved, mapped = layout.moved_bytes(line), line.serving == "map"
-            found.add(
+            total.add(
                 DISK if line.home == DISK and not (step.pages_stay and mapped) else CPU,
                 line.bytes * share,
                 computes=line.computes,
@@ -98,17 +98,17 @@ def traffic(layout: Layout, step: Step) -> PassTraffic:
                 mapped=mapped,
             )
         if layer in on_host:
-            found.compute_on_host(_read_bytes(layout, there, routing))
+            total.compute_on_host(_read_bytes(layout, layer_lines, routing))
     if on_host:  # to each of its layers the output of another goes, and its own comes back
         on_cpu = [line for line in layout.lines if line.computes == CPU]
-        found.host_read = forwards * _read_bytes(layout, on_cpu, routing)
-        found.crossings = 2 * len({line.layer for line in on_cpu}) * forwards
+        total.host_read = forwards * _read_bytes(layout, on_cpu, routing)
+        total.crossings = 2 * len({line.layer for line in on_cpu}) * forwards
     for cache in step.waiting:
         if (device := layout.block_device(cache.block)) != CPU:
-            found.caches[device] += cache.finished
-    found.held = _held_bytes(layout, step, found)
-    found.multiplied = _multiplied_bytes(layout, step)
-    return found
+            total.caches[device] += cache.finished
+    total.resident = _held_bytes(layout, step, total)
+    total.multiplied = _multiplied_bytes(layout, step)
+    return total
 
 
 def _multiplied_bytes(layout: Layout, step: Step) -> float:
@@ -146,13 +146,13 @@ def computed_bytes(layout: Layout, step: Step) -> dict[DeviceId, float]:
 
     Nothing where they are so few that they compute while the weights are read.
     """
-    tokens, found = step.tokens * step.forwards, Counter[DeviceId]()
+    tokens, totals = step.tokens * step.forwards, Counter[DeviceId]()
     if step.tokens <= HOST_TOKENS:
         return {}
     for line in {(line.leader, line.computes): line for line in _needed(layout, step)}.values():
         if line.name not in layout.outline.lookups:
-            found[line.computes] += line.used * SINGLE.share(line.routed) * tokens  # type: ignore[assignment]
-    return dict(found)
+            totals[line.computes] += line.used * SINGLE.share(line.routed) * tokens  # type: ignore[assignment]
+    return dict(totals)
 
 
 def calls(layout: Layout, routing: Routing, *, on_host: bool) -> float:
@@ -192,30 +192,30 @@ class Forecast:
     def figures(self) -> dict[str, float | int | str]:
         """What the plan says of it, by name."""
         brought, members = self.brought, self.brought.members
-        found: dict[str, float | int | str] = {"streamed_bytes_per_token": round(brought.bytes / members)}
+        values: dict[str, float | int | str] = {"streamed_bytes_per_token": round(brought.bytes / members)}
         if brought.unpacked:
-            found["quantised_bytes_per_token"] = round(brought.packed / members)
-            found["dequantised_bytes_per_token"] = round(brought.unpacked / members)
+            values["quantised_bytes_per_token"] = round(brought.packed / members)
+            values["dequantised_bytes_per_token"] = round(brought.unpacked / members)
         if brought.multiplied:
-            found["multiplied_bytes_per_token"] = round(brought.multiplied)
+            values["multiplied_bytes_per_token"] = round(brought.multiplied)
         if brought.moved:
-            found["device_dequantised_bytes_per_token"] = round(brought.unpacked_there / members)
-            found["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
+            values["device_dequantised_bytes_per_token"] = round(brought.unpacked_there / members)
+            values["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
         if brought.hit_rate is not None:
-            found["expert_bytes_per_token"] = round(brought.expert_bytes / members)
-            found["expert_hit_rate"] = round(brought.hit_rate, 4)
+            values["expert_bytes_per_token"] = round(brought.expert_bytes / members)
+            values["expert_hit_rate"] = round(brought.hit_rate, 4)
         if brought.caches:
-            found["cache_bytes_per_token"] = round(brought.caches.total() / members)
+            values["cache_bytes_per_token"] = round(brought.caches.total() / members)
         if brought.host_read is not None:
-            found["host_read_bytes_per_token"] = round(brought.host_read)
-            found["crossing_bytes_per_token"] = brought.crossings * brought.output_bytes
-            found["crossings_per_token"] = brought.crossings
-        found |= {"seconds_per_token": self.seconds, "bottleneck": slowest(self.terms)[0]}
+            values["host_read_bytes_per_token"] = round(brought.host_read)
+            values["crossing_bytes_per_token"] = brought.crossings * brought.output_bytes
+            values["crossings_per_token"] = brought.crossings
+        values |= {"seconds_per_token": self.seconds, "bottleneck": slowest(self.terms)[0]}
         if brought.bytes:
-            found["forwards_for_free"] = round(forwards_for_free(self.terms, members), 2)
+            values["forwards_for_free"] = round(forwards_for_free(self.terms, members), 2)
         if brought.at_rest.get(DISK):
-            found["storage_bandwidth_bytes_per_second"] = self.rates.storage
-        return found
+            values["storage_bandwidth_bytes_per_second"] = self.rates.storage
+        return values
 
 
 def forecast(layout: Layout, step: Step, rates: Rates) -> Forecast:
@@ -244,19 +244,19 @@ def lower_bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: flo
     less = max(0.0, used - over_links * share) if moved else 0.0
     saved = Counter({device: less * of_all for device, of_all in shares.items()})
     ahead = 1 - float(plan.forecast.get("expert_bytes_per_token", 0)) / expected if expected else 1.0
-    found = PassTraffic(
-        members, held=plan.used_bytes, at_rest=streamed, packed=packed, unpacked=unpacked, used=computed
+    total = PassTraffic(
+        members, resident=plan.used_bytes, at_rest=streamed, packed=packed, unpacked=unpacked, used=computed
     )
-    found.unpacked_there, found.saved = unpacked_there, saved
-    found.multiplied = float(plan.forecast.get("multiplied_bytes_per_token", 0))
-    found.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
-    found.runs = [(device, count * ahead) for device, count in computed.items()]
-    found.caches[plan.main_device] = round(float(plan.forecast.get("cache_bytes_per_token", 0)) * members)
+    total.unpacked_there, total.saved = unpacked_there, saved
+    total.multiplied = float(plan.forecast.get("multiplied_bytes_per_token", 0))
+    total.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
+    total.runs = [(device, count * ahead) for device, count in computed.items()]
+    total.caches[plan.main_device] = round(float(plan.forecast.get("cache_bytes_per_token", 0)) * members)
     if plan.host_layers:
-        found.host_read, crossing = (float(plan.forecast.get(f"{name}_bytes_per_token", 0)) for name in _BESIDE)
-        found.crossings = int(plan.forecast.get("crossings_per_token", 0))
-        found.output_bytes = round(crossing / found.crossings) if found.crossings else 0
-    return slowest(token_seconds(found, plan.known_rates))[1]
+        total.host_read, crossing = (float(plan.forecast.get(f"{name}_bytes_per_token", 0)) for name in _BESIDE)
+        total.crossings = int(plan.forecast.get("crossings_per_token", 0))
+        total.output_bytes = round(crossing / total.crossings) if total.crossings else 0
+    return slowest(token_seconds(total, plan.known_rates))[1]
 
 
 def _needed(layout: Layout, step: Step) -> Iterable[Line]:

@@ -69,8 +69,8 @@ def _call(model: Any, windows: Sequence[Window], device: torch.device) -> Any:
     config = getattr(model, "config", None)
     if config is None:
         return model(batch.input_ids.to(device))
-    known = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
+    parameters = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     if has_encoder(model):
         options["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.input_ids).to(device)
         batch = make_batch([window.source for window in windows], pad=_PAD, side="right")

@@ -61,7 +61,7 @@ class ScoringSession(ModelSession[ScoreInputs]):
         return PassResult(
             outputs=[told_text(text) for text in texts],
             metrics={**timed, **cost.metrics()},
-            found={"texts": texts},
+            content={"texts": texts},
             sums={"scored_tokens": sums.pop("tokens"), **sums},
         )
 
@@ -102,7 +102,7 @@ def _texts(inputs: ScoreInputs, rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         of_text[row["text"]].append(row)
     named = zip(inputs.names, inputs.texts, of_text, strict=True)
-    return [_text(name, text, found) for name, text, found in named]
+    return [_text(name, text, windows) for name, text, windows in named]
 
 
 def _text(name: str, text: ScoredText, rows: Sequence[Row]) -> dict[str, Any]:

@@ -113,11 +113,11 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
         """Return a table of the texts."""
         return "\n".join(_screen(data["texts"], artifact.path(SCORES)))
 
-    def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
+    def describe(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: the perplexity, and how fast the tokens were scored."""
         rate = metrics["scored_tokens_per_second"]
-        told = f"perplexity {_number(metrics['perplexity'])} over {metrics['scored_tokens']} tokens"
-        return told + (f", {rate:.1f} a second" if rate else "") + earlier_told(metrics, "windows")
+        line = f"perplexity {_number(metrics['perplexity'])} over {metrics['scored_tokens']} tokens"
+        return line + (f", {rate:.1f} a second" if rate else "") + earlier_told(metrics, "windows")
 
 
 def _screen(texts: Sequence[Mapping[str, Any]], file: Path) -> Iterator[str]:
@@ -135,8 +135,8 @@ def _line(text: Mapping[str, Any]) -> str:
     if text["name"].endswith("text_file"):
         return "the file"
     parts = [part for part in (text["context"], text["text"]) if part is not None]
-    told = " → ".join(" ".join(part.split()) if isinstance(part, str) else str(part) for part in parts)
-    return told if len(told) <= _WIDTH else f"{told[: _WIDTH - 1]}…"
+    line = " → ".join(" ".join(part.split()) if isinstance(part, str) else str(part) for part in parts)
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…"
 
 
 def _number(value: float | None) -> str:

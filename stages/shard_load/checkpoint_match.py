@@ -77,9 +77,9 @@ class Load:
         bytes_by_dtype: Counter[str] = Counter()
         for spec in self.skeleton.unique:
             bytes_by_dtype[spec.dtype] += spec.bytes
-        told = {"checkpoint": identity(self.checkpoint), "dtype": bytes_by_dtype.most_common(1)[0][0]}
+        content = {"checkpoint": identity(self.checkpoint), "dtype": bytes_by_dtype.most_common(1)[0][0]}
         copy = self.checkpoint.copy
-        return fingerprint(told if copy is None else {**told, "quantised": [copy.format, sorted(copy.quantised)]})
+        return fingerprint(content if copy is None else {**content, "quantised": [copy.format, sorted(copy.quantised)]})
 
     def outer_names(self, name: str) -> list[str]:
         """Return all names that the tensor ``name`` has where what is loaded is used, tied ones included."""
@@ -91,11 +91,11 @@ class Load:
 
     def steps_for(self, wanted: Container[str]) -> list[tuple[NamingStep, dict[str, str]]]:
         """Return each step that makes tensors ``wanted``, in the order of the files, and these by its targets."""
-        found: dict[int, tuple[NamingStep, dict[str, str]]] = {}
+        steps: dict[int, tuple[NamingStep, dict[str, str]]] = {}
         for name, (step, target) in self.origins.items():
             if name in wanted:
-                found.setdefault(id(step), (step, {}))[1][target] = name
-        return list(found.values())
+                steps.setdefault(id(step), (step, {}))[1][target] = name
+        return list(steps.values())
 
     def pieces_of(self, step: NamingStep) -> tuple[str, ...]:
         """Return the tensors of the checkpoint that the one which ``step`` makes is, one after the other, if any."""
@@ -183,7 +183,7 @@ def prepare_adapted(
 def _matched(load: Load, naming: Naming, *, strict: bool, partial: bool = False) -> Load:
     """Return ``load`` with the steps of ``naming`` that make its tensors."""
     may_miss, may_exceed = ignorable(load.model)
-    made = {target: step for step in naming.steps for target in step.targets}
+    step_of = {target: step for step in naming.steps for target in step.targets}
     origins: dict[str, tuple[NamingStep, str]] = {}
     twins: list[tuple[str, str]] = []
     missing: list[str] = []
@@ -191,13 +191,13 @@ def _matched(load: Load, naming: Naming, *, strict: bool, partial: bool = False)
     for spec in (spec for spec in load.skeleton.unique if spec.persistent):
         names = load.skeleton.names_of(spec.name)
         optional = may_miss is not None and any(may_miss.search(name) for name in names)
-        present = [name for name in names if name in made]
+        present = [name for name in names if name in step_of]
         if present:
-            origins[spec.name] = (made[present[0]], present[0])
+            origins[spec.name] = (step_of[present[0]], present[0])
             # Where a converter made one of them there is none to compare.
-            sources = [made[name].source_names[0] for name in present if made[name].converter is None]
+            sources = [step_of[name].source_names[0] for name in present if step_of[name].converter is None]
             twins += [(sources[0], other) for other in sources[1:]]
-            _check_fit(unfit, spec, step=made[present[0]], target=present[0], entries=load.reader.entries)
+            _check_fit(unfit, spec, step=step_of[present[0]], target=present[0], entries=load.reader.entries)
         elif optional and spec.kind == "parameter":
             origins[spec.name] = (NamingStep({spec.name: spec.shape}, ()), spec.name)
         missing += [] if present or optional else [spec.name]
@@ -210,8 +210,8 @@ def _matched(load: Load, naming: Naming, *, strict: bool, partial: bool = False)
         _warn(load, "are not in the checkpoint, the model keeps what it has", kept)
         _warn(load, "are not in the checkpoint and stay on the meta device, give them values", on_meta)
     absent = {"missing": [] if partial else missing, "unexpected": unexpected if strict else []}
-    told = {kind: [repr(name) for name in names] for kind, names in absent.items()}
-    _raise_misfits(load, naming, told | unfit)
+    misfits = {kind: [repr(name) for name in names] for kind, names in absent.items()}
+    _raise_misfits(load, naming, misfits | unfit)
     return replace(load, origins=_by_place(origins, load.reader.entries), twins=tuple(twins))
 
 
@@ -227,8 +227,8 @@ def _check_fit(
     miscast = [name for name in step.source_names if _kind(entries[name].dtype) != _kind(spec.dtype)]
     if miscast:
         whose = spec.name if step.converter is None else miscast[0]
-        told = f"{whose!r} is {entries[miscast[0]].dtype} where {spec.dtype} belongs"
-        unfit["of another kind of number"].append(told)
+        problem = f"{whose!r} is {entries[miscast[0]].dtype} where {spec.dtype} belongs"
+        unfit["of another kind of number"].append(problem)
 
 
 def _kind(dtype: str) -> tuple[bool, bool, bool]:
@@ -253,15 +253,15 @@ def _raise_misfits(load: Load, naming: Naming, misfits: Mapping[str, list[str]])
     total = sum(map(len, misfits.values()))
     if not total:
         return
-    told, room = [], LISTED
+    problems, room = [], LISTED
     for kind, tensors in misfits.items():
         if tensors:
-            told.append(f"{len(tensors)} {kind}" + (f": {', '.join(tensors[:room])}" if room else ""))
+            problems.append(f"{len(tensors)} {kind}" + (f": {', '.join(tensors[:room])}" if room else ""))
         room = max(0, room - len(tensors))
     more = f" (and {total - LISTED} more)" if total > LISTED else ""
     raise CheckpointError(
         f"{load.checkpoint.path}: the {naming.source} is not that of {load.skeleton.model_class or 'the model'}: "
-        f"{'; '.join(told)}{more}; do {naming.together} belong together?"
+        f"{'; '.join(problems)}{more}; do {naming.together} belong together?"
     )
 
 

@@ -49,12 +49,12 @@ def load_state_dict(
     torch.Size([3072, 192])
     """
     reader = open_stored_reader(open_checkpoint(Path(checkpoint_file)))
-    devices, found = device_map or {}, {}
+    devices, tensors = device_map or {}, {}
     for name, entry in reader.entries.items():
         prefix = longest_prefix(name, devices)
         device = CPU if prefix is None else device_id(devices[prefix])
-        found[name] = reader.read(name, torch_dtype(entry.dtype)).to(torch_device(device))
-    return found
+        tensors[name] = reader.read(name, torch_dtype(entry.dtype)).to(torch_device(device))
+    return tensors
 
 
 def load_checkpoint_in_model(  # the field's signature
@@ -171,7 +171,7 @@ def _references(load: Load, sources: Sources) -> dict[str, dict[str, object]]:
 
     The field has no word for what rests packed there: no index has it.
     """
-    found: dict[str, dict[str, object]] = {}
+    references: dict[str, dict[str, object]] = {}
     for name, source in ((name, source) for name, source in sources.items() if source.home == DISK):
         step, names = load.step_of(name), load.skeleton.names_of(name)
         files = list(dict.fromkeys(str(at.file.path.absolute()) for at in source.at))
@@ -182,9 +182,9 @@ def _references(load: Load, sources: Sources) -> dict[str, dict[str, object]]:
         elif source.way == "in_place":
             place = {"safetensors_file": files[0], "weight_name": tensors[0]}
         packed = any(isinstance(load.reader.entries[part], PackedTensor) for part in step.source_names)
-        told = {"dtype": source.spec.dtype, "shape": list(source.spec.shape), **place}
-        found |= {} if packed and not source.is_stored else dict.fromkeys(names, told)
-    return found
+        entry = {"dtype": source.spec.dtype, "shape": list(source.spec.shape), **place}
+        references |= {} if packed and not source.is_stored else dict.fromkeys(names, entry)
+    return references
 
 
 def set_module_tensor_to_device(  # the field's signature
@@ -244,7 +244,7 @@ def set_module_tensor_to_device(  # the field's signature
 
 def torch_type(dtype: torch.dtype | str) -> torch.dtype:
     """Return ``dtype``, which may be given by its name, with or without ``torch.``."""
-    found = getattr(torch, dtype_name(dtype), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    kind = getattr(torch, dtype_name(dtype), None) if isinstance(dtype, str) else dtype
+    if not isinstance(kind, torch.dtype):
         raise ConfigError(f"dtype: {dtype!r} is no dtype of torch; give e.g. 'bfloat16'")
-    return found
+    return kind

@@ -102,9 +102,9 @@ def _read_of(load: Load, source: TensorSource, at: AtRest, *, devices: Devices, 
 
 
 def _build(
-    load: Load, made: Step, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
+    load: Load, step_and_names: Step, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    step, names = made
+    step, names = step_and_names
     dtypes = {target: wanted[name].spec.dtype for target, name in names.items()}
     before = bar.n
     fill = partial(_fill, load, bulk, bar.update)

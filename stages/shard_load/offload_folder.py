@@ -75,12 +75,12 @@ def weight_extent(path: Path, weight_info: Mapping[str, Any]) -> Extent:
     return Extent(ShardFile(path.name, path, size, None, ""), 0, dtype, shape)
 
 
-def _dtype_name(path: Path, told: object) -> str:
+def _dtype_name(path: Path, dtype: object) -> str:
     """Return the name of a dtype that the index of ``path`` tells, or raise a ``CheckpointError``."""
-    if not isinstance(told, str) or told not in DTYPE_BYTES or not hasattr(torch, told):
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES or not hasattr(torch, dtype):
         known = ", ".join(name for name in DTYPE_BYTES if hasattr(torch, name))
-        raise CheckpointError(f"{path}: unknown dtype {told!r} in its index; known: {known}")
-    return told
+        raise CheckpointError(f"{path}: unknown dtype {dtype!r} in its index; known: {known}")
+    return dtype
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:

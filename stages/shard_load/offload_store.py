@@ -84,8 +84,8 @@ class StoredTensor:
     @property
     def origin(self) -> dict[str, Any]:
         """What the index says of where it comes from."""
-        told = {"dtype": self.dtype, "shape": list(self.shape), "sources": list(self.sources)}
-        return told if self.codec is None else {**told, "codec": self.codec, "unpacked": self.used_bytes}
+        entry = {"dtype": self.dtype, "shape": list(self.shape), "sources": list(self.sources)}
+        return entry if self.codec is None else {**entry, "codec": self.codec, "unpacked": self.used_bytes}
 
     @property
     def without_copy(self) -> dict[str, Any]:
@@ -129,37 +129,37 @@ class OffloadStore:
         with ``full`` all; a file is then held to its state before that.
         """
         index = read_index(self.folder)
-        found: dict[str, AtRest | None] = {}
+        located: dict[str, AtRest | None] = {}
         files: dict[str, SummedFile] = {}
         for name, tensor in wanted.items():
             entry = index.get(tensor.entry_name(name), {})
             file = summed_file(self._path(tensor.entry_name(name)), entry)
             if tensor.run is not None and entry == tensor.without_copy:
-                found[name] = None
+                located[name] = None
             elif file is not None and (at := tensor.located(_shard_file(file, full=full), entry)) is not None:
-                found[name], files[name] = at, file
+                located[name], files[name] = at, file
         damaged = find_damage(files, full=full)
         for name, damage in list(damaged.items())[:1]:
             others = f", and {len(damaged) - 1} more aren't whole" if len(damaged) > 1 else ""
             _log.warning("%s: %s%s; made again", files[name].path, damage, others)
-        return {name: at for name, at in found.items() if name not in damaged}
+        return {name: at for name, at in located.items() if name not in damaged}
 
     def fill(self, wanted: Wanted, add: Callable[[Wanted], object], *, full: bool = False) -> dict[str, AtRest | None]:
         """Return what ``find`` does of all that are ``wanted``, once ``add`` has put there what isn't, or is damaged.
 
         The store is to be locked meanwhile. One that isn't there even then is a ``StorageError``.
         """
-        found = self.find(wanted, full=full)
-        absent = {name: tensor for name, tensor in wanted.items() if name not in found}
+        located = self.find(wanted, full=full)
+        absent = {name: tensor for name, tensor in wanted.items() if name not in located}
         if absent:
             add(absent)
             self.publish()
-            found |= self.find(absent, full=full)
-        for name in (name for name in absent if name not in found):
+            located |= self.find(absent, full=full)
+        for name in (name for name in absent if name not in located):
             raise StorageError(
                 f"{self.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
             )
-        return found
+        return located
 
     def put(self, name: str, tensor: StoredTensor, pieces: Iterable[memoryview]) -> None:
         """Write the bytes of one tensor, piece by piece, to its file, on disk before it takes its name."""
@@ -174,16 +174,16 @@ class OffloadStore:
                 lengths.append(list(map(len, tile)))
                 yield from tile
 
-        told = {**tensor.origin, "codec": NAME, "unpacked": tensor.bytes, "run": tensor.run}
-        told["tiles"] = lengths  # which is full once all is written
-        self._write(tensor.entry_name(name), told, frames())
+        entry = {**tensor.origin, "codec": NAME, "unpacked": tensor.bytes, "run": tensor.run}
+        entry["tiles"] = lengths  # which is full once all is written
+        self._write(tensor.entry_name(name), entry, frames())
 
     def note_plain(self, name: str, tensor: StoredTensor) -> None:
         """Remember that ``tensor`` doesn't shrink."""
         self._pending[tensor.entry_name(name)] = tensor.without_copy
 
-    def _write(self, name: str, told: Mapping[str, Any], pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file; ``told`` is what the index says of it, beside its checksums."""
+    def _write(self, name: str, entry: Mapping[str, Any], pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a file; ``entry`` is what the index says of it, beside its checksums."""
         sums = RunningSums()
         try:
             _make_way(self._path(name))
@@ -192,7 +192,7 @@ class OffloadStore:
             raise
         except OSError as error:
             raise self._error(f"writing {name!r} ({format_bytes(sums.bytes)})", error) from error
-        self._pending[name] = {**told, "bytes": sums.bytes, "blocks": sums.sums}
+        self._pending[name] = {**entry, "bytes": sums.bytes, "blocks": sums.sums}
         self._pending_bytes += sums.bytes
         if self._pending_bytes >= _PUBLISH_BYTES:
             self.publish()
@@ -300,10 +300,10 @@ def _mark(folder: Path, key: str, model: str) -> bool:
         with suppress(FileExistsError):
             create_file(marker, json.dumps(mark) + "\n")
     try:
-        found = read_json(marker)
+        content = read_json(marker)
     except (FileNotFoundError, NotRegularError, ValueError):
         return False
-    version = found.get("format") if isinstance(found, dict) and found.get("key") == key else None
+    version = content.get("format") if isinstance(content, dict) and content.get("key") == key else None
     if version in _OLDER_FORMATS:
         replace_file(marker, json.dumps(mark) + "\n")
     return version in (FORMAT_VERSION, *_OLDER_FORMATS)
@@ -341,10 +341,10 @@ def add_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _additions(folder: Path) -> list[Path]:
     """Return the files in which writers say what they add to the index of ``folder``, the latest last."""
-    found: list[Path] = []
+    files: list[Path] = []
     with suppress(OSError), os.scandir(folder) as names:  # of tens of thousands, for a large model: what globs is slow
-        found = [folder / entry.name for entry in names if entry.name.startswith(_ADDED)]
-    return sorted(found, key=lambda path: _state(path) or 0)
+        files = [folder / entry.name for entry in names if entry.name.startswith(_ADDED)]
+    return sorted(files, key=lambda path: _state(path) or 0)
 
 
 def _entries(path: Path) -> dict[str, Any]:

@@ -94,10 +94,10 @@ def place(
         bind(load.model, names, placed)
 
     resident = {name: source for name, source in sources.items() if source.way == "resident"}
-    made = make_tensors(load, resident, "loading", devices=devices, host=host)
+    tensors = make_tensors(load, resident, "loading", devices=devices, host=host)
     if spill_folder is not None and not load.checkpoint.tells_places:
-        made = _spilled(load, resident, made, spill_folder)
-    for name, tensor in made:
+        tensors = _spilled(load, resident, tensors, spill_folder)
+    for name, tensor in tensors:
         put(load.skeleton.names_of(name), tensor, resident[name].home)
         del tensor  # or it would be held while the next one is made
     for name, source in sources.items():
@@ -142,9 +142,9 @@ def bind(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
 
 
 def _spilled(
-    load: Load, sources: Sources, made: Iterable[tuple[str, torch.Tensor]], folder: Path
+    load: Load, sources: Sources, tensors: Iterable[tuple[str, torch.Tensor]], folder: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors ``made``, those bound for the host once the checkpoint's files have been let go.
+    """Yield the ``tensors``, those bound for the host once the checkpoint's files have been let go.
 
     A ``.bin`` file from before torch 1.6 has to be in memory whole to give any tensor. With the host's share of the
     weights beside it the peak would be their sum; spilled and brought back after, it is the larger of the two. They
@@ -152,7 +152,7 @@ def _spilled(
     """
     waiting: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
     with _spill_file(folder) as file:
-        for name, tensor in made:
+        for name, tensor in tensors:
             if sources[name].home != CPU:
                 yield name, tensor
                 del tensor
@@ -195,15 +195,15 @@ def _read_packed(load: Load, sources: Sources) -> Sources:
     total = sum(source.rest_bytes for source in wanted.values())
     with byte_bar("loading", total) as bar, BulkReader() as bulk:
         bulk.read([read for reads, _ in placed.values() for read in reads], bar.update)
-    found = {}
+    as_they_rest = {}
     for name, source in wanted.items():
         reads, memory = placed[name]
         data = (read.target.numpy() for read in reads)
         at = tuple(in_memory(tensor, [next(data) for _ in tensor.parts], memory) for tensor in packed[name])
-        found[name] = located(load, source, at)
+        as_they_rest[name] = located(load, source, at)
         for tensor in at if load.check_finite else ():
             load.checked(name, read_extent(tensor))
-    return found
+    return as_they_rest
 
 
 def _lay_out(parts: Sequence[Extent]) -> tuple[list[TensorRead], Bytes]:

@@ -44,8 +44,8 @@ OpenTensor = Callable[[str], AbstractContextManager[ByteReader]]
 def copy_key(checkpoint: Checkpoint) -> str:
     """Return what the store of the copy of ``checkpoint`` is known by."""
     copy = _copy_of(checkpoint)
-    told = {"checkpoint": identity(checkpoint), "format": copy.format, "weights": sorted(copy.quantised)}
-    return fingerprint({"quantised": told, "version": VERSION})
+    content = {"checkpoint": identity(checkpoint), "format": copy.format, "weights": sorted(copy.quantised)}
+    return fingerprint({"quantised": content, "version": VERSION})
 
 
 def files_for(checkpoint: Checkpoint, loads: Iterable[Load]) -> list[CopyFile]:
@@ -68,8 +68,8 @@ def fill_copy(
     copy = _copy_of(checkpoint)
     wanted = {one.file.name: _stored(copy, one) for one in files}
     with store.locked():
-        found = store.fill(wanted, partial(_add, checkpoint, store, files), full=full)
-    return replace(checkpoint, copy=copy.located({name: at.file for name, at in found.items() if at is not None}))
+        located = store.fill(wanted, partial(_add, checkpoint, store, files), full=full)
+    return replace(checkpoint, copy=copy.located({name: at.file for name, at in located.items() if at is not None}))
 
 
 def _copy_of(checkpoint: Checkpoint) -> QuantisedCopy:
@@ -116,18 +116,18 @@ def _pieces(copy: QuantisedCopy, one: CopyFile, open_tensor: OpenTensor, progres
         end = parts[-1].end
 
 
-def _in_parts(parts: Sequence[Extent], made: Iterable[list[torch.Tensor]]) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor's ``parts``, one after the other: of the first as they are ``made``, then the others,
+def _in_parts(parts: Sequence[Extent], bands: Iterable[list[torch.Tensor]]) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor's ``parts``, one after the other: of the first as ``bands`` come, then the others,
     which are small, with what lies between them.
     """
     kept: list[list[torch.Tensor]] = [[] for _ in parts[1:]]
-    for bulk, *others in made:
+    for bulk, *others in bands:
         yield byte_view(bulk)
-        for held, tensor in zip(kept, others, strict=True):
-            held.append(tensor)
-    for (before, part), held in zip(pairwise(parts), kept, strict=True):
+        for pieces, tensor in zip(kept, others, strict=True):
+            pieces.append(tensor)
+    for (before, part), pieces in zip(pairwise(parts), kept, strict=True):
         yield memoryview(bytes(part.begin - before.end))
-        yield byte_view(torch.cat(held))
+        yield byte_view(torch.cat(pieces))
 
 
 def _made(copy: QuantisedCopy, name: str, read: ByteReader, progress: Progress) -> Generator[list[torch.Tensor]]:
@@ -142,8 +142,8 @@ def _made(copy: QuantisedCopy, name: str, read: ByteReader, progress: Progress) 
     bands = _bands(source.shape, QUANTISERS[copy.format].rows_together)
     width = source.bytes // math.prod(source.shape[:-1])
     ahead = _VALUES_AHEAD // max(_BAND_VALUES, QUANTISERS[copy.format].rows_together * source.shape[-1])
-    with closing(in_order(partial(_quantise, copy, name, read), bands, most=ahead)) as made:
-        for (begin, end), parts in made:
+    with closing(in_order(partial(_quantise, copy, name, read), bands, most=ahead)) as quantised:
+        for (begin, end), parts in quantised:
             yield parts
             progress((end - begin) * width)
 
@@ -161,10 +161,10 @@ def _quantise(copy: QuantisedCopy, name: str, read: ByteReader, rows: tuple[int,
     begin, end = rows
     width = source.bytes // math.prod(source.shape[:-1])
     data = torch.from_numpy(read(begin * width, end * width)).view(torch_dtype(source.dtype))
-    made = list(quantiser.quantise(data.view(end - begin, -1).to(torch.float32, copy=True)))
-    if not quantiser.are_sound(made):
+    parts = list(quantiser.quantise(data.view(end - begin, -1).to(torch.float32, copy=True)))
+    if not quantiser.are_sound(parts):
         raise CheckpointError(
             f"{source.file.path}: tensor {name!r} holds NaN, infinity or numbers too large for {copy.format}; leave "
             "model.quantize null"
         )
-    return made
+    return parts

@@ -97,13 +97,13 @@ Sources = Mapping[str, TensorSource]
 def find_sources(load: Load, plan: LoadPlan) -> dict[str, TensorSource]:
     """Return what each tensor is brought from, in the order of the files, and then the buffers that no file has."""
     specs, origins = load.skeleton.by_name, load.origins
-    found = {name: _find(load, plan, specs[name]) for name in origins}
+    sources = {name: _find(load, plan, specs[name]) for name in origins}
     for spec in load.skeleton.tensors:
         if spec.kind == "buffer" and load.skeleton.leader(spec.name) not in origins:
             outer = load.names.get(spec.name, spec.name)
             home = plan.homes.get(outer, CPU)
-            found[spec.name] = TensorSource(spec, outer, CPU if home == DISK else home, "computed")
-    return found
+            sources[spec.name] = TensorSource(spec, outer, CPU if home == DISK else home, "computed")
+    return sources
 
 
 def _find(load: Load, plan: LoadPlan, spec: TensorSpec) -> TensorSource:
@@ -140,8 +140,8 @@ def _lies_as_used(load: Load, source: TensorSource, *, unpacks: bool) -> TensorS
     if source.spec.name not in load.expert_names:
         return source
     places = [at for name in load.pieces_of(step) if (at := as_used(load.source_extent(name))) is not None]
-    found = replace(located(load, source, tuple(places)), way="by_expert")
-    return found if found.rows else source
+    by_expert = replace(located(load, source, tuple(places)), way="by_expert")
+    return by_expert if by_expert.rows else source
 
 
 def located(load: Load, source: TensorSource, at: tuple[AtRest, ...]) -> TensorSource:
@@ -202,12 +202,12 @@ def describe_index(load: Load, sources: Sources) -> dict[str, object]:
     index: dict[str, object] = {}
     for source in (source for source in sources.values() if source.home == DISK):
         kind, at = "store" if source.is_stored else "checkpoint", source.whole
-        told = {"dtype": source.spec.dtype, "shape": list(source.spec.shape)}
+        header = {"dtype": source.spec.dtype, "shape": list(source.spec.shape)}
         if at is None:
             tensors = list(load.pieces_of(load.step_of(source.spec.name)))
-            index[source.outer] = {"source": kind, "tensors": tensors, **told}
+            index[source.outer] = {"source": kind, "tensors": tensors, **header}
         else:
-            entry = {"source": kind, "file": at.file.name, **told, **_offsets(at)}
+            entry = {"source": kind, "file": at.file.name, **header, **_offsets(at)}
             index.update(dict.fromkeys(load.outer_names(source.spec.name), entry))
     return index
 
@@ -222,14 +222,14 @@ def _offsets(source: AtRest) -> dict[str, object]:
 
 def describe_load(tables: Sequence[tuple[Load, Sources]]) -> dict[str, object]:
     """Return how much lies on each tier, and how much of it is read in place, stored and packed."""
-    found = [source for _, sources in tables for source in sources.values() if source.way != "computed"]
+    loaded = [source for _, sources in tables for source in sources.values() if source.way != "computed"]
     tiers: dict[str, dict[str, int]] = {}
-    for source in found:
+    for source in loaded:
         tier = tiers.setdefault(str(source.home), {"tensors": 0, "bytes": 0})
         tier["tensors"] += 1
         tier["bytes"] += source.rest_bytes if source.way == "packed_on_host" else source.spec.bytes
-    away = [source for source in found if source.way in ("in_place", "by_expert", "made")]
-    packed = [source for source in found if source.is_stored and source.rests_packed]
+    away = [source for source in loaded if source.way in ("in_place", "by_expert", "made")]
+    packed = [source for source in loaded if source.is_stored and source.rests_packed]
     return {
         "format": tables[0][0].checkpoint.format,
         "files": [file.name for load, _ in tables for file in load.checkpoint.files],

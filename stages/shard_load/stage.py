@@ -116,12 +116,12 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         """Return which checkpoint it is, what the model is, where each tensor goes, and what is checked."""
         given, model = read(ShardLoadConfig, context.config), context.config["model"]
         skeleton, plan = context.artifact("empty_init"), context.artifact("plan")
-        found = plan.read(plans.Plan, plans.FILE_NAME)
+        content = plan.read(plans.Plan, plans.FILE_NAME)
         opened, adapter = _open_weights(model, depth=given.depth), _open_adapter(model)
         if given.verify == "full":
             opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
         named = identity(opened)
-        if found.partition is not None:
+        if content.partition is not None:
             peers().require_same(_told_by_file(named, adapter))
         return ShardLoadInputs(
             config=given,
@@ -131,9 +131,9 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             adapter=None if adapter is None else hash_files(adapter),
             skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
-            loading=found.loading,
-            ledgers={name: one.simulated for name, one in found.devices.items() if one.simulated is not None},
-            plan=found,
+            loading=content.loading,
+            ledgers={name: one.simulated for name, one in content.devices.items() if one.simulated is not None},
+            plan=content,
             model=model,
             opened=opened,
             opened_adapter=adapter,
@@ -147,7 +147,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         checkpoint, digests = inputs.opened, inputs.digests or {}
         files: list[dict[str, Any]] = []
         tensors: dict[str, dict[str, list[Any]]] = {}
-        for (file, held), look in zip(entries_by_file(checkpoint), looks_at(checkpoint), strict=True):
+        for (file, extents), look in zip(entries_by_file(checkpoint), looks_at(checkpoint), strict=True):
             named = hub_digest(file.path)
             files.append(
                 {
@@ -159,8 +159,8 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
                     "sha256_from": "bytes" if file.name in digests else "hub" if named else None,
                 }
             )
-            if look is not None and held:
-                entries = zip(held.items(), look.tensors, strict=True)
+            if look is not None and extents:
+                entries = zip(extents.items(), look.tensors, strict=True)
                 tensors[file.name] = {
                     name: [entry.dtype, list(entry.shape), digest] for (name, entry), digest in entries
                 }
@@ -210,10 +210,10 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
     def report(self, artifact: Artifact) -> Report:
         """Say how many files there are, and how much is served from them and from the store."""
-        found = artifact.json(REPORT_NAME)
-        files = f"{len(found['files'])} file{'s' * (len(found['files']) != 1)}"
-        served, stored = (format_bytes(found[kind]["bytes"]) for kind in ("served", "stored"))
-        packed = found["packed"]
+        loaded = artifact.json(REPORT_NAME)
+        files = f"{len(loaded['files'])} file{'s' * (len(loaded['files']) != 1)}"
+        served, stored = (format_bytes(loaded[kind]["bytes"]) for kind in ("served", "stored"))
+        packed = loaded["packed"]
         sizes = " to ".join(format_bytes(packed[size]) for size in ("bytes", "rest_bytes"))
         return Report(
             f"{files}, {served} stream from there, {stored} copied{f', {sizes} compressed' * bool(packed['tensors'])}"
@@ -233,11 +233,11 @@ def _opened(inputs: ShardLoadInputs) -> Checkpoint:
 
 def _told_by_file(named: Mapping[str, Any], adapter: Checkpoint | None) -> dict[str, str]:
     """Return a short digest of each file of the checkpoint that is ``named`` so, and of the ``adapter``."""
-    files = {name: found for name, *found in named["files"]}
+    files = {name: digests for name, *digests in named["files"]}
     small = {"config.json": named["config"], "the index": named["index"], "the format": named["format"]}
     own = {} if adapter is None else hash_files(adapter)
     both = ((small | files, "the checkpoint"), (own, "the adapter"))
-    return {f"{name} of {whose}": fingerprint(found)[:16] for held, whose in both for name, found in held.items()}
+    return {f"{name} of {whose}": fingerprint(digests)[:16] for group, whose in both for name, digests in group.items()}
 
 
 def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sources]]:

@@ -60,10 +60,10 @@ def fill_store(load: Load, sources: Sources, store: OffloadStore, *, full: bool 
     """
     with store.locked():
         while wanted := {name: _stored(load, source) for name, source in sources.items() if source.wants_store}:
-            found = store.fill(wanted, partial(_add, load, store, sources), full=full)
+            places = store.fill(wanted, partial(_add, load, store, sources), full=full)
             settled = {
                 name: sources[name].turned_back if at is None else located(load, sources[name], (at,))
-                for name, at in found.items()
+                for name, at in places.items()
             }
             sources = {**sources, **settled}
     return sources
@@ -121,13 +121,13 @@ def _cast_sources(load: Load, wanted: Wanted, sources: Sources) -> dict[str, Ext
 
     A run's budget may be less than one of its tensors, which then comes by blocks of rows: it mustn't be whole here.
     """
-    found = {}
+    extents = {}
     for name in (name for name, tensor in wanted.items() if tensor.run is None):
         step = load.step_of(name)
         extent = load.extent_of(step) if step.converter is None else None
         if isinstance(extent, Extent) and extent.bytes >= LARGE_BYTES:
-            found[name] = extent
-    return found
+            extents[name] = extent
+    return extents
 
 
 def _cast_pieces(load: Load, source: TensorSource, extent: Extent) -> Iterator[memoryview]:
@@ -205,8 +205,8 @@ def in_order(
                 waiting.append((item, pool.submit(work, item)))
             if not waiting:
                 return
-            item, made = waiting.popleft()
-            yield item, made.result()
+            item, future = waiting.popleft()
+            yield item, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -101,7 +101,7 @@ class LiveSaves(saved_tensors_hooks):
     """Counts what a plain step saves until it is let go, by storages; the ``weights`` are left out."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        self.peak = self._held = 0
+        self.peak = self._allocated = 0
         self._counted = {weight.untyped_storage().data_ptr() for weight in weights}
         super().__init__(self._count, lambda tensor: tensor)
 
@@ -109,14 +109,14 @@ class LiveSaves(saved_tensors_hooks):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._counted:
             self._counted.add(storage.data_ptr())
-            self._held += storage.nbytes()
-            self.peak = max(self.peak, self._held)
+            self._allocated += storage.nbytes()
+            self.peak = max(self.peak, self._allocated)
             weakref.finalize(storage, self._forget, storage.data_ptr(), storage.nbytes()).atexit = False
         return tensor.detach()
 
     def _forget(self, address: int, count: int) -> None:
         self._counted.remove(address)
-        self._held -= count
+        self._allocated -= count
 
 
 class TensorPlace:
@@ -162,7 +162,7 @@ class SimulatedPlace(TensorPlace):
 
     def begin(self) -> None:
         self._live = LiveSaves(self.model.parameters())
-        self._ledger.peak = self._ledger.held
+        self._ledger.peak = self._ledger.allocated
 
     def peak(self) -> int:
         return self._live.peak if self.side == "none" else self._ledger.peak
@@ -205,8 +205,8 @@ PLACES: dict[str, type[TensorPlace]] = {"disk": TensorPlace, "simulated": Simula
 
 def status_bytes(name: str) -> int:
     """Return what ``/proc/self/status`` says of ``name``, in bytes."""
-    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def run(scene: Scene, place: TensorPlace, iterations: int) -> SideRun:

@@ -70,13 +70,13 @@ LIMITS: Mapping[str, Callable[[Path], Rates]] = {
 def measure(place: str, arguments: argparse.Namespace) -> PlaceResult:
     """Run the rounds at ``place``."""
     limit = LIMITS[place](arguments.folder)
-    found: dict[str, list[SideRun]] = {side: [] for side in arguments.sides}
+    runs_of: dict[str, list[SideRun]] = {side: [] for side in arguments.sides}
     for number in range(1 if place == "simulated" else arguments.rounds):
         for side in in_turn(arguments.sides, number):
-            found[side].append(run_side(place, side, arguments))
-            run = found[side][-1]
+            runs_of[side].append(run_side(place, side, arguments))
+            run = runs_of[side][-1]
             say(f"round {number + 1}  {place:10} {side:12} {run.seconds:.3f} s  peak {format_bytes(run.peak)}")
-    return PlaceResult(place, limit, tuple(median_of(runs) for runs in found.values()))
+    return PlaceResult(place, limit, tuple(median_of(runs) for runs in runs_of.values()))
 
 
 def run_side(place: str, side: str, arguments: argparse.Namespace) -> SideRun:
@@ -168,8 +168,8 @@ def main(given: Sequence[str] | None = None) -> None:
             say(line)
     if arguments.json:
         asked = {"scene": arguments.scene, "batch": arguments.batch, "torch": torch.__version__}
-        found = {"asked": asked, "places": [asdict(result) for result in results]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        report = {"asked": asked, "places": [asdict(result) for result in results]}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plot:
         from tests.benchmarks.activations_plot import draw
 

@@ -131,7 +131,7 @@ class Held:
     def sample(self, group: MemoryGroup) -> None:
         """Look at the ``group`` once more."""
         stat = dict(line.split() for line in read_lines(group.folder / "memory.stat"))
-        names, total = INTERFACES[group.version].held, "total_" if group.version == 1 else ""
+        names, total = INTERFACES[group.version].usage_keys, "total_" if group.version == 1 else ""
         kernel = read_lines(group.folder / "memory.kmem.usage_in_bytes")
         held = sum(int(stat[name]) for name in names) + int(kernel[0] if kernel else stat["kernel"])
         self.refaults = int(stat[f"{total}workingset_refault_file"])

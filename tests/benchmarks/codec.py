@@ -90,29 +90,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     work.mkdir(parents=True, exist_ok=True)
     packed, twin = checkpoints(kind, arguments.size, folder)
     cap = parse_size(arguments.cap or CAPS.get(kind, USUAL_CAP))
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     try:
         for name in arguments.rates or RATES.get(kind, [FULL]):
             rate = None if name == FULL else parse_size(name)
             setting = Setting(packed, work, cap, arguments.tokens, arguments.timeout, rate)
-            found[name] = {"rate": rate, "rounds": []}
+            measured[name] = {"rate": rate, "rounds": []}
             sides = prepare(kind, setting, twin, arguments)
             if kind == LOSSLESS:
-                found[name]["first"] = first_run(setting, sides)
+                measured[name]["first"] = first_run(setting, sides)
             raw = partial(raw_bandwidth, rate=rate)
             for number in range(arguments.rounds):
-                found[name]["rounds"].append(run_round(sides, twin, number, work, bandwidth=raw))
-                keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, found)
+                measured[name]["rounds"].append(run_round(sides, twin, number, work, bandwidth=raw))
+                keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, measured)
             if kind == LOSSLESS and rate is None:
                 both = options_of(kind, setting, arguments.option)
-                found[name] |= {"speeds": speeds(), "forecasts": forecasts(setting, *both)}
-                keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, found)
+                measured[name] |= {"speeds": speeds(), "forecasts": forecasts(setting, *both)}
+                keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, measured)
     finally:
         shutil.rmtree(work, ignore_errors=True)
         if arguments.remove:
             for made in {packed.parent if packed.is_file() else packed, twin}:
                 shutil.rmtree(made)
-    return found
+    return measured
 
 
 def checkpoints(kind: str, size: str, folder: Path) -> tuple[Path, Path]:
@@ -173,13 +173,13 @@ def _store(setting: Setting) -> Path:
 
 def packed_sizes(store: Path) -> dict[str, int]:
     """Return the bytes of the packed copies in an offload ``store``, and of the tensors that they are of."""
-    found = {"rested": 0, "packed": 0}
+    sizes = {"rested": 0, "packed": 0}
     for index in store.rglob("index.json"):
         for name, told in json.loads(index.read_text()).items():
             if told.get("codec", "none") != "none":
-                found["rested"] += math.prod(told["shape"]) * int(DTYPE_BYTES[told["dtype"]])
-                found["packed"] += index.with_name(f"{name}.dat").stat().st_size
-    return found
+                sizes["rested"] += math.prod(told["shape"]) * int(DTYPE_BYTES[told["dtype"]])
+                sizes["packed"] += index.with_name(f"{name}.dat").stat().st_size
+    return sizes
 
 
 if __name__ == "__main__":

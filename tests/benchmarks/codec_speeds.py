@@ -42,10 +42,10 @@ def forecasts(setting: Setting, unpacked: Sequence[str], packed: Sequence[str]) 
     All else that is measured of the machine is measured once.
     """
     shutil.rmtree(setting.work / "outputs", ignore_errors=True)
-    found: Forecasts = {}
+    by_name: Forecasts = {}
     for rate in CURVE:
         pinned = f"hardware.rates.storage={parse_size(rate)}"
-        found[rate] = [
+        by_name[rate] = [
             float(offstage_forecast(setting, [*options, pinned])["seconds_per_token"]) for options in (unpacked, packed)
         ]
-    return found
+    return by_name

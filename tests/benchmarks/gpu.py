@@ -95,8 +95,8 @@ def machine() -> dict[str, str]:
 
 def table(results: Mapping[str, SectionResult]) -> str:
     """Return the results as Markdown."""
-    found = [f"| {key} | {value} |" for key, value in machine().items()]
-    lines = ["| | |", "| --- | --- |", *found, "", "| section | exit code | seconds |", "| --- | --- | --- |"]
+    rows = [f"| {key} | {value} |" for key, value in machine().items()]
+    lines = ["| | |", "| --- | --- |", *rows, "", "| section | exit code | seconds |", "| --- | --- | --- |"]
     for name, result in results.items():
         code = "took too long" if result.code is None else result.code
         lines.append(f"| {name} | {code} | {result.seconds} |")

@@ -39,12 +39,12 @@ def answers(model: Any, device: torch.device) -> list[torch.Tensor]:
     one = torch.tensor([ROWS[0]], device=device)
     decoder = {"decoder_input_ids": one[:, :1]} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        found = [model(input_ids=one, **decoder).logits]
-    found.append(model.generate(one, attention_mask=torch.ones_like(one), do_sample=False, **OPTIONS))
-    found.append(model.generate(tokens, attention_mask=mask, do_sample=False, **OPTIONS))
+        outputs = [model(input_ids=one, **decoder).logits]
+    outputs.append(model.generate(one, attention_mask=torch.ones_like(one), do_sample=False, **OPTIONS))
+    outputs.append(model.generate(tokens, attention_mask=mask, do_sample=False, **OPTIONS))
     torch.manual_seed(11)
-    found.append(model.generate(tokens, attention_mask=mask, do_sample=True, temperature=0.9, top_p=0.9, **OPTIONS))
-    return [each.cpu() for each in found]
+    outputs.append(model.generate(tokens, attention_mask=mask, do_sample=True, temperature=0.9, top_p=0.9, **OPTIONS))
+    return [each.cpu() for each in outputs]
 
 
 def maps(model: torch.nn.Module, count: int, seed: str) -> Iterator[tuple[str, Any]]:
@@ -72,8 +72,8 @@ def faults(name: str, count: int, *, simulated: bool) -> Iterator[str]:
             options = {"device_map": placed, "max_memory": ROOM, "storage": {"io": "direct"}, **machine}
             live = dispatched(checkpoint, Path(folder, "outputs"), **options)
             try:
-                found = zip(WHAT, answers(live.model, device), expected, strict=True)
-                others = [what for what, got, wanted in found if not torch.equal(got, wanted)]
+                compared = zip(WHAT, answers(live.model, device), expected, strict=True)
+                others = [what for what, got, wanted in compared if not torch.equal(got, wanted)]
                 if others:
                     yield f"{path}: other {', '.join(others)}"
             except RuntimeError as error:

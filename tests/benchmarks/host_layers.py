@@ -38,12 +38,14 @@ def row(name: str, outline: Outline, host: int) -> str:
     """Return the line of the table for a host whose memory gives so many gigabytes a second."""
     budgets, rates = BUDGETS[name], replace(RATES, host=host * GB)
     step = Step(output_bytes=2 * SHAPES[name]["hidden_size"])
-    found = [optimal(outline, budgets, rates), with_host_layers(outline, budgets, rates, step=step)]
+    placements = [optimal(outline, budgets, rates), with_host_layers(outline, budgets, rates, step=step)]
     search, host_layers._FEW = host_layers._FEW, len(outline.layers)
-    found.append(with_host_layers(outline, budgets, rates, step=step))
+    placements.append(with_host_layers(outline, budgets, rates, step=step))
     host_layers._FEW = search
-    exact, fastest, tried = (forecast(lay_out(outline, one, budgets), step, rates).seconds for one in found)
-    layers = f"{len(found[1].computes):3} of {len(outline.layers)}  {tried:7.3f} s  {len(found[2].computes):3}"
+    exact, fastest, tried = (forecast(lay_out(outline, one, budgets), step, rates).seconds for one in placements)
+    layers = (
+        f"{len(placements[1].computes):3} of {len(outline.layers)}  {tried:7.3f} s  {len(placements[2].computes):3}"
+    )
     return f"{name:4} {host:4} GB/s  {exact:7.3f} s  {fastest:7.3f} s  {layers}"
 
 

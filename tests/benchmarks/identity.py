@@ -91,20 +91,20 @@ def count_seen(folder: Path, *, count: int, whole: int) -> tuple[Seen, Seen]:
     """Return how many of ``count`` changes the default sees, and how many of the first ``whole`` the full hash."""
     checkpoint, chance = open_checkpoint(folder), random.Random(0)
     told, hashed = fingerprint_of(folder), hash_files(checkpoint)
-    found = [0, 0]
+    seen = [0, 0]
     seconds = [0.0, 0.0]
     for number in range(count):
         with changed(checkpoint, chance):
             began = time.perf_counter()
-            found[0] += fingerprint_of(folder) != told
+            seen[0] += fingerprint_of(folder) != told
             seconds[0] += time.perf_counter() - began
             if number < whole:
                 began = time.perf_counter()
-                found[1] += hash_files(open_checkpoint(folder)) != hashed
+                seen[1] += hash_files(open_checkpoint(folder)) != hashed
                 seconds[1] += time.perf_counter() - began
     if fingerprint_of(folder) != told:
         raise RuntimeError("a change wasn't undone")
-    return Seen(count, found[0], seconds[0] / count), Seen(whole, found[1], seconds[1] / max(1, whole))
+    return Seen(count, seen[0], seconds[0] / count), Seen(whole, seen[1], seconds[1] / max(1, whole))
 
 
 def changes(given: argparse.Namespace) -> None:

@@ -83,8 +83,8 @@ def run_theirs(tier: str, checkpoint: Path, work: Path, *, tokens: int) -> dict[
     shutil.rmtree(spill, ignore_errors=True)
     if done.returncode:
         return _failed(done)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def _failed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

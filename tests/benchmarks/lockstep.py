@@ -158,8 +158,8 @@ def table(rounds: Rounds) -> Iterator[str]:
     """Yield the lines of the table: medians of the rounds that a side lived through; then where they bend."""
     titles = f"{'predicted':>11}{'streamed':>11}{'peak':>9}{'predicted':>11}"
     yield f"{'':<16}{'s a token':>10}{'tokens/s':>10}{titles}  same tokens"
-    found = results(rounds)
-    groups = {f"{group.tool} {group.size}": group for group in found}
+    rows = results(rounds)
+    groups = {f"{group.tool} {group.size}": group for group in rows}
     for name, side in rounds[0]["sides"].items():
         if name not in groups:
             yield f"{name:<16}no figure: {side['failed']}"
@@ -170,7 +170,7 @@ def table(rounds: Rounds) -> Iterator[str]:
         cells += [_bytes(group.side, "peak", "{:>6.2f} GB", 1e9)]
         cells += [_bytes(group.side, "predicted_peak", "{:>8.2f} GB", 1e9)]
         yield f"{name:<16}{''.join(cells)}  {group.same} of {len(group.side['answers'])}"
-    predicted, measured = bends(found)
+    predicted, measured = bends(rows)
     if predicted and measured:
         yield f"more bring nothing from {predicted:.1f} together on as predicted, from {measured:.1f} as measured"
 

@@ -70,13 +70,13 @@ def main() -> None:
     checkpoint = make(arguments.size, arguments.folder / arguments.size)
     work = arguments.folder / "overhead"
     shutil.rmtree(work, ignore_errors=True)
-    found = models(checkpoint, work, arguments.share)
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    for name, model in found.items():
+    measured = models(checkpoint, work, arguments.share)
+    seconds: dict[str, list[float]] = {name: [] for name in measured}
+    for name, model in measured.items():
         seconds_a_token(model, 3)
         say(f"warm    {name}")
     for _ in range(arguments.rounds):
-        for name, model in found.items():
+        for name, model in measured.items():
             seconds[name].append(seconds_a_token(model, arguments.tokens))
     plain = statistics.median(seconds["plain"])
     for name, values in seconds.items():

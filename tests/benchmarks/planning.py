@@ -97,8 +97,10 @@ def main() -> None:
     sys.stdout.write(f"{'':14}{'cold':>8}{'cpu':>8}{'budget':>8}{'again':>8}\n")
     for name in given.names or CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(name, Path(folder), options)
-        sys.stdout.write(f"{name:14}{found.cold:8.2f}{found.cpu:8.2f}{found.budget:8.2f}{found.again:8.2f}\n")
+            measured = measure(name, Path(folder), options)
+        sys.stdout.write(
+            f"{name:14}{measured.cold:8.2f}{measured.cpu:8.2f}{measured.budget:8.2f}{measured.again:8.2f}\n"
+        )
         sys.stdout.flush()
 
 

@@ -59,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = make_prompts(given.prompts)
     placements = {"resident": (), "streaming": (f"max_memory.cpu={given.budget}", "storage.io=direct")}
     for placement, options in placements.items():
-        found: dict[str, list[Answered]] = {side: [] for side in given.sides}
+        answers_of: dict[str, list[Answered]] = {side: [] for side in given.sides}
         for number in range(given.rounds):
             turn = number % len(given.sides)
             for side in [*given.sides[turn:], *given.sides[:turn]]:
-                found[side].append(answer(given.folder, prompts, given.tokens, (*options, *SIDES[side])))
-        for line in table(placement, found):
+                answers_of[side].append(answer(given.folder, prompts, given.tokens, (*options, *SIDES[side])))
+        for line in table(placement, answers_of):
             say(line)
 
 

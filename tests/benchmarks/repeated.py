@@ -92,7 +92,7 @@ def told(group: CheckpointGroup) -> list[str]:
     repeats = [repeat for job in group.jobs for repeat in job.run.counting]
     busy = sum(repeat.is_contended for repeat in repeats)
     lines = [f"{len(group.jobs)} jobs, {len(repeats)} repeats, others used the processor in {busy} of them."]
-    lines += [group.noise.told()] * bool(group.noise.pairs)
+    lines += [group.noise.describe()] * bool(group.noise.pairs)
     alike = [(name, others) for name, others in group.noise.like.items() if others]
     return lines + [f"Within the noise of {name}: {', '.join(others)}." for name, others in alike]
 

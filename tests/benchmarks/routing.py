@@ -201,8 +201,8 @@ def hit_rate(trace: RoutingTrace, slots: Mapping[int, Slots]) -> float:
             shared.eviction.begin_pass()
         counts = one.tokens == 1 and number >= len(trace.passes) // 2
         for experts in one.by_layer():
-            found = slots[experts[0][0]].run_layer(experts)
-            hits += found * counts
+            hit_count = slots[experts[0][0]].run_layer(experts)
+            hits += hit_count * counts
             wanted += len(experts) * counts
     return hits / wanted
 

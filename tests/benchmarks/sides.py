@@ -253,8 +253,8 @@ def measure_machine(checkpoint: Path, work: Path) -> None:
 def artifact(record: dict[str, Any], stage: str, name: str) -> dict[str, Any]:
     """Return what the JSON file ``name`` of the ``stage`` of a run holds."""
     folder = next(Path(one["artifact"]) for one in record["stages"] if one["name"] == stage)
-    found: dict[str, Any] = json.loads(folder.joinpath(name).read_text())
-    return found
+    content: dict[str, Any] = json.loads(folder.joinpath(name).read_text())
+    return content
 
 
 def record_in(work: Path) -> dict[str, Any]:

@@ -51,14 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    seconds_of: dict[str, list[float]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as user:
         seconds_a_job(1, ["seed=1"], Path(user))
         for _ in range(given.rounds):
             for side, (count, asked) in SIDES.items():
-                found[side].append(seconds_a_job(count, asked, Path(user)))
+                seconds_of[side].append(seconds_a_job(count, asked, Path(user)))
     sys.stdout.write(f"{'seconds a job':22}{'median':>8}{'least':>8}{'most':>8}\n")
-    for side, taken in found.items():
+    for side, taken in seconds_of.items():
         sys.stdout.write(f"{side:22}{statistics.median(taken):8.2f}{min(taken):8.2f}{max(taken):8.2f}\n")
 
 

@@ -26,9 +26,9 @@ def make_llama(folder: Path, **options: Any) -> Path:
 
 def words() -> Any:
     """Return the embedded model's tokenizer, which can pad."""
-    found = AutoTokenizer.from_pretrained(TINY)
-    found.pad_token = found.pad_token or found.eos_token
-    return found
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
 
 
 def make_llama_of_words(folder: Path) -> Path:

@@ -61,8 +61,8 @@ def around(unet: Any) -> Any:
 
 def picture(pipeline: Any) -> np.ndarray[Any, Any]:
     draw = torch.Generator().manual_seed(3)
-    found: np.ndarray[Any, Any] = pipeline(generator=draw, num_inference_steps=3, output_type="np").images
-    return found
+    image: np.ndarray[Any, Any] = pipeline(generator=draw, num_inference_steps=3, output_type="np").images
+    return image
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -162,8 +162,8 @@ def greedily_by_hand(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torc
 
 
 def scored(model: Any, inputs: Inputs) -> Any:
-    found = answer(model, inputs, num_beams=2)
-    return model.compute_transition_scores(found.sequences, found.scores, found.beam_indices, normalize_logits=True)
+    output = answer(model, inputs, num_beams=2)
+    return model.compute_transition_scores(output.sequences, output.scores, output.beam_indices, normalize_logits=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ def test_it_answers_as_the_plain_model_does(
 ) -> None:
     name, mode = ASKED[asked]
     inputs = SOUND if name == "Whisper" else WORDS
-    wanted, found = (dict(tensors_of(MODES[mode].ask(model, inputs))) for model in models_of(name, door))
+    wanted, streamed = (dict(tensors_of(MODES[mode].ask(model, inputs))) for model in models_of(name, door))
     assert wanted, "the plain model answers"
-    assert wanted.keys() == found.keys()
-    assert [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])] == []
+    assert wanted.keys() == streamed.keys()
+    assert [name for name, tensor in wanted.items() if not torch.equal(tensor, streamed[name])] == []

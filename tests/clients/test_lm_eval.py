@@ -110,14 +110,14 @@ def streamed(checkpoint: Path) -> Iterator[Any]:
 
 def evaluated(model: Any, folder: Path, names: list[str]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Return the metrics of each task, and what the model answered to each of its requests."""
-    found = lm_eval.simple_evaluate(
+    result = lm_eval.simple_evaluate(
         model,
         tasks=names,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,
     )
-    metrics = {f"{task} {name}": value for task in names for name, value in found["results"][task].items()}
-    answers = {task: [sample["resps"] for sample in found["samples"][task]] for task in names}
+    metrics = {f"{task} {name}": value for task in names for name, value in result["results"][task].items()}
+    answers = {task: [sample["resps"] for sample in result["samples"][task]] for task in names}
     return {name: value for name, value in metrics.items() if isinstance(value, float)}, answers
 
 

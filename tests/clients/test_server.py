@@ -96,9 +96,9 @@ def wanted(prompt: str, count: int = 12) -> str:
 def test_clients_at_once_have_the_words_of_the_plain_model(port: int) -> None:
     asked = [PROMPTS[number % len(PROMPTS)] for number in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as clients:
-        found = list(clients.map(lambda prompt: ask(port, prompt), asked))
+        answers = list(clients.map(lambda prompt: ask(port, prompt), asked))
     expected = {prompt: wanted(prompt) for prompt in PROMPTS}
-    assert found == [expected[prompt] for prompt in asked]
+    assert answers == [expected[prompt] for prompt in asked]
 
 
 def test_clients_that_leave_in_the_midst_leave_room_for_the_others(port: int) -> None:

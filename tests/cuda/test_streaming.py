@@ -64,8 +64,8 @@ def setup(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
 
 def asked_for(when: str = "current") -> int:
     """Return the bytes that were asked of torch's allocator, before it rounds them up."""
-    found: int = torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
-    return found
+    requested: int = torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
+    return requested
 
 
 @contextmanager

@@ -123,11 +123,11 @@ def test_a_plan_from_the_config_alone_is_that_of_the_weights(kind: str, machine:
     MAKE[kind](whole)
     alone.mkdir()
     shutil.copy(whole / "config.json", alone)
-    expected, found = (planned(folder, folder / "outputs", **MACHINES[machine]) for folder in (whole, alone))
-    assert found["skeleton"] == expected["skeleton"]
-    assert found["device_map"] == expected["device_map"]
-    assert found["plan"] == expected["plan"]
-    lines = [line for alike in found["plan"]["layers"] for line in alike["lines"]]
+    expected, of_config = (planned(folder, folder / "outputs", **MACHINES[machine]) for folder in (whole, alone))
+    assert of_config["skeleton"] == expected["skeleton"]
+    assert of_config["device_map"] == expected["device_map"]
+    assert of_config["plan"] == expected["plan"]
+    lines = [line for alike in of_config["plan"]["layers"] for line in alike["lines"]]
     assert any("codec" in line for line in lines) or machine != "host"
 
 
@@ -153,8 +153,8 @@ def test_published_sizes_are_those_of_arithmetic(name: str, tmp_path: Path) -> N
     quantization = quantization_of(tmp_path)
     assert quantization is not None
     declared = declared_checkpoint(model, tmp_path, quantization, dtype="bfloat16", adapted=False)
-    found = sum(entry.bytes for entry in declared.checkpoint.entries.values())
-    assert found - BY_HAND[name] in (0, ROUTERS.get(name))
+    total = sum(entry.bytes for entry in declared.checkpoint.entries.values())
+    assert total - BY_HAND[name] in (0, ROUTERS.get(name))
 
 
 SHORT = {"quant_method": "fp8", "weight_block_size": [16, 16]}

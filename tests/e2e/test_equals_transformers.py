@@ -98,10 +98,10 @@ def generated(checkpoint: Path, outputs: Path, prompts: Sequence[Mapping[str, An
     chain = StageChain(check_config(config), config, cache=outputs / "cache")
     for stage in chain.stages:
         chain.obtain(stage)
-    found = chain.artifact("generate").json("generation.json")
-    assert found["metrics"]["streamed_bytes_per_token"] > 0, "nothing is streamed"
+    content = chain.artifact("generate").json("generation.json")
+    assert content["metrics"]["streamed_bytes_per_token"] > 0, "nothing is streamed"
     chain.release()
-    rows = iter(found["outputs"])
+    rows = iter(content["outputs"])
     return [[next(rows)["token_ids"] for _ in range(prompt.get("num_return_sequences", 1))] for prompt in prompts]
 
 
@@ -111,12 +111,12 @@ def reference(model: Any, prompt: Sequence[int], options: Mapping[str, Any], tok
     if "stop_strings" in given:
         given["tokenizer"] = tokenizer
     torch.manual_seed(options.get("seed", 0))
-    found = model.generate(
+    output = model.generate(
         input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=TOKENS, **{"do_sample": False, **given},
     )  # fmt: skip
     begin = 1 if model.config.is_encoder_decoder else len(prompt)
-    return [cut(row[begin:].tolist(), filled="stop_strings" in options) for row in found]
+    return [cut(row[begin:].tolist(), filled="stop_strings" in options) for row in output]
 
 
 def cut(row: list[int], *, filled: bool) -> list[int]:

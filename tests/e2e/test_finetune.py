@@ -306,9 +306,9 @@ def test_a_new_adapter_learns_as_pefts_own_and_loads_as_an_adapter(
     losses = plain_loop(reference, tmp_path, steps=4)
     assert [output["loss"] for output in done.record["outputs"][:4]] == losses
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), tuned)
-    found, wanted = (peft.get_peft_model_state_dict(one) for one in (loaded, reference))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    learned, wanted = (peft.get_peft_model_state_dict(one) for one in (loaded, reference))
+    assert learned.keys() == wanted.keys()
+    assert all(torch.equal(learned[name], wanted[name]) for name in learned)
     further = offstage_here(*given, f"model.adapter={tuned}", "device_map=disk", "storage.io=direct")
     assert [output["loss"] for output in further.record["outputs"][:4]] == plain_loop(reference, tmp_path, steps=4)
     assert further.record["metrics"]["streamed_bytes_per_forward"] > 0

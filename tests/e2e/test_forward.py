@@ -58,7 +58,7 @@ def equal(found: Tensors, expected: Any) -> None:
 def test_embeddings_of_bert(forward: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     folder = kinds.save(tmp_path / "bert", kinds.bert(), "BertModel", kinds.tokenizer(), dtype=dtype)
     Path("texts.txt").write_text("\n\n".join(TEXTS))
-    found, said = forward(f"model.path={folder}", "forward.texts_file=texts.txt", "forward.batch_size=2",
+    outputs, said = forward(f"model.path={folder}", "forward.texts_file=texts.txt", "forward.batch_size=2",
                           "forward.pooling=mean", "forward.normalize=true")  # fmt: skip
     assert said["together"] == [[1, 3], [0, 2]]
     for rows in said["together"]:
@@ -66,32 +66,32 @@ def test_embeddings_of_bert(forward: Any, tmp_path: Path, dtype: torch.dtype) ->
         hidden = plain(folder, "BertModel", encoded).last_hidden_state.float()
         mask = encoded["attention_mask"][:, :, None].float()
         mean = (hidden * mask).sum(1) / mask.sum(1)
-        assert torch.equal(found["embeddings"][rows], torch.nn.functional.normalize(mean, dim=-1))
-    assert found.keys() == {"embeddings"}
+        assert torch.equal(outputs["embeddings"][rows], torch.nn.functional.normalize(mean, dim=-1))
+    assert outputs.keys() == {"embeddings"}
 
 
 def test_rows_of_unlike_length_are_padded_and_the_mask_says_so(forward: Any, tmp_path: Path) -> None:
     folder = kinds.save(tmp_path / "bert", kinds.bert(), "BertModel", kinds.tokenizer())
-    found, said = forward(f"model.path={folder}", f"forward.texts={json.dumps(TEXTS)}", "forward.batch_size=1",
+    outputs, said = forward(f"model.path={folder}", f"forward.texts={json.dumps(TEXTS)}", "forward.batch_size=1",
                           "forward.outputs=[last_hidden_state,hidden_states]")  # fmt: skip
-    assert found["attention_mask"].sum(1).tolist() == [4, 8, 3, 6]
+    assert outputs["attention_mask"].sum(1).tolist() == [4, 8, 3, 6]
     assert said["together"] == [[1], [3], [0], [2]]
     for row, text in enumerate(TEXTS):
         encoded = kinds.tokenizer()(text, return_tensors="pt")
         expected, length = plain(folder, "BertModel", encoded, output_hidden_states=True), encoded["input_ids"].shape[1]
-        assert torch.equal(found["last_hidden_state"][row, :length], expected.last_hidden_state[0])
-        assert torch.equal(found["hidden_states.1"][row, :length], expected.hidden_states[1][0])
-        assert not found["last_hidden_state"][row, length:].any()
+        assert torch.equal(outputs["last_hidden_state"][row, :length], expected.last_hidden_state[0])
+        assert torch.equal(outputs["hidden_states.1"][row, :length], expected.hidden_states[1][0])
+        assert not outputs["last_hidden_state"][row, length:].any()
 
 
 def test_a_classifier_says_its_labels(forward: Any, tmp_path: Path) -> None:
     labels = {0: "bad", 1: "so-so", 2: "good"}
     config = kinds.bert(id2label=labels)
     folder = kinds.save(tmp_path / "clf", config, "BertForSequenceClassification", kinds.tokenizer())
-    found, said = forward(f"model.path={folder}", "forward.texts=[[a b,c d e],[weights,cue]]")
+    outputs, said = forward(f"model.path={folder}", "forward.texts=[[a b,c d e],[weights,cue]]")
     encoded = kinds.tokenizer()(["a b", "weights"], ["c d e", "cue"], padding=True, return_tensors="pt")
     expected = plain(folder, "BertForSequenceClassification", encoded).logits
-    equal(found, {"logits": expected})
+    equal(outputs, {"logits": expected})
     assert [row[0]["label"] for row in said["labels"]["logits"]] == [
         labels[place] for place in expected.argmax(1).tolist()
     ]
@@ -101,9 +101,9 @@ def test_a_classifier_says_its_labels(forward: Any, tmp_path: Path) -> None:
 def test_a_token_classifier_says_a_label_a_token(forward: Any, tmp_path: Path) -> None:
     config = kinds.bert(id2label={0: "O", 1: "B-PER", 2: "I-PER"})
     folder = kinds.save(tmp_path / "ner", config, "BertForTokenClassification", kinds.tokenizer())
-    found, said = forward(f"model.path={folder}", "forward.texts=[a b weights]")
+    outputs, said = forward(f"model.path={folder}", "forward.texts=[a b weights]")
     expected = plain(folder, "BertForTokenClassification", kinds.tokenizer()("a b weights", return_tensors="pt")).logits
-    equal({"logits": found["logits"]}, {"logits": expected})
+    equal({"logits": outputs["logits"]}, {"logits": expected})
     assert said["labels"]["logits"] == [[config.id2label[place] for place in expected[0].argmax(1).tolist()]]
 
 
@@ -112,37 +112,39 @@ def test_the_encoder_of_t5(forward: Any, tmp_path: Path, pooling: str) -> None:
     folder = kinds.save(tmp_path / "t5", kinds.t5(), "T5ForConditionalGeneration", kinds.tokenizer())
     given = {"input_ids": np.array([[5, 6, 7, 8], [9, 10, 0, 0]]), "attention_mask": np.array([[1] * 4, [1, 1, 0, 0]])}
     np.savez("in.npz", **given)
-    found, _ = forward(f"model.path={folder}", "model.class=T5EncoderModel", "forward.inputs=in.npz",
+    outputs, _ = forward(f"model.path={folder}", "model.class=T5EncoderModel", "forward.inputs=in.npz",
                        f"forward.pooling={pooling}", "forward.outputs=[embeddings,last_hidden_state]")  # fmt: skip
     hidden = plain(folder, "T5EncoderModel", {k: torch.tensor(v) for k, v in given.items()}).last_hidden_state
     places = {"cls": [0, 0], "last": [3, 1]}[pooling]
-    equal(found, {"last_hidden_state": hidden, "embeddings": hidden[[0, 1], places]})
+    equal(outputs, {"last_hidden_state": hidden, "embeddings": hidden[[0, 1], places]})
 
 
 def test_vit_classifies_images(forward: Any, tmp_path: Path) -> None:
     config = kinds.vit(id2label={0: "cat", 1: "dog", 2: "stage"})
     folder = kinds.save(tmp_path / "vit", config, "ViTForImageClassification", kinds.vit_processor())
     files = [kinds.save_image(tmp_path / f"{place}.png", seed=place) for place in range(3)]
-    found, said = forward(f"model.path={folder}", f"forward.images={listed(files)}", "forward.batch_size=2")
+    outputs, said = forward(f"model.path={folder}", f"forward.images={listed(files)}", "forward.batch_size=2")
     assert said["together"] == [[0, 1], [2]]
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
     for rows in said["together"]:
         made = processor([Image.open(files[row]).convert("RGB") for row in rows], return_tensors="pt")
-        assert torch.equal(found["logits"][rows], plain(folder, "ViTForImageClassification", made).logits)
+        assert torch.equal(outputs["logits"][rows], plain(folder, "ViTForImageClassification", made).logits)
     assert len(said["labels"]["logits"]) == 3
 
 
 def test_clip_holds_images_against_texts(forward: Any, tmp_path: Path) -> None:
     folder = kinds.save(tmp_path / "clip", kinds.clip(), "CLIPModel", kinds.clip_processor())
     files = [kinds.save_image(tmp_path / f"{place}.png", seed=place) for place in range(2)]
-    found, said = forward(f"model.path={folder}", f"forward.images={listed(files)}", "forward.texts=[a b,offstage,cue]")
+    outputs, said = forward(
+        f"model.path={folder}", f"forward.images={listed(files)}", "forward.texts=[a b,offstage,cue]"
+    )
     made = transformers.AutoProcessor.from_pretrained(folder)(
         text=["a b", "offstage", "cue"], images=[Image.open(file) for file in files], return_tensors="pt", padding=True
     )
     made.pop("token_type_ids", None)
     expected = plain(folder, "CLIPModel", made)
-    assert {"logits_per_image", "logits_per_text", "text_embeds", "image_embeds"} <= found.keys()
-    equal({name: tensor for name, tensor in found.items() if name != "attention_mask"}, expected)
+    assert {"logits_per_image", "logits_per_text", "text_embeds", "image_embeds"} <= outputs.keys()
+    equal({name: tensor for name, tensor in outputs.items() if name != "attention_mask"}, expected)
     assert (
         said["labels"]["logits_per_image"][1][0]["label"]
         == ["a b", "offstage", "cue"][int(expected.logits_per_image[1].argmax())]
@@ -154,7 +156,7 @@ def test_wav2vec2_hears_sounds_of_unlike_length(forward: Any, tmp_path: Path) ->
     config = kinds.wav2vec2(feat_extract_norm="layer", do_stable_layer_norm=True)
     folder = kinds.save(tmp_path / "w2v", config, "Wav2Vec2Model", extractor)
     files = [kinds.save_sound(tmp_path / f"{count}.wav", count, seed=count) for count in (900, 1600)]
-    found, _ = forward(f"model.path={folder}", f"forward.audio={listed(files)}", "forward.pooling=mean",
+    outputs, _ = forward(f"model.path={folder}", f"forward.audio={listed(files)}", "forward.pooling=mean",
                        "forward.outputs=[last_hidden_state,embeddings]")  # fmt: skip
     sounds = []
     for file in files:
@@ -164,21 +166,21 @@ def test_wav2vec2_hears_sounds_of_unlike_length(forward: Any, tmp_path: Path) ->
     model = transformers.Wav2Vec2Model.from_pretrained(folder).eval()
     with torch.no_grad():
         hidden = model(**made).last_hidden_state
-    assert torch.equal(found["last_hidden_state"], hidden)
+    assert torch.equal(outputs["last_hidden_state"], hidden)
     mask = model._get_feature_vector_attention_mask(hidden.shape[1], made["attention_mask"]).float()[:, :, None]
-    assert torch.equal(found["embeddings"], (hidden * mask).sum(1) / mask.sum(1))
+    assert torch.equal(outputs["embeddings"], (hidden * mask).sum(1) / mask.sum(1))
 
 
 def test_a_vision_language_model_reads_texts_beside_images(forward: Any, tmp_path: Path) -> None:
     folder = media.save(tmp_path / "llava", "llava")
     files = [media.picture(tmp_path / f"{place}.png", seed=place) for place in range(2)]
     texts = ["<image>what is it", "see <image>"]
-    found, _ = forward(f"model.path={folder}", f"forward.images={listed(files)}", f"forward.texts={json.dumps(texts)}",
+    result, _ = forward(f"model.path={folder}", f"forward.images={listed(files)}", f"forward.texts={json.dumps(texts)}",
                        "forward.outputs=[logits]")  # fmt: skip
     processor = transformers.AutoProcessor.from_pretrained(folder)
     made = processor(images=[Image.open(file) for file in files], text=texts, return_tensors="pt", padding=True)
     expected = plain(folder, "LlavaForConditionalGeneration", made, use_cache=False).logits
-    assert torch.equal(found["logits"], expected)
+    assert torch.equal(result["logits"], expected)
 
 
 def test_whisper_hears_and_is_told_what_was_said(forward: Any, tmp_path: Path) -> None:
@@ -186,13 +188,13 @@ def test_whisper_hears_and_is_told_what_was_said(forward: Any, tmp_path: Path) -
     file = kinds.save_sound(tmp_path / "a.wav", 4000)
     said = {"decoder_input_ids": np.array([[3, 5, 7]])}
     np.savez("said.npz", **said)
-    found, _ = forward(f"model.path={folder}", f"forward.audio=[{file}]", "forward.inputs=said.npz",
+    tensors, _ = forward(f"model.path={folder}", f"forward.audio=[{file}]", "forward.inputs=said.npz",
                        "forward.outputs=[logits,encoder_last_hidden_state]")  # fmt: skip
     with wave.open(str(file)) as sound:
         samples = np.frombuffer(sound.readframes(10**6), "<i2").astype(np.float32) / 32768
     made = transformers.AutoFeatureExtractor.from_pretrained(folder)(samples, sampling_rate=16000, return_tensors="pt")
     given = {**made, "decoder_input_ids": torch.tensor(said["decoder_input_ids"])}
-    equal(found, plain(folder, "WhisperForConditionalGeneration", given, use_cache=False))
+    equal(tensors, plain(folder, "WhisperForConditionalGeneration", given, use_cache=False))
 
 
 NET = """
@@ -221,14 +223,14 @@ def test_a_plain_module(offstage_here: Run, tmp_path: Path, monkeypatch: pytest.
     module = ["stages=forward", "model=module", "model._target_=net_forward.Net", "model.path=.", *STREAMED]
     run = offstage_here(*module, "forward.inputs=in.safetensors", "forward.outputs=[logits,parts]")
     assert run.code == 0, run.err
-    found = load_file(Path(run.record["stages"][-1]["artifact"]) / "outputs.safetensors")
+    outputs = load_file(Path(run.record["stages"][-1]["artifact"]) / "outputs.safetensors")
     from net_forward import Net
 
     net = Net()
     net.load_state_dict(load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
         expected = net(**given)
-    equal(found, {"logits": expected["logits"], "parts.0": expected["parts"][0], "parts.1": expected["parts"][1]})
+    equal(outputs, {"logits": expected["logits"], "parts.0": expected["parts"][0], "parts.1": expected["parts"][1]})
     assert {one["name"] for one in run.record["outputs"]} == {"logits", "parts.0", "parts.1"}
 
 
@@ -270,11 +272,11 @@ def test_a_unet_of_diffusers(forward: Any, tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
     given = save_unet(tmp_path / "pipe/unet", tmp_path / "in.safetensors")
-    found, _ = forward(f"model.path={tmp_path}/pipe/unet", "forward.inputs=in.safetensors", "max_memory.cpu=3MB")
+    outputs, _ = forward(f"model.path={tmp_path}/pipe/unet", "forward.inputs=in.safetensors", "max_memory.cpu=3MB")
     with torch.no_grad():
         expected = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "pipe/unet").eval()(**given)
-    assert found.keys() == {"sample"}
-    equal(found, expected)
+    assert outputs.keys() == {"sample"}
+    equal(outputs, expected)
 
 
 def test_a_transformer_of_diffusers(forward: Any, tmp_path: Path) -> None:
@@ -288,9 +290,9 @@ def test_a_transformer_of_diffusers(forward: Any, tmp_path: Path) -> None:
         "hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([3, 9]), "class_labels": torch.tensor([1, 5])
     }  # fmt: skip
     save_file(given, tmp_path / "in.safetensors")
-    found, _ = forward(f"model.path={tmp_path}/dit", "forward.inputs=in.safetensors", "max_memory.cpu=3MB")
+    outputs, _ = forward(f"model.path={tmp_path}/dit", "forward.inputs=in.safetensors", "max_memory.cpu=3MB")
     with torch.no_grad():
-        equal(found, diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "dit").eval()(**given))
+        equal(outputs, diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "dit").eval()(**given))
 
 
 def test_another_image_in_the_same_place_is_another_forward(offstage_here: Run, tmp_path: Path) -> None:

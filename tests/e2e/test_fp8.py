@@ -73,9 +73,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_python_users_have_it_in_any_dtype(llama: Path, dtype: torch.dtype) -> None:
     tokens = torch.tensor([[5, 6, 7]])
     with offstage.load(llama, max_memory={"cpu": "600kB"}, dtype=dtype) as loaded, torch.no_grad():
-        found = loaded.model(input_ids=tokens).logits
+        logits = loaded.model(input_ids=tokens).logits
         expected = dequantised(llama, dtype=dtype).to(dtype)(input_ids=tokens).logits
-        assert torch.equal(found, expected)
+        assert torch.equal(logits, expected)
         assert not hasattr(loaded.model.config, "quantization_config")
 
 

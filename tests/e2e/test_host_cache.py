@@ -51,8 +51,8 @@ def asked(checkpoint: Path, *, memory: str = "1GB", **budgets: str) -> tuple[str
 def planned(run: Run, *given: str) -> dict[str, Any]:
     done = run(*given, "stages=plan_only")
     assert done.code == 0, done.err
-    found: dict[str, Any] = json.loads(Path(done.record["stages"][-1]["artifact"], "plan.json").read_text())
-    return found
+    plan: dict[str, Any] = json.loads(Path(done.record["stages"][-1]["artifact"], "plan.json").read_text())
+    return plan
 
 
 def test_a_device_without_room_for_the_cache_is_refused_and_has_it_on_the_host_with_the_same_tokens(
@@ -67,8 +67,8 @@ def test_a_device_without_room_for_the_cache_is_refused_and_has_it_on_the_host_w
     assert refused.code == BUDGET_EXIT
     assert "generate.cache_implementation=offloaded" in refused.err
     expected = offstage_here(*asked(checkpoint), together)
-    found = offstage_here(*asked(checkpoint, memory=str(memory)), together, ON_HOST)
-    assert (found.code, found.tokens) == (0, expected.tokens), found.err
+    offloaded = offstage_here(*asked(checkpoint, memory=str(memory)), together, ON_HOST)
+    assert (offloaded.code, offloaded.tokens) == (0, expected.tokens), offloaded.err
 
 
 def test_the_host_has_the_caches_bytes_the_device_those_of_two_layers_and_a_token_the_time_of_its_crossing(
@@ -105,10 +105,10 @@ def test_the_plan_says_which_is_better_there_weights_or_the_cache(offstage_here:
 )
 def test_streamed_weights_go_with_it(more: tuple[str, ...], offstage_here: Run, checkpoint: Path) -> None:
     given = (*asked(checkpoint), *more)
-    expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)
+    expected, offloaded = offstage_here(*given), offstage_here(*given, ON_HOST)
     assert expected.code == 0, expected.err
-    assert (found.code, found.tokens) == (0, expected.tokens), found.err
-    assert found.record["metrics"]["streamed_bytes_per_token"] > 0
+    assert (offloaded.code, offloaded.tokens) == (0, expected.tokens), offloaded.err
+    assert offloaded.record["metrics"]["streamed_bytes_per_token"] > 0
 
 
 @pytest.fixture(scope="module", params=["t5", "bart"])
@@ -133,10 +133,10 @@ def test_a_decoder_keeps_on_the_host_what_it_has_of_its_encoder_too(
 ) -> None:
     third = (halves / "model.safetensors").stat().st_size // 3
     given = (*asked(halves, **{"0": str(third)}), "+generate.min_new_tokens=5", more)
-    expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)
+    expected, offloaded = offstage_here(*given), offstage_here(*given, ON_HOST)
     assert expected.code == 0, expected.err
-    assert (found.code, found.tokens) == (0, expected.tokens), found.err
-    assert found.record["metrics"]["streamed_bytes_per_token"] > 0
+    assert (offloaded.code, offloaded.tokens) == (0, expected.tokens), offloaded.err
+    assert offloaded.record["metrics"]["streamed_bytes_per_token"] > 0
 
 
 def test_the_host_has_the_bytes_of_both_of_a_decoders_caches(offstage_here: Run, halves: Path) -> None:
@@ -156,14 +156,14 @@ def test_what_is_heard_waits_there_too(offstage_here: Run, tmp_path: Path) -> No
         "generate.max_new_tokens=61", "+generate.min_new_tokens=59", "hardware.devices=[{memory: 1GB}]",
         f"max_memory={{0: {(folder / 'model.safetensors').stat().st_size // 2}, cpu: 20MB}}", RATES,
     )  # fmt: skip
-    expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)
+    expected, offloaded = offstage_here(*given), offstage_here(*given, ON_HOST)
     assert expected.code == 0, expected.err
-    assert (found.code, found.tokens) == (0, expected.tokens), found.err
+    assert (offloaded.code, offloaded.tokens) == (0, expected.tokens), offloaded.err
     held = planned(offstage_here, *given, ON_HOST)["devices"]["cpu"]["ledger"]["cache"]
     assert held == 2 * (128 + 1536) * 2 * 128 * 4, "the decoder begins with tokens of its own"
 
 
 def test_on_the_host_alone_it_changes_nothing(offstage_here: Run, checkpoint: Path) -> None:
     given = (f"model.path={checkpoint}", PROMPT, "generate.max_new_tokens=3", "max_memory.cpu=20MB")
-    expected, found = offstage_here(*given), offstage_here(*given, ON_HOST)
-    assert (found.code, found.tokens) == (0, expected.tokens), found.err
+    expected, offloaded = offstage_here(*given), offstage_here(*given, ON_HOST)
+    assert (offloaded.code, offloaded.tokens) == (0, expected.tokens), offloaded.err

@@ -42,5 +42,5 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Begun]:
 def test_all_hosts_end_and_say_why_and_the_next_run_is_right(begun: Begun, name: str) -> None:
     cache, tokens, server = begun
     rounds = 3 if os.environ.get("OFFSTAGE_LONG") else 1
-    found = [attempt(_SCENES[name], cache, server, tokens) for _ in range(rounds)]
-    assert not [fault for each in found for fault in each.faults], found
+    outcomes = [attempt(_SCENES[name], cache, server, tokens) for _ in range(rounds)]
+    assert not [fault for each in outcomes for fault in each.faults], outcomes

@@ -57,16 +57,16 @@ class Stranger:
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stranger]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
-    found = Stranger(tmp_path / "place/sent", tmp_path / "place/outside", listener)
-    found.sent.mkdir(parents=True)
-    found.outside.joinpath("checkpoint").mkdir(parents=True)
-    found.outside.joinpath("secret.txt").write_text("secret\n")
-    found.outside.joinpath("evil.py").write_text(f"open({str(found.canary)!r}, 'w').close()\nclass Net: pass\n")
-    monkeypatch.syspath_prepend(found.outside)
+    sender = Stranger(tmp_path / "place/sent", tmp_path / "place/outside", listener)
+    sender.sent.mkdir(parents=True)
+    sender.outside.joinpath("checkpoint").mkdir(parents=True)
+    sender.outside.joinpath("secret.txt").write_text("secret\n")
+    sender.outside.joinpath("evil.py").write_text(f"open({str(sender.canary)!r}, 'w').close()\nclass Net: pass\n")
+    monkeypatch.syspath_prepend(sender.outside)
     monkeypatch.setattr("sys.dont_write_bytecode", True)
-    monkeypatch.chdir(found.outside)
+    monkeypatch.chdir(sender.outside)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "token")
-    yield found
+    yield sender
     listener.close()
 
 

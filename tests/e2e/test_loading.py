@@ -76,8 +76,8 @@ def test_full_verification_keeps_the_hashes_in_the_artifact(offstage_here: Run, 
     done = offstage_here(f"model.path={checkpoint}", *SHORT, "verify=full")
     assert done.code == 0, done.err
     (artifact,) = (stage["artifact"] for stage in done.record["stages"] if stage["name"] == "shard_load")
-    found = json.loads((Path(artifact) / "load_report.json").read_text())["sha256"]
-    assert found.keys() == {shard.name for shard in checkpoint.glob("*.safetensors")}
+    hashes = json.loads((Path(artifact) / "load_report.json").read_text())["sha256"]
+    assert hashes.keys() == {shard.name for shard in checkpoint.glob("*.safetensors")}
 
 
 def test_index_verification_opens_no_shard_until_weights_are_loaded(offstage_here: Run, checkpoint: Path) -> None:
@@ -174,5 +174,5 @@ def test_a_weight_that_does_not_shrink_is_the_same_under_each_budget_that_shares
         wanted = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="auto")(tokens).logits
         for budget in ("8MB", "14MB", "18MB", "22MB"):
             keys = {"max_memory": {"cpu": budget}, "device_map": "optimal", "storage": storage, "hardware": hardware}
-            found = dispatched_model(tmp_path / "checkpoint", tmp_path / "out", **keys)(tokens).logits
-            assert torch.equal(found, wanted), budget
+            logits = dispatched_model(tmp_path / "checkpoint", tmp_path / "out", **keys)(tokens).logits
+            assert torch.equal(logits, wanted), budget

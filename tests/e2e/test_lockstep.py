@@ -118,21 +118,21 @@ def test_a_large_buffer_is_each_prompts_own_however_it_is_written(
     assert wanted[0] != wanted[1]
     assert len(set(wanted[0])) > 1
     for size in ("1", "3", "auto"):
-        found = offstage_here(*asked, f"generate.lockstep={size}")
-        assert found.code == 0, found.err
-        assert found.tokens == wanted
-        again = found.record["metrics"].get("batches_begun_again")
+        run = offstage_here(*asked, f"generate.lockstep={size}")
+        assert run.code == 0, run.err
+        assert run.tokens == wanted
+        again = run.record["metrics"].get("batches_begun_again")
         assert again == (4 if way == "in place" and size != "1" and (hides or size == "3") else None)
         if again:
-            assert found.record["metrics"]["lockstep"] == 1
-            assert "changes 'seen' in place" in found.err
+            assert run.record["metrics"]["lockstep"] == 1
+            assert "changes 'seen' in place" in run.err
 
 
 def test_auto_says_how_many_and_a_bad_number_is_refused(offstage_here: Run, lines: Path) -> None:
     rates = "hardware.rates={storage: 10MB, host: 10GB}"
-    found = offstage_here(*STREAMED, f"generate.prompts_file={lines}", "generate.lockstep=auto", rates)
-    assert found.record["metrics"]["lockstep"] == 5
-    assert "5 in lockstep" in found.out
+    run = offstage_here(*STREAMED, f"generate.prompts_file={lines}", "generate.lockstep=auto", rates)
+    assert run.record["metrics"]["lockstep"] == 5
+    assert "5 in lockstep" in run.out
     refused = offstage_here(*STREAMED, "generate.lockstep=0")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert "generate.lockstep: 0 is neither a whole number from 1, auto nor null" in refused.err

@@ -122,8 +122,8 @@ def test_a_mixture_answers_as_the_plain_model_does(checkpoint: Path) -> None:
         with loaded(checkpoint, *way, weights=weights) as streamed:
             for length, beams in asked:
                 batch = way[-1]
-                found = answers(streamed.model, padded(batch, length), beams)
-                for got, wanted in zip(found, expected(batch, length, beams), strict=True):
+                streamed_answers = answers(streamed.model, padded(batch, length), beams)
+                for got, wanted in zip(streamed_answers, expected(batch, length, beams), strict=True):
                     assert torch.equal(got, wanted), (*way, length, beams)
             routed += "experts" in streamed.plan.serving.values()
     assert routed, "its experts are brought one by one"

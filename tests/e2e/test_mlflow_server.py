@@ -67,8 +67,8 @@ def runs_at(uri: str) -> dict[str, Any]:
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    found = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])
-    return {run.info.run_name: run for run in found}
+    runs = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])
+    return {run.info.run_name: run for run in runs}
 
 
 def files_of(uri: str, run: Any) -> list[str]:
@@ -92,13 +92,13 @@ def test_after_a_sweep_with_a_failed_job_the_server_has_each_job_below_the_sweep
     assert done.code == 2, done.err
     assert len(done.records) == 2, done.err
     sweep = next(iter(records_in(fresh_folder))).parents[1]
-    found = runs_at(uri)
-    assert list(found).count(f"{sweep.parent.name}/{sweep.name}") == 1
-    parent, good, bad = (found[f"{path.parent.name}/{path.name}"] for path in (sweep, sweep / "0", sweep / "1"))
-    assert len(found) == 3
+    logged = runs_at(uri)
+    assert list(logged).count(f"{sweep.parent.name}/{sweep.name}") == 1
+    parent, good, bad = (logged[f"{path.parent.name}/{path.name}"] for path in (sweep, sweep / "0", sweep / "1"))
+    assert len(logged) == 3
     assert [one.info.status for one in (parent, good, bad)] == ["FAILED", "FINISHED", "FAILED"]
     assert {one.data.tags["mlflow.parentRunId"] for one in (good, bad)} == {parent.info.run_id}
-    assert {one.data.tags["mlflow.note.content"] for one in found.values()} == {"one night"}
+    assert {one.data.tags["mlflow.note.content"] for one in logged.values()} == {"one night"}
     assert "not_a_seed" in parent.data.tags["overrides"]
     assert "seed=1" in good.data.tags["overrides"].split()
     assert good.data.tags["stage/generate"] == "done"
@@ -128,10 +128,10 @@ def a_resumed_sweep_keeps_its_run(uri: str, sweep: Path, parent: Any) -> None:
     subprocess.run([*RESUME, str(sweep)], env=environment(), capture_output=True, timeout=300, check=False)
     from mlflow import MlflowClient
 
-    found = MlflowClient(uri).search_runs([parent.info.experiment_id])
-    above = [run.data.tags.get("mlflow.parentRunId") for run in found]
+    logged = MlflowClient(uri).search_runs([parent.info.experiment_id])
+    above = [run.data.tags.get("mlflow.parentRunId") for run in logged]
     assert (above.count(None), above.count(parent.info.run_id)) == (1, 3)
-    assert {run.info.status for run in found} == {"FAILED", "FINISHED"}
+    assert {run.info.status for run in logged} == {"FAILED", "FINISHED"}
 
 
 def a_server_that_dies_during_a_run_costs_no_result(folder: Path, uri: str, process: subprocess.Popen[bytes]) -> None:

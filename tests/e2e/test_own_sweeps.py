@@ -59,8 +59,8 @@ def test_a_sweep_of_one_s_own_config_files_is_resumed_without_a_question(
     expected = SweepRecord.load(began)
     shutil.rmtree(began)
     assert enter(began.parent, *expected.command, "hydra.sweep.dir=run") == 0
-    found = SweepRecord.load(began)
-    assert (found.files, found.is_own) == (expected.files, True)
+    record = SweepRecord.load(began)
+    assert (record.files, record.is_own) == (expected.files, True)
     began.joinpath("0/run.json").unlink()
     experiment(began.parent, "later", "seed: 7")  # for another sweep
     monkeypatch.chdir("/")

@@ -64,13 +64,13 @@ def answers(model: Any) -> list[torch.Tensor]:
     tokens, mask = padded()
     one = torch.tensor([ROWS[0]])
     with torch.no_grad():
-        found = [model(input_ids=one).logits, model(input_ids=tokens, attention_mask=mask).logits]
+        outputs = [model(input_ids=one).logits, model(input_ids=tokens, attention_mask=mask).logits]
     options = {"max_new_tokens": 5, "pad_token_id": 0}
-    found.append(model.generate(one, attention_mask=torch.ones_like(one), do_sample=False, **options))
-    found.append(model.generate(tokens, attention_mask=mask, do_sample=False, **options))
+    outputs.append(model.generate(one, attention_mask=torch.ones_like(one), do_sample=False, **options))
+    outputs.append(model.generate(tokens, attention_mask=mask, do_sample=False, **options))
     torch.manual_seed(11)
-    found.append(model.generate(tokens, attention_mask=mask, do_sample=True, temperature=0.9, top_p=0.9, **options))
-    return found
+    outputs.append(model.generate(tokens, attention_mask=mask, do_sample=True, temperature=0.9, top_p=0.9, **options))
+    return outputs
 
 
 def test_any_placement_gives_the_answer_of_the_plain_model(checkpoint: Path, outputs: Path) -> None:

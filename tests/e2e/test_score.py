@@ -46,8 +46,8 @@ def artifact(finished: Finished) -> Path:
 
 
 def texts_of(finished: Finished) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(artifact(finished).joinpath("score.json").read_text())["texts"]
-    return found
+    texts: list[dict[str, Any]] = json.loads(artifact(finished).joinpath("score.json").read_text())["texts"]
+    return texts
 
 
 def windows_of(finished: Finished) -> list[dict[str, Any]]:
@@ -102,10 +102,10 @@ TEXTS = "score.texts=['The weights of a model.', {context: 'Return the', continu
 
 
 def test_they_are_the_same_wherever_the_weights_lie(offstage_here: Run) -> None:
-    found = {place: texts_of(offstage_here(SCORE, TEXTS, *options)) for place, options in PLACES.items()}
-    for place, texts in found.items():
-        assert texts == found["resident"], place
-    text, pair = found["resident"]
+    by_place = {place: texts_of(offstage_here(SCORE, TEXTS, *options)) for place, options in PLACES.items()}
+    for place, texts in by_place.items():
+        assert texts == by_place["resident"], place
+    text, pair = by_place["resident"]
     assert text["tokens"] == len(text["token_ids"]) == len(text["log_likelihoods"]) == len(text["greedy"])
     assert text["bytes"] == len("The weights of a model.")
     assert text["log_likelihood"] == math.fsum(text["log_likelihoods"])

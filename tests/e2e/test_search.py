@@ -22,9 +22,9 @@ LEAST = ("objective.metric=memory.budget.cpu", "objective.at_most.predicted_stre
 
 def results(folder: Path) -> dict[str, Any]:
     (path,) = folder.glob("outputs/multirun/*/*/optimization_results.yaml")
-    found: dict[str, Any] = json.loads(path.read_text())
-    assert OmegaConf.load(path) == found, "it is YAML too"
-    return found
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert OmegaConf.load(path) == content, "it is YAML too"
+    return content
 
 
 @pytest.mark.usefixtures("jobs_fork")
@@ -38,17 +38,17 @@ def test_the_least_budget_within_a_limit_is_found_and_can_be_resumed(offstage_he
         for budget, record in budgets.items()
         if budget and record["metrics"].get("predicted_streamed_bytes_per_token", math.inf) <= 5e6
     ]
-    found = results(tmp_path)
-    assert found["best_value"] == min(kept) == 4001000
-    assert found["best_params"] == {"max_memory.cpu": "4001000"}
-    assert found["jobs"] == len(done.records) <= found["trials"] == 4, "what is proposed again is no job again"
+    outcome = results(tmp_path)
+    assert outcome["best_value"] == min(kept) == 4001000
+    assert outcome["best_params"] == {"max_memory.cpu": "4001000"}
+    assert outcome["jobs"] == len(done.records) <= outcome["trials"] == 4, "what is proposed again is no job again"
     assert [record["status"] for record in done.records].count("failed") == 1
-    assert f"is job {found['best_job']}: memory.budget.cpu 4.00 MB" in done.out
+    assert f"is job {outcome['best_job']}: memory.budget.cpu 4.00 MB" in done.out
     (folder,) = tmp_path.glob("outputs/multirun/*/*")
     shutil.rmtree(folder / "1")
     resumed = offstage_here(*search, f"hydra.sweep.dir={folder}")
     assert [record["overrides"] for record in resumed.records] == [done.records[1]["overrides"]], "what wasn't done"
-    assert results(tmp_path) == found
+    assert results(tmp_path) == outcome
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_plans_alone_are_made_side_by_side_unless_it_is_said_otherwise(fresh_fol
     (fresh_folder / "other").mkdir()
     one = ("-m", "stages=plan_only", "max_memory.cpu=2MB,3MB", "hydra.launcher.n_jobs=1")
     assert enter(fresh_folder / "other", *one) == 0
-    found = records_in(fresh_folder / "other").values()
-    assert [record["environment"]["jobs_beside"] for record in found] == [0, 0]
+    records = records_in(fresh_folder / "other").values()
+    assert [record["environment"]["jobs_beside"] for record in records] == [0, 0]
 
 
 def test_an_interrupt_ends_all_that_are_at_work_and_their_records_say_so(fresh_folder: Path) -> None:

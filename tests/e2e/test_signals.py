@@ -68,8 +68,8 @@ def test_a_sweep_that_is_ended_as_a_job_decodes_in_lockstep_is_finished_with_the
 
 def _completed(folder: Path) -> list[dict[str, Any]]:
     """Return the records of what was completed, that of a run by itself first."""
-    found = sorted(records_in(folder).items(), key=lambda item: "outputs/it" in str(item[0]))
-    return [record for _, record in found if record["status"] == "completed"]
+    records = sorted(records_in(folder).items(), key=lambda item: "outputs/it" in str(item[0]))
+    return [record for _, record in records if record["status"] == "completed"]
 
 
 @pytest.mark.parametrize(

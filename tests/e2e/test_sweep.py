@@ -43,9 +43,9 @@ def working_job(folder: Path, number: int, *, seconds: float = 250) -> psutil.Pr
     while time.monotonic() < deadline:
         logs = list(folder.glob(f"outputs/multirun/*/*/{number}/run.log"))
         if logs and "generate: begins" in logs[0].read_text():  # to look through all processes takes longer
-            found = [each for each in job_processes(folder) if f"/{number}" in " ".join(each.cmdline())]
-            if found:
-                return found[0]
+            processes = [each for each in job_processes(folder) if f"/{number}" in " ".join(each.cmdline())]
+            if processes:
+                return processes[0]
         time.sleep(0.05)
     raise AssertionError(f"job {number} never generated")
 

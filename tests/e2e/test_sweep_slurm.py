@@ -33,13 +33,13 @@ def start(folder: Path, variables: dict[str, str], *arguments: str) -> subproces
 def test_three_jobs_through_sbatch_leave_their_results_in_the_same_place(tmp_path: Path, slurm: dict[str, str]) -> None:
     sweep = start(tmp_path, slurm, "max_memory.cpu=2.4MB,100KB,8MB", "generate.max_new_tokens=3")
     out, err = sweep.communicate(timeout=280)
-    found = {path.parent.name: record for path, record in records_in(tmp_path).items()}
+    records = {path.parent.name: record for path, record in records_in(tmp_path).items()}
     assert sweep.returncode == 4, err
-    assert {number: record["status"] for number, record in found.items()} == {
+    assert {number: record["status"] for number, record in records.items()} == {
         "0": "completed", "1": "failed", "2": "completed"
     }  # fmt: skip
     assert all(path.match("outputs/multirun/*/*/*/run.json") for path in records_in(tmp_path))
-    assert found["0"]["outputs"] == found["2"]["outputs"]
+    assert records["0"]["outputs"] == records["2"]["outputs"]
     assert "2 of 3 completed, 1 failed" in out
     assert len(list(tmp_path.glob("outputs/cache/empty_init/*/manifest.json"))) == 1
 

@@ -109,8 +109,8 @@ def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
 
 def test_the_installed_command_runs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     here = {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    found = json.loads(run([sys.executable, "-c", WHERE], folder=tmp_path, **here).stdout)
-    assert [path for path in found if not Path(path).is_relative_to(installed)] == []
+    places = json.loads(run([sys.executable, "-c", WHERE], folder=tmp_path, **here).stdout)
+    assert [path for path in places if not Path(path).is_relative_to(installed)] == []
 
     done = run([sys.executable, installed / "bin" / "offstage", *DESCRIBED], folder=tmp_path, **here)
 
@@ -141,8 +141,8 @@ def test_a_user_s_own_files_of_the_same_names_hide_nothing(
 
 
 def test_an_editable_install_offers_the_same_names_from_the_repository(editable: Path, tmp_path: Path) -> None:
-    found = json.loads(run([editable, "-c", WHERE], folder=tmp_path).stdout)
-    assert [path for path in found[:-1] if not Path(path).is_relative_to(ROOT)] == []
+    places = json.loads(run([editable, "-c", WHERE], folder=tmp_path).stdout)
+    assert [path for path in places[:-1] if not Path(path).is_relative_to(ROOT)] == []
     names = run([editable, "-c", "import offstage; print(*offstage.__all__)"], folder=tmp_path).stdout.split()
     assert names == offstage.__all__
 

@@ -80,8 +80,8 @@ def suspended(hosts: Hosts) -> None:
 
 def ports_of(hosts: Hosts) -> list[int]:
     """Return the ports by which host 1 is connected."""
-    found = psutil.Process(hosts.processes[1].pid).net_connections("tcp")
-    return sorted({one.laddr.port for one in found if one.status == psutil.CONN_ESTABLISHED})
+    connections = psutil.Process(hosts.processes[1].pid).net_connections("tcp")
+    return sorted({one.laddr.port for one in connections if one.status == psutil.CONN_ESTABLISHED})
 
 
 def cut(hosts: Hosts, seconds: float | None) -> None:
@@ -169,12 +169,14 @@ def version(distribution: str) -> Callable[[Hosts], None]:
     """Have host 1 find the ``distribution`` installed as another version."""
 
     def prepare(hosts: Hosts) -> None:
-        found = metadata.distribution(distribution)
-        (about,) = {Path(str(found.locate_file(file))).parent for file in found.files or () if file.name == "METADATA"}
+        installed = metadata.distribution(distribution)
+        (about,) = {
+            Path(str(installed.locate_file(file))).parent for file in installed.files or () if file.name == "METADATA"
+        }
         folder = hosts.root / "installed" / f"{distribution.replace('-', '_')}-99.0.dist-info"
         shutil.copytree(about, folder)
         text = (folder / "METADATA").read_text()
-        own = f"Version: {found.version}"
+        own = f"Version: {installed.version}"
         assert own in text
         (folder / "METADATA").write_text(text.replace(own, "Version: 99.0", 1))
         hosts.variables[1] = {"PYTHONPATH": str(folder.parent)}

@@ -119,8 +119,8 @@ class Hosts:
 
     def records(self) -> dict[int, dict[str, Any]]:
         """Return the record of the last run of each host that has one."""
-        found = {rank: [*records_in(self.folder(rank)).values()] for rank in self.ranks}
-        return {rank: records[-1] for rank, records in found.items() if records}
+        by_rank = {rank: [*records_in(self.folder(rank)).values()] for rank in self.ranks}
+        return {rank: records[-1] for rank, records in by_rank.items() if records}
 
     def left_over(self) -> list[int]:
         """Return the processes that are left of these hosts."""
@@ -182,8 +182,8 @@ def attempt(scene: Scene, described: Path, server: WarmServer, expected: list[li
         codes = tuple(process.returncode for process in hosts.processes.values())
         stack.close()
         right = _next_tokens(hosts, server) == expected
-        found = Outcome(scene.name, seconds, lines, codes, statuses, left, right, ())
-        faults = (*_faults(scene, found, hosts.ranks), *(() if scene.says else _other_tokens(records)))
+        outcome = Outcome(scene.name, seconds, lines, codes, statuses, left, right, ())
+        faults = (*_faults(scene, outcome, hosts.ranks), *(() if scene.says else _other_tokens(records)))
         return Outcome(scene.name, seconds, lines, codes, statuses, left, right, faults)
 
 
@@ -287,14 +287,14 @@ def main() -> int:
         def play(scene: Scene) -> Outcome:
             server = servers.pop()
             try:
-                found = attempt(scene, described, server, expected)
+                outcome = attempt(scene, described, server, expected)
             except Exception as error:  # noqa: BLE001 - a scene that can't be played is a row of the table too
-                found = Outcome(scene.name, 0, (), (), (), 0, False, (f"not played: {error!r}",))
+                outcome = Outcome(scene.name, 0, (), (), (), 0, False, (f"not played: {error!r}",))
             finally:
                 servers.append(server)
-            sys.stdout.write(f"{told(found)}\n")
+            sys.stdout.write(f"{told(outcome)}\n")
             sys.stdout.flush()
-            return found
+            return outcome
 
         outcomes = [*lanes.map(play, chosen)]
     wrong = sum(bool(found.faults) for found in outcomes)

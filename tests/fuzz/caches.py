@@ -44,8 +44,8 @@ def _attempt_artifacts(folder: Path, pristine: Path) -> str:
     """Find, judge, and obtain again: what is served is what was written, byte for byte."""
     for entry in housekeeping.entries(folder):
         damage = housekeeping.find_damage(entry)
-        found = Store(folder).find(STAGE, entry.key)
-        require((found is None) == (damage is not None), f"judged {damage!r}, and found {found!r}")
+        stored = Store(folder).find(STAGE, entry.key)
+        require((stored is None) == (damage is not None), f"judged {damage!r}, and found {stored!r}")
     for key in KEYS:
         artifact, _, _ = Store(folder).obtain(STAGE, key, _write_artifact)
         require(artifact.files.keys() >= ARTIFACT.keys(), f"lists {sorted(artifact.files)}")

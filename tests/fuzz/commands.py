@@ -110,11 +110,11 @@ def attempt_checkpoint(
 ) -> str:
     """Run the command, which may exit with ``codes``; hold its tokens against those of transformers on the same."""
     judge(*run_command(arguments, folder), folder, codes=codes)
-    found = tokens_in(folder)
+    tokens = tokens_in(folder)
     wanted = by_transformers(folder / "ckpt", **where)
     if wanted is None:
         return ALONE
-    require(found == wanted, f"tokens {found} instead of {wanted}")
+    require(tokens == wanted, f"tokens {tokens} instead of {wanted}")
     return RIGHT
 
 

@@ -80,37 +80,37 @@ def _unpacked(path: Path) -> Tensors:
 
 def _by_fp8(raw: Tensors) -> Tensors:
     unpacker = Fp8Dequantize(SimpleNamespace(quantization_config=None))
-    found = {}
+    tensors = {}
     for name, codes in raw.items():
         scale = raw.get(f"{name}_scale_inv")
         if scale is not None:
-            found[name] = unpacker.convert({"weight": [codes], "weight_scale_inv": [scale]})["weight"].bfloat16()
+            tensors[name] = unpacker.convert({"weight": [codes], "weight_scale_inv": [scale]})["weight"].bfloat16()
         elif not name.endswith("_scale_inv"):
-            found[name] = codes
-    return found
+            tensors[name] = codes
+    return tensors
 
 
 def _by_mxfp4(raw: Tensors) -> Tensors:
-    found = {}
+    tensors = {}
     for name, codes in raw.items():
         if name.endswith("_blocks"):
             stem = name.removesuffix("_blocks")
-            found[stem] = dequantize_convertops(codes, raw[f"{stem}_scales"], torch.bfloat16)
+            tensors[stem] = dequantize_convertops(codes, raw[f"{stem}_scales"], torch.bfloat16)
         elif not name.endswith("_scales"):
-            found[name] = codes
-    return found
+            tensors[name] = codes
+    return tensors
 
 
 def _attempt_weights(folder: Path, _pristine: Path, *, reference: Reference) -> str:
     """Unpack as transformers does; where it can't, or has other tensors, nothing is said of the answer."""
-    found = _unpacked(folder)
+    unpacked = _unpacked(folder)
     try:
         wanted = reference(load(folder.joinpath("model.safetensors").read_bytes()))
     except (safetensors.SafetensorError, *_RAISED):
         return ALONE
-    if found.keys() != wanted.keys():
+    if unpacked.keys() != wanted.keys():
         return ALONE
-    for name, made in found.items():
+    for name, made in unpacked.items():
         require(_alike(made, wanted[name]), f"{name}: {made!r} instead of {wanted[name]!r}")
     return RIGHT
 
@@ -140,11 +140,11 @@ def _attempt_config(folder: Path, pristine: Path) -> str:
     But for the sizes of blocks: scales that fit several are taken by what is declared, where transformers takes what
     divides the matrix evenly.
     """
-    found, whole = _unpacked(folder), _unpacked(pristine)
-    if found.keys() != whole.keys() or len({_declared(place) for place in (folder, pristine)}) > 1:
+    unpacked, whole = _unpacked(folder), _unpacked(pristine)
+    if unpacked.keys() != whole.keys() or len({_declared(place) for place in (folder, pristine)}) > 1:
         return ALONE
     raw = load(folder.joinpath("model.safetensors").read_bytes())
-    for name, made in found.items():
+    for name, made in unpacked.items():
         require(any(name in each and same(made, each[name]) for each in (whole, raw)), f"{name} is neither: {made!r}")
     return RIGHT
 
@@ -222,8 +222,8 @@ def _make_copies(folder: Path) -> None:
 def _attempt_copies(folder: Path, _pristine: Path) -> str:
     """What comes out has the bits that were packed; a copy that the store has set aside is made again, in a run."""
     stored = _stored()
-    found = open_store(folder / "offload", "key").find({name: told for name, (_, told) in stored.items()})
-    for name, copy in found.items():
+    copies = open_store(folder / "offload", "key").find({name: told for name, (_, told) in stored.items()})
+    for name, copy in copies.items():
         made = read_extent(copy) if copy else stored[name][0]
         require(same(made, stored[name][0]), f"{name}: {made!r}")
     return RIGHT

@@ -45,10 +45,10 @@ def _make_records(folder: Path) -> None:
 def _attempt_reading(folder: Path, pristine: Path) -> str:
     """Read a record as a replay does before it runs anything, and hold it against the one that it was."""
     for name in ("one", "two"):
-        found = load_foreign(folder / "runs" / name)
-        refuse_untrusted(found, config_here(found, folder / "outputs", {}), folder / "outputs/runs/day/time", ())
+        record = load_foreign(folder / "runs" / name)
+        refuse_untrusted(record, config_here(record, folder / "outputs", {}), folder / "outputs/runs/day/time", ())
         whole = RunRecord.load(pristine / "runs" / name)
-        for first, second in ((found, whole), (whole, found)):
+        for first, second in ((record, whole), (whole, record)):
             text = "\n".join(_report(compare(first.run, second.run), metric_table(second.run)))
             require("tokens" in text, text)
     return RIGHT

@@ -76,12 +76,12 @@ def _make_safetensors(folder: Path) -> None:
 
 def _attempt_safetensors(folder: Path, pristine: Path) -> str:
     path = _changed(folder, pristine)
-    found = _read(path)
+    tensors = _read(path)
     try:
         wanted = load(path.read_bytes())
     except (safetensors.SafetensorError, KeyError):
         return ALONE
-    _compare(found, wanted)
+    _compare(tensors, wanted)
     return RIGHT
 
 
@@ -107,13 +107,15 @@ def _make_old_bins(folder: Path) -> None:
 def _attempt_bin(folder: Path, pristine: Path) -> str:
     """Read as ``torch.load`` does, from the file or from a map of it: where the two differ, either is right."""
     path = _changed(folder, pristine)
-    found = _read(path)
+    tensors = _read(path)
     wanted = [each for mapped in (False, True) if (each := _torch_loads(path, mapped=mapped)) is not None]
     if not wanted:
         return ALONE
-    agreeing = [each for each in wanted if found.keys() == each.keys() and all(same(found[n], each[n]) for n in found)]
+    agreeing = [
+        each for each in wanted if tensors.keys() == each.keys() and all(same(tensors[n], each[n]) for n in tensors)
+    ]
     if not agreeing:
-        _compare(found, wanted[0])
+        _compare(tensors, wanted[0])
     return RIGHT
 
 

@@ -32,20 +32,20 @@ def groups(root: Path, membership: str, mounts: str) -> list[tuple[int, str, lis
 def test_a_group_is_found_with_those_around_it(
     version: int, membership: str, mount: str, top: str, tmp_path: Path
 ) -> None:
-    found = groups(tmp_path, membership, mount.format(group="/"))
-    assert found == [(version, f"{top}/job/step", [top, f"{top}/job", f"{top}/job/step"])]
+    cgroups = groups(tmp_path, membership, mount.format(group="/"))
+    assert cgroups == [(version, f"{top}/job/step", [top, f"{top}/job", f"{top}/job/step"])]
 
 
 def test_a_mount_may_begin_below_the_root_or_show_another_part(tmp_path: Path) -> None:
     mounts = V2.format(group="/job") + V2.format(group="/other")
-    found = groups(tmp_path, "0::/job/step\n", mounts)
+    cgroups = groups(tmp_path, "0::/job/step\n", mounts)
     top = "sys/fs/cgroup"
-    assert found == [(2, f"{top}/step", [top, f"{top}/step"]), (2, "", [top])]
+    assert cgroups == [(2, f"{top}/step", [top, f"{top}/step"]), (2, "", [top])]
 
 
 def test_both_versions_may_be_mounted_and_other_controllers_do_not_count(tmp_path: Path) -> None:
-    found = groups(tmp_path, "9:pids:/x\n4:memory:/a\n0::/b\n", V1.format(group="/") + V2.format(group="/"))
-    assert [(version, own) for version, own, _ in found] == [
+    cgroups = groups(tmp_path, "9:pids:/x\n4:memory:/a\n0::/b\n", V1.format(group="/") + V2.format(group="/"))
+    assert [(version, own) for version, own, _ in cgroups] == [
         (1, "sys/fs/cgroup/memory/a"),
         (2, "sys/fs/cgroup/b"),
     ]

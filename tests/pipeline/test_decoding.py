@@ -123,10 +123,10 @@ SECTION = {"class": "a", "bound": 0.5, "ids": [1, 2], "pairs": [[0.5, 1]], "figu
 
 def test_a_part_that_is_open_passes_other_keys_over_and_keeps_the_whole() -> None:
     data = {**SECTION, "place": "elsewhere", "newer": [1]}
-    found = decode(Section, data, "open")
-    assert (found.kind, found.ids, found.pairs, found.place) == ("a", (1, 2), ((0.5, 1),), "here")
-    assert found.whole == data
-    assert encode(found) == SECTION, "the key that it has in JSON, and nothing of what isn't in it"
+    section = decode(Section, data, "open")
+    assert (section.kind, section.ids, section.pairs, section.place) == ("a", (1, 2), ((0.5, 1),), "here")
+    assert section.whole == data
+    assert encode(section) == SECTION, "the key that it has in JSON, and nothing of what isn't in it"
     assert encode(decode(Section, {**SECTION, "extra": 4}, "open")) == {**SECTION, "extra": 4}
 
 

@@ -36,8 +36,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_the_environment_has_every_field_of_the_design() -> None:
-    found = environment()
-    assert sorted(found) == [
+    content = environment()
+    assert sorted(content) == [
         "accelerate",
         "accelerators",
         "core_quota",
@@ -62,13 +62,13 @@ def test_the_environment_has_every_field_of_the_design() -> None:
         "torch",
         "transformers",
     ]
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert found["torch"] == pytest.importorskip("torch").__version__
-    assert found["hydra"] == pytest.importorskip("hydra").__version__
-    assert 1 <= found["cores_allowed"] <= found["cores"]
-    assert found["memory_bytes"] > 2**28
-    assert found["cpu"]
-    assert json.loads(json.dumps(found)) == found
+    assert content["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert content["torch"] == pytest.importorskip("torch").__version__
+    assert content["hydra"] == pytest.importorskip("hydra").__version__
+    assert 1 <= content["cores_allowed"] <= content["cores"]
+    assert content["memory_bytes"] > 2**28
+    assert content["cpu"]
+    assert json.loads(json.dumps(content)) == content
 
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,9 +78,9 @@ CHANGES = (changed, longer, removed, staged, added, relinked, unchanged, touched
 @pytest.mark.parametrize("change", CHANGES)
 def test_it_is_dirty_where_git_says_so(checkout: Path, change: Callable[[Path], None]) -> None:
     change(checkout)
-    found = is_dirty(checkout)  # before git looks, which refreshes what it knows of times
-    assert found == bool(git(checkout, "status", "--porcelain", "--untracked-files=no"))
-    state = {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": found}
+    dirty = is_dirty(checkout)  # before git looks, which refreshes what it knows of times
+    assert dirty == bool(git(checkout, "status", "--porcelain", "--untracked-files=no"))
+    state = {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": dirty}
     assert git_state(checkout / "below") == state == git_state(checkout)
 
 

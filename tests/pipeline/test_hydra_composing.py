@@ -57,8 +57,8 @@ def test_a_runs_config_is_composed_once_and_is_what_hydra_composes(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, twice = configs(arguments, monkeypatch, once=False)
-    found, once = configs(arguments, monkeypatch, once=True)
-    assert found == expected
+    config, once = configs(arguments, monkeypatch, once=True)
+    assert config == expected
     assert (once, twice) == (1, 2)
 
 

@@ -49,16 +49,16 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
     start(folder)
-    found = read(folder)
-    assert datetime.fromisoformat(found.pop("started")).tzinfo is not None
-    assert found == {
+    content = read(folder)
+    assert datetime.fromisoformat(content.pop("started")).tzinfo is not None
+    assert content == {
         "schema_version": 2,
         "status": "running",
         "error": None,
         "finished": None,
         "overrides": ["seed=1"],
         "config": {"seed": 1},
-        "signature": found["signature"],
+        "signature": content["signature"],
         "environment": {"python": "3"},
         "model": {},
         "inputs": {},
@@ -76,24 +76,26 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "enforcement": None,
     }
     assert [path.name for path in folder.iterdir()] == ["run.json"]
-    assert is_own_config(found["config"], found["signature"], found["places"])
-    assert not is_own_config(found["config"], found["signature"], {**found["places"], "folder": "/elsewhere"})
+    assert is_own_config(content["config"], content["signature"], content["places"])
+    assert not is_own_config(content["config"], content["signature"], {**content["places"], "folder": "/elsewhere"})
 
 
 def test_a_record_has_the_table_of_its_metrics_and_a_null_for_each_that_is_not_optional(folder: Path) -> None:
     record = start(folder)
     record.merge(Report(metrics={"load_seconds": 1.0}))
     record.note_metrics(declared_metrics(["plan", "generate"]))
-    found = read(folder)
-    assert {name for name, value in found["metrics"].items() if value is None} == {
+    content = read(folder)
+    assert {name for name, value in content["metrics"].items() if value is None} == {
         "time_to_first_token_seconds", "prefill_seconds", "decode_seconds_per_token", "decode_tokens_per_second",
         "streamed_bytes_per_token", "streamed_bytes_per_second", "stall_seconds_per_token", "stall_share",
         "bottleneck", "lower_bound_seconds_per_token", "storage_read_bytes", "stall_seconds", "peak_host_bytes",
         "peak_host_rss_bytes", "base_host_bytes",
     }  # fmt: skip
-    assert found["metrics"]["load_seconds"] == 1.0
-    assert found["metric_table"]["stall_share"] == {"unit": "share", "title": "stall share"}
-    assert metric_table(record.run) == MetricTable.read(found["metric_table"]) == declared_metrics(["plan", "generate"])
+    assert content["metrics"]["load_seconds"] == 1.0
+    assert content["metric_table"]["stall_share"] == {"unit": "share", "title": "stall share"}
+    assert (
+        metric_table(record.run) == MetricTable.read(content["metric_table"]) == declared_metrics(["plan", "generate"])
+    )
 
 
 def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:

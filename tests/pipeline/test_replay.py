@@ -39,24 +39,26 @@ def record(**changes: Any) -> Run:
 
 
 def test_equal_records_are_the_same() -> None:
-    found = compare(record(), record())
-    assert found.same
-    assert (found.moved, found.why, found.environment) == ((), (), ())
+    comparison = compare(record(), record())
+    assert comparison.same
+    assert (comparison.moved, comparison.why, comparison.environment) == ((), (), ())
 
 
 def test_what_moved_and_why_is_named_and_tokens_decide() -> None:
     plan = {"name": "plan", "inputs": {"budgets": [["cpu", 20]], "skeleton": "other"}}
-    found = compare(record(), record(device_map={"a": "disk"}, stages=[plan], environment={"torch": "3"}))
-    assert found.same
-    assert [change.place for change in found.moved] == ["a"]
-    assert [change.place for change in found.why] == ["plan.budgets[0]"], "a skeleton that differs is told by its stage"
-    assert [change.place for change in found.environment] == ["torch"]
+    comparison = compare(record(), record(device_map={"a": "disk"}, stages=[plan], environment={"torch": "3"}))
+    assert comparison.same
+    assert [change.place for change in comparison.moved] == ["a"]
+    assert [change.place for change in comparison.why] == ["plan.budgets[0]"], (
+        "a skeleton that differs is told by its stage"
+    )
+    assert [change.place for change in comparison.environment] == ["torch"]
 
 
 def test_without_tokens_the_plan_decides() -> None:
-    found = compare(record(outputs=[]), record(outputs=[], device_map={"a": "disk"}))
-    assert not found.kind
-    assert not found.same
+    comparison = compare(record(outputs=[]), record(outputs=[], device_map={"a": "disk"}))
+    assert not comparison.kind
+    assert not comparison.same
 
 
 def test_a_record_of_before_the_inputs_were_kept_has_nothing_to_tell_about_them() -> None:
@@ -76,5 +78,5 @@ def test_a_record_of_before_the_inputs_were_kept_has_nothing_to_tell_about_them(
 def test_maps_that_name_parts_of_other_sizes_are_compared_by_what_lies_where(
     then: dict[str, Any], now: dict[str, Any], moved: list[tuple[Any, ...]]
 ) -> None:
-    found = compare(record(device_map=then), record(device_map=now)).moved
-    assert [(change.place, change.then, change.now) for change in found] == moved
+    changes = compare(record(device_map=then), record(device_map=now)).moved
+    assert [(change.place, change.then, change.now) for change in changes] == moved

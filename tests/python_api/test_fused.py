@@ -55,8 +55,8 @@ def load(path: Path, products: str = "fused", compute: str | None = None, **opti
 
 def logits_of(loaded: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = loaded.model(input_ids=TOKENS).logits
-    return found
+        logits: torch.Tensor = loaded.model(input_ids=TOKENS).logits
+    return logits
 
 
 @pytest.mark.parametrize(

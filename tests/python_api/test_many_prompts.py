@@ -92,8 +92,8 @@ def test_sampled_tokens_are_those_of_each_alone(loaded: offstage.LoadedModel) ->
 def test_they_are_those_of_the_stage(loaded: offstage.LoadedModel) -> None:
     node = {"prompts": PROMPTS, "max_new_tokens": 6, "do_sample": False, "output_logprobs": True}
     kept = json.loads((artifact(loaded, "generate", {"generate": node}) / "generation.json").read_text())["outputs"]
-    found = loaded.generate(PROMPTS, max_new_tokens=6, logprobs=True)
-    assert [(list(one.token_ids), one.text, list(one.logprobs or ())) for one in found] == [
+    generations = loaded.generate(PROMPTS, max_new_tokens=6, logprobs=True)
+    assert [(list(one.token_ids), one.text, list(one.logprobs or ())) for one in generations] == [
         (one["token_ids"], one["text"], one["logprobs"]) for one in kept
     ]
 
@@ -101,21 +101,21 @@ def test_they_are_those_of_the_stage(loaded: offstage.LoadedModel) -> None:
 def test_scores_are_those_of_the_stage(loaded: offstage.LoadedModel) -> None:
     node = {"texts": TEXTS, "window": 8, "stride": 4}
     kept = json.loads((artifact(loaded, "score", {"score": node}) / "score.json").read_text())["texts"]
-    found = loaded.score(TEXTS, window=8, stride=4)
+    scores = loaded.score(TEXTS, window=8, stride=4)
     names = ("log_likelihood", "perplexity", "bits_per_byte", "is_greedy")
-    assert [[getattr(one, name) for name in names] for one in found] == [[one[name] for name in names] for one in kept]
-    assert [list(one.logprobs) for one in found] == [one["log_likelihoods"] for one in kept]
-    assert [list(one.token_ids) for one in found] == [one["token_ids"] for one in kept]
+    assert [[getattr(one, name) for name in names] for one in scores] == [[one[name] for name in names] for one in kept]
+    assert [list(one.logprobs) for one in scores] == [one["log_likelihoods"] for one in kept]
+    assert [list(one.token_ids) for one in scores] == [one["token_ids"] for one in kept]
 
 
 def test_embeddings_are_those_of_the_stage(tmp_path: Path) -> None:
     node = {"texts": TEXTS[:2], "pooling": "mean", "normalize": True, "batch_size": 1}
     options: dict[str, Any] = {"class": "AutoModel", "hardware": {"rates": RATES}, "max_memory": {"cpu": "3MB"}}
     with offstage.load(TINY, cache=tmp_path, max_length=64, **options) as headless:
-        found = headless.embed(TEXTS[:2], batch_size=1)
+        embeddings = headless.embed(TEXTS[:2], batch_size=1)
         kept = load_file(artifact(headless, "forward", {"forward": node}) / "outputs.safetensors")
-    assert torch.equal(found, kept["embeddings"])
-    assert torch.allclose(found.norm(dim=1), torch.ones(2))
+    assert torch.equal(embeddings, kept["embeddings"])
+    assert torch.allclose(embeddings.norm(dim=1), torch.ones(2))
 
 
 def test_two_threads_have_the_answers_of_one(loaded: offstage.LoadedModel) -> None:

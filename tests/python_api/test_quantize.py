@@ -76,11 +76,11 @@ def test_tokens_are_those_of_the_model_that_a_maker_quantised(tmp_path: Path, ki
         with load(twin, products=products, **places[place]) as loaded:
             expected = answer_of(loaded)
         with load(source, products=products, quantize=kind, **places[place]) as loaded:
-            found = answer_of(loaded)
+            answer = answer_of(loaded)
             assert bool(packed_modules(loaded.model)) == (products == "fused")
-        assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True, True], (place, products)
-        assert not torch.equal(found[0], plain)
-        assert torch.allclose(found[0].float(), plain.float(), rtol=0, atol=0.25 * float(plain.abs().max()))
+        assert [torch.equal(*pair) for pair in zip(answer, expected, strict=True)] == [True, True], (place, products)
+        assert not torch.equal(answer[0], plain)
+        assert torch.allclose(answer[0].float(), plain.float(), rtol=0, atol=0.25 * float(plain.abs().max()))
 
 
 def test_every_placement_and_budget_gives_the_same_tokens_and_streams_what_rests(tmp_path: Path) -> None:

@@ -62,11 +62,11 @@ def whole_layers(model: Any) -> list[str]:
 
 def held(model: nn.Module, device_map: Mapping[str, Any], device: object) -> int:
     """Return the bytes that ``device`` holds by ``device_map``."""
-    sizes, found = offstage.compute_module_sizes(model), 0
+    sizes, total = offstage.compute_module_sizes(model), 0
     for name, _ in model.named_parameters():
         entry = max((key for key in device_map if f"{name}.".startswith(f"{key}." if key else "")), key=len)
-        found += sizes[name] if device_map[entry] == device else 0
-    return found
+        total += sizes[name] if device_map[entry] == device else 0
+    return total
 
 
 @pytest.mark.parametrize("shares", ALIKE, ids=str)
@@ -104,5 +104,5 @@ def test_the_host_keeps_no_room_of_its_own_beside_an_accelerator_s(model: Any) -
 
 
 def test_what_else_scripts_pass_for_tied_parameters_changes_nothing(model: Any) -> None:
-    found = offstage.find_tied_parameters(model, named_parameters=None, prefix="", result={})
-    assert found == sorted(map(sorted, modeling.find_tied_parameters(model)))
+    tied = offstage.find_tied_parameters(model, named_parameters=None, prefix="", result={})
+    assert tied == sorted(map(sorted, modeling.find_tied_parameters(model)))

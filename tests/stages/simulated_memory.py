@@ -28,14 +28,14 @@ class SimulatedMemory(TorchDispatchMode):
         while self._gone:
             self._allocator.free(self._gone.popleft())
         there = {_storage(tensor)._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        found = func(*args, **(kwargs or {}))
-        for tensor in filter(lambda each: isinstance(each, torch.Tensor) and not each.is_meta, tree_leaves(found)):
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(lambda each: isinstance(each, torch.Tensor) and not each.is_meta, tree_leaves(result)):
             storage = _storage(tensor)
             if storage.nbytes() and storage._cdata not in there:
                 there.add(storage._cdata)
                 block = self._allocator.allocate(storage.nbytes())
                 weakref.finalize(storage, self._gone.append, block).atexit = False
-        return found
+        return result
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

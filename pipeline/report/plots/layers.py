@@ -11,8 +11,8 @@ from offstage.pipeline.report.figures import (
     colour,
     device_colour,
     figure,
+    hover_text,
     rows_called,
-    told,
 )
 from offstage.pipeline.report.quantities import device_title, in_tier_order, listed
 from offstage.pipeline.report.run_folders import Job
@@ -63,7 +63,7 @@ def _cells(device: str, pieces: Sequence[tuple[int, _Piece]]) -> go.Bar:
         y=[row for row, _ in pieces], orientation="h", name=device_title(device), text=device,
         textposition="inside", insidetextanchor="middle", textangle=0, constraintext="inside",
         textfont={"color": colour("on-dark" if device in ("0", "2") else "on-light")}, hoverinfo="text",
-        hovertext=[told(text, f"on {device_title(device)}") for _, (*_, text) in pieces],
+        hovertext=[hover_text(text, f"on {device_title(device)}") for _, (*_, text) in pieces],
         marker={"color": device_colour(device), "line": {"color": colour("page"), "width": 1}},
     )  # fmt: skip
 

@@ -15,18 +15,18 @@ from offstage.pipeline.report.figures import (
     colour,
     device_colour,
     figure,
+    hover_text,
     named,
     named_rows,
     on_panel,
     scale,
     shown,
     stacked,
-    told,
     told_first,
 )
 from offstage.pipeline.report.quantities import device_title, tell
 from offstage.pipeline.report.run_folders import Job
-from offstage.pipeline.report.speed import known
+from offstage.pipeline.report.speed import known_bytes
 from offstage.pipeline.report.table import devices
 from offstage.pipeline.run_schema import Number, Run
 
@@ -42,12 +42,12 @@ def base_bytes(run: Run, device: str) -> Number:
     It is never more than the peak that was measured with it.
     """
     base = run.metric("base_host_bytes") if device == HOST else None
-    return min(base or 0, known(run.memory.measured).get(device, 0))
+    return min(base or 0, known_bytes(run.memory.measured).get(device, 0))
 
 
 def memory_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int) -> Picture | None:
     """Return budget, prediction and measured peak by device, None where no job measured any."""
-    measured = [job for job in jobs if known(job.run.memory.measured)]
+    measured = [job for job in jobs if known_bytes(job.run.memory.measured)]
     rows, columns = measured[:most], devices(measured, lambda run: run.memory.measured)[:MOST_DEVICES]
     if not rows or not columns:
         return None
@@ -79,15 +79,15 @@ def _caption(rows: Sequence[Job]) -> str:
 
 def _peaks(rows: Sequence[Job], device: str, *, first: bool, **panel: Any) -> Iterator[Any]:
     """Yield the bars of ``device``, the process's part before the rest, and the lines across them."""
-    peaks = [known(job.run.memory.measured).get(device, 0) for job in rows]
+    peaks = [known_bytes(job.run.memory.measured).get(device, 0) for job in rows]
     bases = [base_bytes(job.run, device) for job in rows]
     title, links = f"measured peak, {device_title(device)}", [job.link for job in rows]
     texts = [
-        told(job.name, f"{title} {tell(peak, 'bytes')}", EARLIER * job.run.provenance.is_cached)
+        hover_text(job.name, f"{title} {tell(peak, 'bytes')}", EARLIER * job.run.provenance.is_cached)
         for job, peak in zip(rows, peaks, strict=True)
     ]
     if any(bases):
-        parts = [told(job.name, f"{BASE} {tell(base, 'bytes')}") for job, base in zip(rows, bases, strict=True)]
+        parts = [hover_text(job.name, f"{BASE} {tell(base, 'bytes')}") for job, base in zip(rows, bases, strict=True)]
         yield _bar(rows, bases, colour("rest"), name=BASE, **panel, **shown(parts, links))
     rest = [peak - base for peak, base in zip(peaks, bases, strict=True)]
     yield _bar(rows, rest, device_colour(device), name=title, **panel, **shown(texts, links))
@@ -102,7 +102,9 @@ def _peaks(rows: Sequence[Job], device: str, *, first: bool, **panel: Any) -> It
 
 def _told(job: Job, device: str, name: str, end: Number) -> str:
     begins = base_bytes(job.run, device) if name == BUDGET else 0
-    return told(job.name, f"{name} {tell(end - begins, 'bytes')}", f"ends at {tell(end, 'bytes')}" if begins else "")
+    return hover_text(
+        job.name, f"{name} {tell(end - begins, 'bytes')}", f"ends at {tell(end, 'bytes')}" if begins else ""
+    )
 
 
 def _bar(rows: Sequence[Job], lengths: Sequence[Number], ink: str, **more: Any) -> go.Bar:
@@ -114,8 +116,8 @@ def _bar(rows: Sequence[Job], lengths: Sequence[Number], ink: str, **more: Any) 
 
 def _limits(run: Run, device: str) -> tuple[Number | None, Number | None]:
     """Return the predicted peak, and where the budget of weights ends that begins beside the process itself."""
-    budget = known(run.memory.budget).get(device)
-    return known(run.memory.predicted).get(device), None if budget is None else base_bytes(run, device) + budget
+    budget = known_bytes(run.memory.budget).get(device)
+    return known_bytes(run.memory.predicted).get(device), None if budget is None else base_bytes(run, device) + budget
 
 
 def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:
@@ -143,8 +145,8 @@ def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture 
 def _ran(run: Run) -> bool:
     """Return whether ``run`` came to weights of its own: it measured, or ended early after it had a plan."""
     if run.status == "completed":
-        return bool(known(run.memory.measured)) and not run.provenance.is_cached
-    return bool(known(run.memory.predicted))
+        return bool(known_bytes(run.memory.measured)) and not run.provenance.is_cached
+    return bool(known_bytes(run.memory.predicted))
 
 
 def _curves(
@@ -163,9 +165,11 @@ def _curves(
     for index, job in enumerate(rows):
         curve, limit = job.run.memory.series.get(device, ()), _limits(job.run, device)[1]
         group = {"legendgroup": job.name, **panel}
-        texts = [told(job.name, f"{tell(held, 'bytes')} after {tell(second, 'seconds')}") for second, held in curve]
+        texts = [
+            hover_text(job.name, f"{tell(amount, 'bytes')} after {tell(second, 'seconds')}") for second, amount in curve
+        ]
         yield go.Scatter(
-            x=[second for second, _ in curve], y=[held for _, held in curve], mode="lines",
+            x=[second for second, _ in curve], y=[amount for _, amount in curve], mode="lines",
             name=named(labels[job.name]), line={"color": SERIES[index], "width": 1.8}, showlegend=first, **group,
             **shown(texts, [job.link] * len(curve)),
         )  # fmt: skip

@@ -14,10 +14,10 @@ from offstage.pipeline.report.figures import (
     Picture,
     colour,
     figure,
+    hover_text,
     named,
     scale,
     shown,
-    told,
 )
 from offstage.pipeline.report.noise import SECONDS
 from offstage.pipeline.report.quantities import listed, tell
@@ -79,7 +79,9 @@ def pareto_picture(front: Front) -> Picture | None:
 
 def _jobs_of(points: Sequence[Point], marker: dict[str, Any], **more: Any) -> go.Scatter:
     texts = [
-        told(point.job, f"measured peak {tell(point.x, 'bytes')}", f"{point.y:,.2f} tokens/s", EARLIER * point.cached)
+        hover_text(
+            point.job, f"measured peak {tell(point.x, 'bytes')}", f"{point.y:,.2f} tokens/s", EARLIER * point.cached
+        )
         for point in points
     ]
     symbols = ["circle-open" if point.cached else "circle" for point in points]
@@ -151,7 +153,7 @@ def _told(point: Point, name: str, lines: Sequence[str]) -> str:
     time = f"time a token {tell(point.y, 'seconds')}"
     if point.least is not None:
         time += f", from {tell(point.least, 'seconds')} to {tell(point.largest, 'seconds')}"
-    return told(
+    return hover_text(
         point.job,
         name,
         f"budget {tell(point.x, 'bytes')}",

@@ -13,13 +13,13 @@ from offstage.pipeline.report.figures import (
     Picture,
     colour,
     figure,
+    hover_text,
     named,
     named_rows,
     on_panel,
     scale,
     shown,
     stacked,
-    told,
     told_first,
 )
 from offstage.pipeline.report.noise import FIRST_TOKEN, SECONDS, Noise
@@ -43,18 +43,18 @@ def repeat_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise
     rows = several[:most]
     if not rows:
         return None
-    found = [
+    by_panel = [
         [(row, job, one, time) for row, job in enumerate(rows) for one in job.run.counting
          if (time := one.metric(name)) is not None]
         for _, name in _PANELS
     ]  # fmt: skip
-    panels = [_traces(repeats, first=not place, **on_panel(place)) for place, repeats in enumerate(found)]
+    panels = [_traces(repeats, first=not place, **on_panel(place)) for place, repeats in enumerate(by_panel)]
     axes = [
         (scale(title, "seconds", [time for *_, time in repeats]), named_rows(rows, labels))
-        for (title, _), repeats in zip(_PANELS, found, strict=True)
+        for (title, _), repeats in zip(_PANELS, by_panel, strict=True)
     ]
     caption = "The box has the middle half of a job's repeats, its line the median; the whiskers reach to the least and"
-    caption += f" the largest, and every repeat has a mark. {within.told()}" + told_first(len(rows), len(several))
+    caption += f" the largest, and every repeat has a mark. {within.describe()}" + told_first(len(rows), len(several))
     drawn = figure(chain(*panels), rows=len(rows), panels=len(_PANELS), showlegend=True, **stacked(axes))
     return Picture("repeats", "Repeats of each job", caption.strip(), drawn)
 
@@ -69,7 +69,7 @@ def _traces(repeats: Sequence[_Sampled], *, first: bool, **panel: Any) -> Iterat
     for kind, (name, symbol, ink) in _KINDS.items():
         marks = [each for each in repeats if (each[2].earlier, each[2].is_contended) == kind]
         if marks:
-            texts = [told(job.name, tell(time, "seconds"), name) for _, job, _, time in marks]
+            texts = [hover_text(job.name, tell(time, "seconds"), name) for _, job, _, time in marks]
             yield go.Scatter(
                 x=[time for *_, time in marks], y=[row for row, *_ in marks], mode="markers", name=name,
                 marker={"symbol": symbol, "color": ink, "size": 7}, legendgroup=name, showlegend=first,
@@ -96,15 +96,15 @@ def stage_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int) 
 
 def _bars(rows: Sequence[Job], name: str, ink: str) -> go.Bar:
     """Return the part of the stage ``name`` of each bar."""
-    found = [(row, job, stage) for row, job in enumerate(rows) if (stage := job.run.stage(name))]
+    parts = [(row, job, stage) for row, job in enumerate(rows) if (stage := job.run.stage(name))]
     texts = [
-        told(job.name, f"{name} {tell(stage.seconds, 'seconds')}", "from the cache" * stage.cached)
-        for _, job, stage in found
+        hover_text(job.name, f"{name} {tell(stage.seconds, 'seconds')}", "from the cache" * stage.cached)
+        for _, job, stage in parts
     ]
-    shapes = ["/" if stage.cached else "" for *_, stage in found]
+    shapes = ["/" if stage.cached else "" for *_, stage in parts]
     hatched = {"shape": shapes, "fgcolor": colour("page"), "fillmode": "overlay", "solidity": 0.4}
     return go.Bar(
-        x=[stage.seconds or 0 for *_, stage in found], y=[row for row, *_ in found], orientation="h", name=named(name),
+        x=[stage.seconds or 0 for *_, stage in parts], y=[row for row, *_ in parts], orientation="h", name=named(name),
         marker={"color": ink, "pattern": hatched, "line": {"width": 0}},
-        **shown(texts, [job.link for _, job, _ in found]),
+        **shown(texts, [job.link for _, job, _ in parts]),
     )  # fmt: skip

@@ -62,7 +62,7 @@ def declare_bitsandbytes(
     if len(weight.shape) != 2:
         return {name: weight}
     count = math.prod(weight.shape)
-    told: dict[str, object] = {"blocksize": _RUN, "dtype": weight.dtype, "shape": list(weight.shape)}
+    state: dict[str, object] = {"blocksize": _RUN, "dtype": weight.dtype, "shape": list(weight.shape)}
     runs, nested = count // _RUN, bool(quantization.get("bnb_4bit_use_double_quant"))
     stored = {
         name: TensorHeader("uint8", (-(-count // 2), 1)),
@@ -70,10 +70,10 @@ def declare_bitsandbytes(
         f"{name}{_SCALES}": TensorHeader("uint8" if nested else "float32", (runs,)),
     }
     if nested:
-        told |= {"nested_blocksize": _NESTED_RUN, "nested_dtype": "float32", "nested_offset": 0.0}
+        state |= {"nested_blocksize": _NESTED_RUN, "nested_dtype": "float32", "nested_offset": 0.0}
         stored[f"{name}{_NESTED_SCALES}"] = TensorHeader("float32", (-(-runs // _NESTED_RUN),))
         stored[f"{name}{_NESTED_MAP}"] = TensorHeader("float32", (256,), bytes(4 * 256))
-    text = json.dumps(told).encode()
+    text = json.dumps(state).encode()
     return {**stored, f"{name}{_STATES[0]}": TensorHeader("uint8", (len(text),), text)}
 
 
@@ -93,9 +93,9 @@ class _Weight:
     entries: Mapping[str, Extent]
 
     def folded(self) -> PackedTensor:
-        told = self._told()
-        codes, shape = self.entries[self.name], told.get("shape")
-        run, dtype, nested = told.get("blocksize"), str(told.get("dtype")), "nested_offset" in told
+        state = self._told()
+        codes, shape = self.entries[self.name], state.get("shape")
+        run, dtype, nested = state.get("blocksize"), str(state.get("dtype")), "nested_offset" in state
         if not is_shape(shape) or not shape or not _is_run(run) or dtype not in _DTYPES:
             raise self._unfit(f"says shape {shape}, blocksize {run}, dtype {dtype}")
         count = math.prod(shape)
@@ -104,15 +104,15 @@ class _Weight:
                 f"says shape {shape} in runs of {run}, where the codes are {codes.dtype} {list(codes.shape)}"
             )
         scales = self._part(_SCALES, "uint8" if nested else "float32", count // run)
-        above = self._nested_scales(told, count // run) if nested else None
+        above = self._nested_scales(state, count // run) if nested else None
         parts = (codes, scales, *((above[1],) if above else ()))
         dtypes = DTYPES if dtype == "float32" else (dtype,)
         values = self._values(_MAP, 16)
         return PackedTensor(table_codes(values, run, above[0] if above else None, dtypes), parts, dtype, tuple(shape))
 
-    def _nested_scales(self, told: Mapping[str, Any], count: int) -> tuple[PackedScales, Extent]:
-        run, offset = told.get("nested_blocksize"), told["nested_offset"]
-        if not _is_run(run) or not isinstance(offset, float) or told.get("nested_dtype", "float32") != "float32":
+    def _nested_scales(self, state: Mapping[str, Any], count: int) -> tuple[PackedScales, Extent]:
+        run, offset = state.get("nested_blocksize"), state["nested_offset"]
+        if not _is_run(run) or not isinstance(offset, float) or state.get("nested_dtype", "float32") != "float32":
             raise self._unfit(f"says nested_blocksize {run}, nested_offset {str(offset)[:40]}")
         above = self._part(_NESTED_SCALES, "float32", -(-count // run))
         return PackedScales(self._values(_NESTED_MAP, 256), run, offset), above
@@ -123,12 +123,12 @@ class _Weight:
         if extent.dtype != "uint8" or extent.bytes > _MOST_TEXT:
             raise self._unfit(f"is {extent.dtype} {list(extent.shape)}, where a JSON text of some 200 bytes belongs")
         try:
-            told = json.loads(_read(extent).tobytes())
+            state = json.loads(_read(extent).tobytes())
         except (ValueError, RecursionError) as error:
             raise self._unfit("is no JSON text") from error
-        if not isinstance(told, dict):
+        if not isinstance(state, dict):
             raise self._unfit("is no JSON object")
-        return told
+        return state
 
     def _values(self, part: str, count: int) -> tuple[float, ...]:
         return tuple(_read(self._part(part, "float32", count)).view(np.float32).tolist())

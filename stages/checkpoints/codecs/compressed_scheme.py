@@ -61,17 +61,17 @@ def weight_scheme(quantization: Mapping[str, object]) -> WeightScheme:
         if _has_content(quantization.get(key)):
             raise _unserved(key, quantization[key])
     groups = quantization.get("config_groups")
-    found = [_of_group(group, quantization) for group in groups.values()] if isinstance(groups, Mapping) else []
-    if len(set(found)) != 1:
-        raise _unserved("config_groups", f"{len(set(found))} schemes of weights, where one is served")
-    return found[0]
+    schemes = [_of_group(group, quantization) for group in groups.values()] if isinstance(groups, Mapping) else []
+    if len(set(schemes)) != 1:
+        raise _unserved("config_groups", f"{len(set(schemes))} schemes of weights, where one is served")
+    return schemes[0]
 
 
 def _has_content(value: object) -> bool:
     """Return whether ``value`` says anything beside that nothing is done."""
-    told = dict(value) if isinstance(value, Mapping) else {"": value} if value else {}
+    entries = dict(value) if isinstance(value, Mapping) else {"": value} if value else {}
     return any(
-        entry not in (None, {}, [], "dense") for key, entry in told.items() if key != "registry_requires_subclass"
+        entry not in (None, {}, [], "dense") for key, entry in entries.items() if key != "registry_requires_subclass"
     )
 
 

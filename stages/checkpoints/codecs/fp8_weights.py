@@ -33,16 +33,16 @@ def fold_fp8(entries: Mapping[str, Extent], quantization: Mapping[str, object]) 
     declared = _declared_block(quantization)
     scale_of = {name: scale for name in entries if (scale := _scale_name(name, entries)) is not None}
     consumed = {*scale_of.values(), *filter(_is_of_activations, entries)}
-    found: dict[str, AtRest] = {}
+    folded: dict[str, AtRest] = {}
     for name, entry in entries.items():
         if name in consumed:
             continue
         if name in scale_of:
-            found[name] = _folded(name, entry, scale_of[name], entries[scale_of[name]], declared)
+            folded[name] = _folded(name, entry, scale_of[name], entries[scale_of[name]], declared)
         else:
             _check_alone(name, entry)
-            found[name] = entry
-    return found
+            folded[name] = entry
+    return folded
 
 
 def declare_fp8(name: str, weight: TensorHeader, quantization: Mapping[str, object]) -> dict[str, TensorHeader]:
@@ -52,8 +52,8 @@ def declare_fp8(name: str, weight: TensorHeader, quantization: Mapping[str, obje
     are written, and those of MXFP8 bytes. A ``CheckpointError`` of codes that it doesn't lay out.
     """
     if quantization.get("expert_dtype", "fp8") != "fp8":
-        told = str(quantization["expert_dtype"])[:40]
-        raise CheckpointError(f"config.json: how experts in {told} lie is told by the weights alone; {_GIVE_THEM}")
+        dtype = str(quantization["expert_dtype"])[:40]
+        raise CheckpointError(f"config.json: how experts in {dtype} lie is told by the weights alone; {_GIVE_THEM}")
     micro = quantization.get("quant_method") == "mxfp8"
     sizes = weight.shape[-2], weight.shape[-1]
     block = _declared_block(quantization) or (_MX_BLOCK if micro else sizes)

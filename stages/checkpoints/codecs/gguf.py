@@ -94,14 +94,14 @@ class GgufCodec(DeviceCodec):
         Rows are counted through all parts, one after the other.
         """
         ends = accumulate(_grid(part)[0] for part in tensor.parts)
-        found: list[PackedBlock] = []
+        blocks: list[PackedBlock] = []
         for part, kind, end in zip(tensor.parts, self.kinds, ends, strict=True):
             rows = _grid(part)[0]
             row_bytes = int(_columns(part, kind) * DTYPE_BYTES[tensor.dtype])
             run = rows // tensor.shape[0] if len(tensor.parts) > 1 else rows
             for cut in _cuts(range(end - rows, end), max(1, run), max(1, BLOCK_BYTES // max(1, row_bytes))):
-                found.append(self._block(tensor, cut))
-        return tuple(found)
+                blocks.append(self._block(tensor, cut))
+        return tuple(blocks)
 
     def _block(self, tensor: PackedTensor, rows: range) -> PackedBlock:
         index, first = _part_of(tensor, rows.start)
@@ -113,24 +113,24 @@ class GgufCodec(DeviceCodec):
         """Return what unpacks ``block`` at once, if there is such a loop."""
         index, first = _part_of(tensor, block.begin)
         kind, count = self.kinds[index], block.end - block.begin
-        known = self._loops(kind, tensor.dtype)
-        if known is None:
+        compiled = self._loops(kind, tensor.dtype)
+        if compiled is None:
             return None
         packed = np.frombuffer(data[0], np.uint8).reshape(count, -1, FORMATS[kind].bytes)
-        made = target.reshape(-1, _columns(tensor.parts[index], kind) * int(DTYPE_BYTES[tensor.dtype]))
+        rows_target = target.reshape(-1, _columns(tensor.parts[index], kind) * int(DTYPE_BYTES[tensor.dtype]))
         places = None
         if self.arrangement.swapped is None:
-            made = made[self._place(tensor, index, first, count)]
+            rows_target = rows_target[self._place(tensor, index, first, count)]
         else:
             places = swapped_places(np.arange(first, first + count), self.arrangement.swapped)
-        return known.ggml(packed, made, kind=kind, dtype=tensor.dtype, places=places)
+        return compiled.ggml(packed, rows_target, kind=kind, dtype=tensor.dtype, places=places)
 
     def _loops(self, kind: str, dtype: str) -> Loops | None:
         """Return the loops, if there is one for ``kind`` and all that is to be changed back is the order of rows."""
-        known = loops()
-        if known is None or self.arrangement.transposed or self.arrangement.less:
+        compiled = loops()
+        if compiled is None or self.arrangement.transposed or self.arrangement.less:
             return None
-        return known if known.can_unpack_ggml(kind, dtype) else None
+        return compiled if compiled.can_unpack_ggml(kind, dtype) else None
 
     def _place(self, tensor: PackedTensor, index: int, first: int, count: int) -> slice:
         """Return which rows of the tensor in use those are that begin at ``first`` in the part ``index``."""
@@ -212,8 +212,8 @@ def _values(kind: str, blocks: torch.Tensor, room: torch.Tensor) -> torch.Tensor
     from gguf.quants import dequantize
 
     with np.errstate(all="ignore"):
-        found = dequantize(blocks.numpy().reshape(1, -1), GGMLQuantizationType[kind.upper()])
-    return torch.from_numpy(found)
+        array = dequantize(blocks.numpy().reshape(1, -1), GGMLQuantizationType[kind.upper()])
+    return torch.from_numpy(array)
 
 
 def _grid(part: Extent) -> tuple[int, int]:

@@ -127,13 +127,13 @@ class GroupedIntegers(DeviceCodec):
         """Write the inputs of ``block`` as columns of ``target``."""
         outputs, inputs = tensor.shape
         count, (each, period) = block.end - block.begin, codes_together(self.bits)
-        made = target.view(torch_dtype(tensor.dtype)).view(outputs, inputs)[:, block.begin : block.end]
+        columns_target = target.view(torch_dtype(tensor.dtype)).view(outputs, inputs)[:, block.begin : block.end]
         words = data[0].view(torch.int32).view(count // self._rows_alone, -1, outputs // (8 if self.interleaved else 1))
         scales = data[1].view(torch_dtype(tensor.parts[1].dtype)).view(-1, outputs)
         zeros = data[2].view(torch.int32).view(len(scales), -1, period) + tables[1]
         groups = self._groups_of(tensor, block, data)
         most = most_at_once(target)
-        tall = min(count, max(self._rows_alone, _ROWS_TOGETHER if most < made.numel() else count))
+        tall = min(count, max(self._rows_alone, _ROWS_TOGETHER if most < columns_target.numel() else count))
         wide = min(outputs, max(1, most // tall // 32) * 32)
         for left in range(0, outputs, wide):
             right = min(left + wide, outputs)
@@ -145,7 +145,7 @@ class GroupedIntegers(DeviceCodec):
                 values = self._codes(codes, tables[0]).reshape(bottom - top, -1)
                 values.sub_(self._zeros(zeros[:, across], of, tables[0]).reshape(bottom - top, -1))
                 product = values.to(scales.dtype).mul_(scales[:, left:right].index_select(0, of))
-                made[left:right, top:bottom].copy_(product.T)
+                columns_target[left:right, top:bottom].copy_(product.T)
 
     def _groups_of(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return which of the scales and zeros in ``data`` each input of ``block`` has."""

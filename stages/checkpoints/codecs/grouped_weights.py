@@ -133,14 +133,14 @@ class _GroupedWeight:
             return extent if self.scheme.reordered else None
         data = np.empty(extent.bytes, np.uint8)
         read_span(extent, data.data)
-        told = data.view(np.int32)
-        if told.min() < 0 or told.max() >= groups:
+        order = data.view(np.int32)
+        if order.min() < 0 or order.max() >= groups:
             raise misfit(
                 extent,
-                f"tensor {self.module + '.' + _GROUPS!r} has {told.min()} to {told.max()}, where groups are 0 to "
+                f"tensor {self.module + '.' + _GROUPS!r} has {order.min()} to {order.max()}, where groups are 0 to "
                 f"{groups - 1}",
             )
-        return None if np.array_equal(told, np.arange(inputs, dtype=np.int32) // group) else extent
+        return None if np.array_equal(order, np.arange(inputs, dtype=np.int32) // group) else extent
 
     def _part(self, kind: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Extent:
         """Return the tensor ``kind`` of the weight, which must be of one of ``dtypes`` and of ``shape``."""
@@ -153,5 +153,5 @@ class _GroupedWeight:
 
     def _unfit(self, kind: str, what: str) -> CheckpointError:
         extent = self.entries[f"{self.module}.{kind}"]
-        found = f"tensor {self.module + '.' + kind!r} is {extent.dtype} {list(extent.shape)}"
-        return misfit(extent, f"{found}: {what}")
+        received = f"tensor {self.module + '.' + kind!r} is {extent.dtype} {list(extent.shape)}"
+        return misfit(extent, f"{received}: {what}")

@@ -84,9 +84,9 @@ class GgmlMatrix:
         """Return where each of the rows at rest is in use; null where they are in order."""
         return None if self.swapped is None else _places(self.rows, self.swapped)
 
-    def product(self, known: Loops, parts: list[Tensor]) -> Product:
+    def product(self, compiled: Loops, parts: list[Tensor]) -> Product:
         """Return the product with the contiguous ``parts``, where they lie, by the loops."""
-        return ggml_product(known, _bytes(parts[0]), kind=self.kind, places=self.places())
+        return ggml_product(compiled, _bytes(parts[0]), kind=self.kind, places=self.places())
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +144,18 @@ class ScaledMatrix:
         """Return some ``lines`` of scales, as float32."""
         _, scales, *above = parts
         kind = torch_dtype(self.scale_dtype)
-        found = scales.reshape(-1).view(torch.uint8).view(-1, self._across * kind.itemsize)[lines]
+        codes = scales.reshape(-1).view(torch.uint8).view(-1, self._across * kind.itemsize)[lines]
         if self.nested:
             runs = (lines[:, None] * self._across + torch.arange(self._across)) // self.nested.run
-            known = torch.tensor(self.nested.values)[found.int()] * above[0].reshape(-1)[runs]
-            return known + self.nested.offset
-        numbers = byte_scales(self.scale_dtype)[found.int()] if kind.itemsize == 1 else found.view(kind).float()
+            scaled = torch.tensor(self.nested.values)[codes.int()] * above[0].reshape(-1)[runs]
+            return scaled + self.nested.offset
+        numbers = byte_scales(self.scale_dtype)[codes.int()] if kind.itemsize == 1 else codes.view(kind).float()
         return numbers / above[0].reshape(-1) if above else numbers
 
     def places(self) -> None:
         """Return null: rows are in order."""
 
-    def product(self, known: Loops, parts: list[Tensor]) -> Product:
+    def product(self, compiled: Loops, parts: list[Tensor]) -> Product:
         """Return the product with the contiguous ``parts``, where they lie, by the loops."""
         codes, scales, *above = map(_bytes, parts)
         table, nested = self.values_of_codes, self.nested
@@ -170,7 +170,7 @@ class ScaledMatrix:
             nested=None if nested is None else (np.array(nested.values, np.float32), nested.run, nested.offset),
         )
         lines = scales.reshape(-1, across * int(DTYPE_BYTES[self.scale_dtype]))
-        return scaled_product(known, codes.reshape(runs, -1), lines, rows=self.rows, layout=layout)
+        return scaled_product(compiled, codes.reshape(runs, -1), lines, rows=self.rows, layout=layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +221,13 @@ class GroupedMatrix:
     def places(self) -> None:
         """Return null: rows are in order."""
 
-    def product(self, known: Loops, parts: list[Tensor]) -> Product:
+    def product(self, compiled: Loops, parts: list[Tensor]) -> Product:
         """Return the product with the contiguous ``parts``, where they lie, by the loops."""
         codes, scales, zeros, *order = parts
         groups = order[0].detach().numpy() if order else None
         packed = PackedGroups(_bytes(codes), _bytes(scales), _bytes(zeros), groups)
         layout = GroupLayout(self.bits, self.group, self.scale_dtype, self.less_one, self.interleaved)
-        return grouped_product(known, packed, rows=self.rows, columns=self.columns, layout=layout)
+        return grouped_product(compiled, packed, rows=self.rows, columns=self.columns, layout=layout)
 
 
 PackedMatrix = GgmlMatrix | ScaledMatrix | GroupedMatrix
@@ -263,8 +263,8 @@ def parts_of(tensor: PackedTensor, data: Sequence[object]) -> list[Tensor]:
     """Return the bytes ``data`` of the parts of ``tensor`` as products take them: numbers, of one byte as bytes."""
     kinds = [torch_dtype(part.dtype) for part in tensor.parts]
     return [
-        torch.as_tensor(found).view(torch.uint8 if kind.itemsize == 1 else kind).view(part.shape)
-        for part, kind, found in zip(tensor.parts, kinds, data, strict=True)
+        torch.as_tensor(array).view(torch.uint8 if kind.itemsize == 1 else kind).view(part.shape)
+        for part, kind, array in zip(tensor.parts, kinds, data, strict=True)
     ]
 
 
@@ -289,9 +289,9 @@ def as_text(matrix: PackedMatrix) -> str:
 
 
 @lru_cache(maxsize=2**13)
-def of_text(told: str) -> PackedMatrix:
-    """Return the matrix that ``told`` says: of a model's layers there are a few, or one each."""
-    data = json.loads(told)
+def of_text(text: str) -> PackedMatrix:
+    """Return the matrix that ``text`` says: of a model's layers there are a few, or one each."""
+    data = json.loads(text)
     return decode(_KINDS[data["kind"]], data["matrix"])
 
 
@@ -311,5 +311,5 @@ def _places(rows: int, sizes: tuple[int, int, int, int]) -> Places:
 
 
 def _bytes(part: Tensor) -> Bytes:
-    found: Bytes = part.detach().view(torch.uint8).numpy()
-    return found
+    raw: Bytes = part.detach().view(torch.uint8).numpy()
+    return raw

@@ -151,8 +151,8 @@ def new_compressor() -> zstandard.ZstdCompressor:
     import zstandard
 
     fast = {"strategy": zstandard.STRATEGY_FAST, "min_match": 7, "hash_log": 6}
-    told = {"write_checksum": 1, "write_content_size": 1, "write_dict_id": 0}
-    return zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(**fast, **told))
+    frame_options = {"write_checksum": 1, "write_content_size": 1, "write_dict_id": 0}
+    return zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(**fast, **frame_options))
 
 
 def tile_borders(elements: int, run: int) -> Iterator[tuple[int, int]]:
@@ -193,11 +193,11 @@ def _unpack_tile(
     The highest comes first. Numbers of the float's size, shifted, are three times as fast as bytes in strides.
     """
     end = stop = at + sum(lengths)
-    known = loops()
-    if known is not None and len(lengths) == 2:
+    compiled = loops()
+    if compiled is not None and len(lengths) == 2:
         middle = at + lengths[0]
         high = _unpack_plane(decompressor, packed[middle:end], words.size)
-        known.merge_planes(_unpack_plane(decompressor, packed[at:middle], words.size), high, words)
+        compiled.merge_planes(_unpack_plane(decompressor, packed[at:middle], words.size), high, words)
         return end
     for length in reversed(lengths):
         plane = _unpack_plane(decompressor, packed[stop - length : stop], words.size)
@@ -214,9 +214,9 @@ def _unpack_plane(decompressor: zstandard.ZstdDecompressor, frame: Bytes, size: 
     """Return the ``size`` bytes of a frame. What it says of itself is checked before room is made for it."""
     import zstandard
 
-    told = zstandard.get_frame_parameters(frame.data)
-    if told.content_size != size or frame[_DESCRIPTOR] & _FLAGS != _OURS:
-        raise zstandard.ZstdError(f"its frame tells of {told.content_size} bytes, and {size} belong there")
+    parameters = zstandard.get_frame_parameters(frame.data)
+    if parameters.content_size != size or frame[_DESCRIPTOR] & _FLAGS != _OURS:
+        raise zstandard.ZstdError(f"its frame tells of {parameters.content_size} bytes, and {size} belong there")
     return np.frombuffer(decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
 
 

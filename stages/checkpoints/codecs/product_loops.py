@@ -100,7 +100,7 @@ class Product:
 
     def __init__(
         self,
-        known: Loops,
+        compiled: Loops,
         work: LoopArguments,
         family: int,
         *,
@@ -109,8 +109,8 @@ class Product:
         room: int = 0,
         tables: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
     ) -> None:
-        self._function, self._kept = known.library.multiply_packed, (work, tables)
-        self._known = known
+        self._function, self._kept = compiled.library.multiply_packed, (work, tables)
+        self._known = compiled
         self._in_columns, self.rows, self.columns, self._room = family == _GROUPED, rows, columns, room
         self._arguments = _ProductArguments(work=addressof(work), family=family, rows=rows, columns=columns)
         self._arguments.places, self._arguments.values = pointers(tables.get("places"), tables.get("values"))
@@ -157,7 +157,7 @@ class Product:
         return together, self._room + (together * (line + _SHARING * LANES) if unpacks else 0)
 
 
-def ggml_product(known: Loops, packed: Bytes, *, kind: str, places: Places | None) -> Product:
+def ggml_product(compiled: Loops, packed: Bytes, *, kind: str, places: Places | None) -> Product:
     """Return the product with ``packed`` [rows, bytes], blocks of ggml's format ``kind``, each of whose numbers goes to
     the place that ``places`` has for its row, if that isn't null.
     """
@@ -167,10 +167,10 @@ def ggml_product(known: Loops, packed: Bytes, *, kind: str, places: Places | Non
     assert places is None or places.shape == (rows,)
     laid = pointers(packed, None, None, None, None, None)
     work = LoopArguments(*laid, FORMAT_NUMBERS[kind], DTYPE_NUMBERS["float32"], rows, blocks)
-    return Product(known, work, _GGML, rows=rows, columns=blocks * form.elements, tables={"places": places})
+    return Product(compiled, work, _GGML, rows=rows, columns=blocks * form.elements, tables={"places": places})
 
 
-def scaled_product(known: Loops, codes: Bytes, scales: Bytes, *, rows: int, layout: ScaleLayout) -> Product:
+def scaled_product(compiled: Loops, codes: Bytes, scales: Bytes, *, rows: int, layout: ScaleLayout) -> Product:
     """Return the product with a matrix of ``rows`` that rests in ``codes`` [rows, bytes] and ``scales`` [blocks down,
     bytes of a line of them].
 
@@ -184,11 +184,11 @@ def scaled_product(known: Loops, codes: Bytes, scales: Bytes, *, rows: int, layo
     values, scale_table = tables
     work.dtype = DTYPE_NUMBERS["float32"]
     singles = None if values is None else np.ascontiguousarray(values.view(np.float32)[::32])
-    kept = {"values": singles, "codes": values, "scales": scale_table}
-    return Product(known, work, _SCALED, rows=rows, columns=columns, tables=kept)
+    table_of = {"values": singles, "codes": values, "scales": scale_table}
+    return Product(compiled, work, _SCALED, rows=rows, columns=columns, tables=table_of)
 
 
-def grouped_product(known: Loops, packed: PackedGroups, *, rows: int, columns: int, layout: GroupLayout) -> Product:
+def grouped_product(compiled: Loops, packed: PackedGroups, *, rows: int, columns: int, layout: GroupLayout) -> Product:
     """Return the product with integers in groups, of ``rows`` outputs and ``columns`` inputs."""
     codes, scales, zeros, order = packed
     bits, width = layout.bits, int(DTYPE_BYTES[layout.scale_dtype])
@@ -212,7 +212,7 @@ def grouped_product(known: Loops, packed: PackedGroups, *, rows: int, columns: i
         SCALE_NUMBERS[layout.scale_dtype],
     )
     work.above_run = layout.less_one
-    return Product(known, work, _GROUPED, rows=rows, columns=columns, room=2 * _WIDE * groups)
+    return Product(compiled, work, _GROUPED, rows=rows, columns=columns, room=2 * _WIDE * groups)
 
 
 @cache

@@ -35,50 +35,50 @@ _products: dict[tuple[object, ...], Product] = {}
 
 _library = torch.library.Library("offstage", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    f"{_NAME}(Tensor given, Tensor[] parts, str told, Tensor? bias, ScalarType? compute, bool tiles) -> Tensor"
+    f"{_NAME}(Tensor given, Tensor[] parts, str matrix_text, Tensor? bias, ScalarType? compute, bool tiles) -> Tensor"
 )  # type: ignore[no-untyped-call]
 
 
 def multiply_packed(
     given: Tensor,
     parts: Sequence[Tensor],
-    told: str,
+    matrix_text: str,
     bias: Tensor | None = None,
     *,
     compute: torch.dtype | None = None,
     tiles: bool = False,
 ) -> Tensor:
     """Return the products […, rows] of ``given`` […, columns], floats of any kind, with the matrix that rests in
-    ``parts`` as is ``told`` (``packed_matrices.as_text``).
+    ``parts`` as ``matrix_text`` says (``packed_matrices.as_text``).
 
     What is given is rounded to the dtype ``compute`` first, if there is one; if that is bfloat16, products may be made
     in ``tiles``, by torch's operators where the processor has none. Products are added up in float32, a
     ``bias`` [rows] too, and rounded to the dtype of what is given.
     """
-    made: Tensor = torch.ops.offstage.multiply_packed(given, parts, told, bias, compute, tiles)
-    return made
+    products: Tensor = torch.ops.offstage.multiply_packed(given, parts, matrix_text, bias, compute, tiles)
+    return products
 
 
 def by_operators(
-    given: Tensor, parts: Sequence[Tensor], told: str, bias: Tensor | None = None, *, way: Way = "floats"
+    given: Tensor, parts: Sequence[Tensor], matrix_text: str, bias: Tensor | None = None, *, way: Way = "floats"
 ) -> Tensor:
     """Return the products of ``given`` by torch's operators, added up in the order of the ``way``.
 
     They have the dtype of what is given.
     """
-    matrix, rows_given = of_text(told), given.float().reshape(-1, given.shape[-1])
-    rows, columns, count, found = matrix.rows, matrix.columns, len(rows_given), matrix.places()
-    places = torch.arange(rows) if found is None else torch.from_numpy(found)
-    runs, made = rows_given.view(count, 1, -1, LANES), rows_given.new_empty((count, rows))
+    matrix, rows_given = of_text(matrix_text), given.float().reshape(-1, given.shape[-1])
+    rows, columns, count, row_places = matrix.rows, matrix.columns, len(rows_given), matrix.places()
+    places = torch.arange(rows) if row_places is None else torch.from_numpy(row_places)
+    runs, products = rows_given.view(count, 1, -1, LANES), rows_given.new_empty((count, rows))
     step = max(1, _SCRATCH // (columns + 2 * count * max(LANES, columns // LANES)))
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
         values = matrix.values([*parts], begin, end).view(1, end - begin, -1, LANES)
         values = values if way == "floats" else values.bfloat16().float()
-        made[:, places[begin:end]] = _in_tiles(values, runs) if way == "tiles" else _in_lanes(values, runs, way)
+        products[:, places[begin:end]] = _in_tiles(values, runs) if way == "tiles" else _in_lanes(values, runs, way)
     if bias is not None:
-        made += bias
-    return made.to(given.dtype).view(*given.shape[:-1], rows)
+        products += bias
+    return products.to(given.dtype).view(*given.shape[:-1], rows)
 
 
 def _in_lanes(values: Tensor, given: Tensor, way: Way) -> Tensor:
@@ -125,51 +125,51 @@ def fused(left: Tensor, right: Tensor, more: Tensor) -> Tensor:
 
 
 def _on_host(
-    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None, tiles: bool
+    given: Tensor, parts: list[Tensor], matrix_text: str, bias: Tensor | None, compute: torch.dtype | None, tiles: bool
 ) -> Tensor:
     parts, rounded = [part.contiguous() for part in parts], given if compute is None else given.to(compute)
-    product, rounds = _product(told, parts), rounded.dtype == torch.bfloat16
+    product, rounds = _product(matrix_text, parts), rounded.dtype == torch.bfloat16
     way: Way | None = "floats" if product is None or not rounds else product.way(tiles=tiles)
     if product is None or way is None:
         own: Way = "tiles" if tiles and rounds else "floats"
-        return by_operators(rounded, parts, told, bias, way=own).to(given.dtype)
+        return by_operators(rounded, parts, matrix_text, bias, way=own).to(given.dtype)
     numbers = (rounded.float() if way == "floats" else rounded).contiguous()
     rounds, (*leading, columns) = way != "floats" and given.dtype == torch.bfloat16, given.shape
-    made = given.new_empty((*leading, product.rows), dtype=given.dtype if rounds else torch.float32)
+    products = given.new_empty((*leading, product.rows), dtype=given.dtype if rounds else torch.float32)
     added = None if bias is None else bias.float()
     assert columns == product.columns
     assert added is None or added.shape == (product.rows,)
     product.run(
-        numbers.data_ptr(), made.data_ptr(), given.numel() // columns, threads=torch.get_num_threads(), way=way,
+        numbers.data_ptr(), products.data_ptr(), given.numel() // columns, threads=torch.get_num_threads(), way=way,
         rounds=rounds, bias=None if added is None else added.data_ptr(),
     )  # fmt: skip
-    return made if made.dtype == given.dtype else made.to(given.dtype)
+    return products if products.dtype == given.dtype else products.to(given.dtype)
 
 
-def _product(told: str, parts: list[Tensor]) -> Product | None:
+def _product(matrix_text: str, parts: list[Tensor]) -> Product | None:
     """Return the product with ``parts``, made once for where they lie: places among them are looked at each time.
 
     Null where there are no loops.
     """
-    place = (told, *((part.data_ptr(), part.nbytes) for part in parts))
-    found = _products.get(place)
-    if found is not None:
-        return found
-    known, matrix = loops(), of_text(told)
-    if known is None:
+    place = (matrix_text, *((part.data_ptr(), part.nbytes) for part in parts))
+    product = _products.get(place)
+    if product is not None:
+        return product
+    compiled, matrix = loops(), of_text(matrix_text)
+    if compiled is None:
         return None
-    made = matrix.product(known, parts)
+    new = matrix.product(compiled, parts)
     if not matrix.reordered:
         if len(_products) >= _KEPT:
             _products.clear()
-        _products[place] = made
-    return made
+        _products[place] = new
+    return new
 
 
 def _on_meta(
-    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None, compute: torch.dtype | None, tiles: bool
+    given: Tensor, parts: list[Tensor], matrix_text: str, bias: Tensor | None, compute: torch.dtype | None, tiles: bool
 ) -> Tensor:
-    return given.new_empty((*given.shape[:-1], of_text(told).rows))
+    return given.new_empty((*given.shape[:-1], of_text(matrix_text).rows))
 
 
 _library.impl(_NAME, _on_host, "CPU")  # type: ignore[no-untyped-call]

@@ -80,10 +80,10 @@ class GgmlQ8:
         blocks *= torch.where(scales < smallest, 0, 1 / scales)
         whole = blocks.to(torch.int8)
         codes = whole + blocks.sub_(whole).mul_(2).to(torch.int8)  # halves away from zero
-        made = torch.empty((len(blocks), self._form.bytes), dtype=torch.uint8)
-        made[:, :2] = scales.half().view(torch.uint8)
-        made[:, 2:] = codes.view(torch.uint8)
-        return (made.view(-1),)
+        packed = torch.empty((len(blocks), self._form.bytes), dtype=torch.uint8)
+        packed[:, :2] = scales.half().view(torch.uint8)
+        packed[:, 2:] = codes.view(torch.uint8)
+        return (packed.view(-1),)
 
     def are_sound(self, made: Sequence[Tensor]) -> bool:
         """Return whether all scales are finite."""

@@ -128,15 +128,15 @@ class ScaledCodes(DeviceCodec):
 
     def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
         """Return what unpacks ``block`` at once; null where there is no loop for it."""
-        known, height = loops(), block.end - block.begin
-        if known is None or not known.can_scale(self.code, tensor.dtype, self.block_columns):
+        compiled, height = loops(), block.end - block.begin
+        if compiled is None or not compiled.can_scale(self.code, tensor.dtype, self.block_columns):
             return None
         codes, scales, *above = data
         if self.transposed:
             table = _scaled_pairs(tensor.dtype).numpy().view(f"u{2 * torch_dtype(tensor.dtype).itemsize}")
             expert, row = divmod(block.begin, tensor.shape[-1])
-            made = target.view(f"u{table.itemsize // 2}").reshape(tensor.shape)[expert, :, row : row + height]
-            return known.mxfp4(codes.reshape(height, -1), scales.reshape(height, -1), table, made)
+            rows_target = target.view(f"u{table.itemsize // 2}").reshape(tensor.shape)[expert, :, row : row + height]
+            return compiled.mxfp4(codes.reshape(height, -1), scales.reshape(height, -1), table, rows_target)
         kind, (matrices, rows, _) = tensor.parts[1].dtype, self._grid(tensor)
         nested = (_floats(self.nested.values).numpy(), self.nested.run, self.nested.offset) if self.nested else None
         layout = ScaleLayout(
@@ -149,8 +149,8 @@ class ScaledCodes(DeviceCodec):
             nested=nested,
         )
         scales = scales.reshape(-1, self._scale_grid(tensor)[1] * int(DTYPE_BYTES[kind]))
-        made = target.reshape(matrices * rows, -1)[block.begin : block.end]
-        return known.scaled(codes.reshape(height, -1), scales, made, dtype=tensor.dtype, layout=layout)
+        rows_target = target.reshape(matrices * rows, -1)[block.begin : block.end]
+        return compiled.scaled(codes.reshape(height, -1), scales, rows_target, dtype=tensor.dtype, layout=layout)
 
     def _is_odd(self, tensor: PackedTensor) -> bool:
         """Return whether codes of eight bits aren't pairs in each row."""
@@ -196,20 +196,20 @@ class ScaledCodes(DeviceCodec):
             return
         (_, rows, columns), (_, across) = self._grid(tensor), self._scale_grid(tensor)
         scales = self._scales(tensor, block, data, tables).view(-1, across)
-        made = target.view(torch_dtype(tensor.dtype)).view(-1, columns)[block.begin : block.end]
+        target_rows = target.view(torch_dtype(tensor.dtype)).view(-1, columns)[block.begin : block.end]
         skipped, each = block.begin % rows % self.block_rows, 1 if self._is_odd(tensor) else 2
-        most = min(most_at_once(target), made.numel())
+        most = min(most_at_once(target), target_rows.numel())
         kind = torch.uint16 if each == 2 and self.name in _OF_EIGHT_BITS else torch.uint8
-        codes = data[0].view(kind).view(len(made), -1)
+        codes = data[0].view(kind).view(len(target_rows), -1)
         places = torch.empty(most // each, dtype=torch.int32, device=target.device)
-        found = tables[0].new_empty(len(places), device=target.device)
-        for some, part in tiles(len(made), columns, most=most, height=self.block_rows, width=2):
+        buffer = tables[0].new_empty(len(places), device=target.device)
+        for some, part in tiles(len(target_rows), columns, most=most, height=self.block_rows, width=2):
             at_rest = codes[some, part.start // each : part.stop // each]
             indices = places[: at_rest.numel()].view(at_rest.shape).copy_(at_rest)
-            numbers = torch.index_select(tables[0], 0, indices.view(-1), out=found[: indices.numel()])
+            numbers = torch.index_select(tables[0], 0, indices.view(-1), out=buffer[: indices.numel()])
             values = numbers.view(torch.float32).view(len(at_rest), -1)
             self._multiply(values, scales, down=skipped + some.start, right=part.start)
-            made[some, part].copy_(values)
+            target_rows[some, part].copy_(values)
 
     def _unpack_columns(
         self,
@@ -222,12 +222,12 @@ class ScaledCodes(DeviceCodec):
         """Write the rows of ``block`` as columns. What changes its order are words of eight codes, not their values."""
         expert, row = divmod(block.begin, tensor.shape[-1])
         rows, kind = block.end - block.begin, _HALVES[tables[0].dtype]
-        made = target.view(kind).view(tensor.shape[0], -1, 4, 4, 2, tensor.shape[2])[expert, ..., row : row + rows]
+        blocks = target.view(kind).view(tensor.shape[0], -1, 4, 4, 2, tensor.shape[2])[expert, ..., row : row + rows]
         words = data[0].view(torch.int32).view(rows, -1, 4).permute(1, 2, 0).contiguous()
         above = data[1].view(rows, -1).T.to(torch.int32, memory_format=torch.contiguous_format).mul_(256)[:, None]
         most = min(2 * most_at_once(target) // MXFP4_GROUP, rows * len(words))
         places = torch.empty(16 * most, dtype=torch.int32, device=target.device)
-        found = tables[0].new_empty(len(places), device=target.device)
+        buffer = tables[0].new_empty(len(places), device=target.device)
         shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=target.device)[:, None, None, None]
         byte, half = (
             shifts.new_full((), number) for number in (255, 8 * kind.itemsize)
@@ -236,8 +236,10 @@ class ScaledCodes(DeviceCodec):
             in_order = words[groups, :, some]
             indices = places[: 4 * in_order.numel()].view(4, *in_order.shape)
             torch.bitwise_right_shift(in_order, shifts, out=indices).bitwise_and_(byte).add_(above[groups, :, some])
-            pairs = torch.index_select(tables[0], 0, indices.view(-1), out=found[: indices.numel()]).view(indices.shape)
-            lines = made[groups, ..., some].permute(2, 3, 0, 1, 4)
+            pairs = torch.index_select(tables[0], 0, indices.view(-1), out=buffer[: indices.numel()]).view(
+                indices.shape
+            )
+            lines = blocks[groups, ..., some].permute(2, 3, 0, 1, 4)
             lines[:, 0].copy_(pairs)
             lines[:, 1].copy_(pairs.bitwise_right_shift_(half))
 
@@ -322,14 +324,14 @@ def value_table(code: str, values: tuple[float, ...] = (), *, single: bool = Fal
     floats = (*magnitudes, *(-value for value in magnitudes))
     if code in _OF_EIGHT_BITS:
         every = torch.arange(256, dtype=torch.uint8)
-        known = every.view(torch.float8_e4m3fn if code == "fp8" else torch.int8).float()
+        values_of = every.view(torch.float8_e4m3fn if code == "fp8" else torch.int8).float()
     elif code == "int4":
-        known = torch.arange(-8, 8).float()
+        values_of = torch.arange(-8, 8).float()
     else:
-        known = _floats(values or floats)
+        values_of = _floats(values or floats)
     if single:
-        return known.view(torch.int32)
-    low, high = known.repeat(len(known)), known.repeat_interleave(len(known))
+        return values_of.view(torch.int32)
+    low, high = values_of.repeat(len(values_of)), values_of.repeat_interleave(len(values_of))
     return torch.stack((high, low) if values else (low, high), 1).view(torch.int64).view(-1)
 
 

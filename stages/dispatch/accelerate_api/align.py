@@ -35,10 +35,10 @@ def resolve_device(device: AnyDevice | None) -> torch.device | None:
     if device is None or isinstance(device, torch.device):
         return device
     try:
-        known = parse_device(device)
+        device_id = parse_device(device)
     except ValueError:
         return torch.device(device)
-    return torch_device(known)
+    return torch_device(device_id)
 
 
 class AlignDevicesHook(ModelHook):
@@ -209,5 +209,5 @@ def _shares_memory(tensor: torch.Tensor, weights: Mapping[str, torch.Tensor], na
         return _shares_memory(tensor, weights.dataset, f"{weights.prefix}{name}")
     if isinstance(weights, OffloadedWeightsLoader):
         return _shares_memory(tensor, weights.state_dict, name)
-    held = weights.get(name) if isinstance(weights, dict) else None
-    return held is not None and held.device == tensor.device and held.data_ptr() == tensor.data_ptr()
+    weight = weights.get(name) if isinstance(weights, dict) else None
+    return weight is not None and weight.device == tensor.device and weight.data_ptr() == tensor.data_ptr()

@@ -192,8 +192,8 @@ def _wanted(
 
 def _warn_of_strangers(skeleton: Skeleton, device_map: Mapping[str, AnyDevice]) -> None:
     """Say in the log which names of the map are not in the model, and which of its devices are not here."""
-    known = {spec.name for spec in skeleton.tensors} | {module.name for module in skeleton.modules}
-    strangers = [name for name in device_map if name not in known]
+    names = {spec.name for spec in skeleton.tensors} | {module.name for module in skeleton.modules}
+    strangers = [name for name in device_map if name not in names]
     if strangers:
         _log.warning("device_map names nothing in the model: %s", ", ".join(strangers))
     for device in dict.fromkeys(device_map.values()):

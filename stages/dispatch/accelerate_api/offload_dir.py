@@ -56,7 +56,7 @@ def locate_weights(
 
 def _known_name(name: str, skeleton: Skeleton, stored: OffloadedWeightsLoader) -> str:
     """Return the name that the folder has ``name`` by: its own, or that of a twin."""
-    return next((known for known in (name, *skeleton.names_of(name)) if known in stored.index), name)
+    return next((other for other in (name, *skeleton.names_of(name)) if other in stored.index), name)
 
 
 def _extents(
@@ -65,15 +65,15 @@ def _extents(
     """Return where the tensor lies as the model holds it: in one piece, or ``by_row`` in several."""
     if name not in stored.index:
         raise CheckpointError(f"offload_index: has no tensor {name!r}; give an index or a folder that has all of them")
-    found = stored.extents(name)
-    shape = found[0].shape if len(found) == 1 else tuple(stored.index[name].get("shape", ()))
-    in_rows = by_row and locate_rows(found, spec.shape, spec.dtype)
-    if shape == spec.shape and (in_rows or (len(found) == 1 and found[0].dtype == spec.dtype)):
-        return found
+    extents = stored.extents(name)
+    shape = extents[0].shape if len(extents) == 1 else tuple(stored.index[name].get("shape", ()))
+    in_rows = by_row and locate_rows(extents, spec.shape, spec.dtype)
+    if shape == spec.shape and (in_rows or (len(extents) == 1 and extents[0].dtype == spec.dtype)):
+        return extents
     if shape != spec.shape or folder is None:
-        pieces = f" in {len(found)} pieces" if len(found) > 1 else ""
+        pieces = f" in {len(extents)} pieces" if len(extents) > 1 else ""
         raise CheckpointError(
-            f"{found[0].file.path}: tensor {name!r} is {found[0].dtype} {list(shape)}{pieces} and the model's "
+            f"{extents[0].file.path}: tensor {name!r} is {extents[0].dtype} {list(shape)}{pieces} and the model's "
             f"{spec.dtype} {list(spec.shape)}; give offload_dir, a folder for what must be cast or put together"
         )
     offload_state_dict(folder, {spec.name: stored[name].to(torch_dtype(spec.dtype))})
@@ -107,7 +107,7 @@ def _same(
     if index[name].get("shape", list(tensor.shape)) != list(tensor.shape):
         return False
     try:
-        found = stored[name]
+        stored_tensor = stored[name]
     except (CheckpointError, OSError):
         return False  # damaged: it is written anew
-    return found.dtype == tensor.dtype and torch.equal(found, tensor.cpu())
+    return stored_tensor.dtype == tensor.dtype and torch.equal(stored_tensor, tensor.cpu())

@@ -29,11 +29,11 @@ def offloaded_tensors(module: nn.Module) -> dict[str, WaitingTensor]:
     Where a hook brings the module in as a whole, those of its submodules are among them.
     """
     bound = [*module._parameters.items(), *module._buffers.items()]
-    found = {name: tensor for name, tensor in bound if isinstance(tensor, WaitingTensor)}
+    tensors = {name: tensor for name, tensor in bound if isinstance(tensor, WaitingTensor)}
     for hook in hooks_of(module):
         if isinstance(hook, AlignDevicesHook):
-            found |= hook.offloaded
-    return found
+            tensors |= hook.offloaded
+    return tensors
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -107,7 +107,9 @@ class EngineHook(AlignDevicesHook):
         for place in self._away:
             place.come_home()
             if isinstance(place.now, WaitingTensor):
-                place.now.source.told = resolve_device(self.execution_device)  # what is added to it now is to have data
+                place.now.source.reported = resolve_device(
+                    self.execution_device
+                )  # what is added to it now is to have data
         for place, home in self._returning:
             place.move(home)
         self._away, self._returning = [], []
@@ -149,9 +151,9 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     experts = tuple(spec for spec in skeleton.experts if not preloaded.intersection(upward(spec.module)))
     outline, placement = Outline(replace(skeleton, experts=experts)), Placement(leaders, wanted.main)
     budgets = _budgets(outline, placement, wanted)
-    held = resident_bytes(outline, leaders)
+    resident = resident_bytes(outline, leaders)
     free = host_memory().available_bytes - (budgets[CPU] or 0) - PROCESS_BYTES
-    io = choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free)
+    io = choose_io("auto", streamed_bytes=resident.get(DISK, 0), free_bytes=free)
     leaves = {spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU}
     apart = leaves if wanted.kept_apart else set[str]()
     layout = lay_out(outline, placement, budgets, io=io, homes=homes, execution=execution, apart=apart)
@@ -164,22 +166,22 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
 
 def _budgets(outline: Outline, placement: Placement, wanted: Wanted) -> dict[DeviceId, int | None]:
     """Return the bytes of the host, and of each accelerator that computes what is streamed, as ``Wanted`` has them."""
-    held, whole = (
+    resident, whole = (
         resident_bytes(outline, placement.homes),
         lay_out(replace(outline, routes=False), placement).layer_reserves,
     )
-    least = {device: held.get(device, 0) + count for device, count in whole.items()}
-    least[CPU] = held.get(CPU, 0) + STAGED_LAYERS * whole.get(wanted.main, 0)
+    least = {device: resident.get(device, 0) + count for device, count in whole.items()}
+    least[CPU] = resident.get(CPU, 0) + STAGED_LAYERS * whole.get(wanted.main, 0)
     return {device: wanted.budgets.get(device) or count for device, count in least.items()}
 
 
 def _computes(tensors: Sequence[TensorSpec], wanted: Wanted) -> DeviceId:
     """Return where a module of these ``tensors`` computes: where most of it is accelerated, or on the main device."""
-    held: Counter[DeviceId] = Counter()
+    totals: Counter[DeviceId] = Counter()
     for spec in tensors:
         if isinstance(wanted.homes[spec.name], int):
-            held[wanted.homes[spec.name]] += max(1, spec.bytes)
-    return max(held, key=lambda device: held[device], default=wanted.main)
+            totals[wanted.homes[spec.name]] += max(1, spec.bytes)
+    return max(totals, key=lambda device: totals[device], default=wanted.main)
 
 
 def _lies_on(spec: TensorSpec, execution: DeviceId, wanted: Wanted) -> DeviceId:
@@ -197,7 +199,7 @@ def _with_preloaded(skeleton: Skeleton, classes: Collection[str]) -> Skeleton:
         name: tuple(dict.fromkeys([*skeleton.borrowers.get(name, ()), *users.get(name, ())]))
         for name in {*skeleton.borrowers, *users}
     }
-    return replace(skeleton, borrowers={name: found for name, found in borrowers.items() if found})
+    return replace(skeleton, borrowers={name: modules for name, modules in borrowers.items() if modules})
 
 
 @dataclass(slots=True)

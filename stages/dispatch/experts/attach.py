@@ -122,7 +122,7 @@ def _open_slots(
         together=together,
     )
     phases = _phases(kind, members) if link.in_place else {}
-    banks = [Bank(found) for found in slot_rows(kind, bounds, link, room=slot_bytes, phases=phases)]
+    banks = [Bank(slots) for slots in slot_rows(kind, bounds, link, room=slot_bytes, phases=phases)]
     rows = [row for each in members for stack_rows in each.rows.values() for row in stack_rows]
     places = [place for row in rows for place in ((row,) if isinstance(row, torch.Tensor) else row)]
     passing = [place for place in places if not link.in_place or isinstance(place, Extent)]
@@ -168,30 +168,30 @@ def _wanted(spec: ExpertsSpec, tokens: int) -> int:
 
 def _mixed(plan: DispatchPlan, places: Mapping[str, Sequence[TensorPlace]], stored: DiskWeights) -> Iterator[_Mixed]:
     positions = part_positions(plan)
-    for number, (name, found) in enumerate(places.items()):
+    for number, (name, stacks) in enumerate(places.items()):
         spec = plan.parts[name].experts
         assert spec is not None
-        rows = {place.attribute: list(_rows(place, stored)) for place in found}
+        rows = {place.attribute: list(_rows(place, stored)) for place in stacks}
         assert all(len(stack_rows) == spec.count for stack_rows in rows.values()), name
-        yield _Mixed(number, positions.get(name, (0,)), spec, plan.parts[name].execution, found, rows)
+        yield _Mixed(number, positions.get(name, (0,)), spec, plan.parts[name].execution, stacks, rows)
 
 
 def _by_kind(mixed: Sequence[_Mixed]) -> dict[tuple[DeviceId, Kind], list[_Mixed]]:
     """Return the experts that can lie in the same slots, by the device that computes them and what they have."""
-    found: dict[tuple[DeviceId, Kind], list[_Mixed]] = defaultdict(list)
+    groups: dict[tuple[DeviceId, Kind], list[_Mixed]] = defaultdict(list)
     for each in mixed:
         kind = tuple(
             (place.attribute, RowShape(tuple(place.before.shape[1:]), place.before.dtype)) for place in each.places
         )
-        found[each.computes, kind].append(each)
-    return found
+        groups[each.computes, kind].append(each)
+    return groups
 
 
 def _share(slot_bytes: int, kind: Kind, members: Sequence[_Mixed], mixed: Sequence[_Mixed]) -> int:
     """Return the part of a device's ``slot_bytes`` that experts of ``kind`` have: as large as theirs of all experts."""
     mine = sum(each.spec.count for each in members) * kind_bytes(kind)
-    there = [each for each in mixed if each.computes == members[0].computes]
-    whole = sum(place.before.nbytes for each in there for place in each.places)
+    neighbours = [each for each in mixed if each.computes == members[0].computes]
+    whole = sum(place.before.nbytes for each in neighbours for place in each.places)
     return slot_bytes * mine // max(1, whole)
 
 

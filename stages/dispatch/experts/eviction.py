@@ -132,8 +132,8 @@ class Eviction:
 
     def victim(self, busy: Container[Expert]) -> Expert | None:
         """Return the expert with the fewest uses of those passed over, or a privileged one."""
-        found = self._others.victim(busy)
-        return found or next((expert for expert in self._by_next_chance() if expert not in busy), None)
+        chosen = self._others.victim(busy)
+        return chosen or next((expert for expert in self._by_next_chance() if expert not in busy), None)
 
     def _by_next_chance(self) -> Iterator[Expert]:
         """Yield the privileged experts, those first whose layer comes last."""

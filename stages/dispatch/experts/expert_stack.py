@@ -58,9 +58,9 @@ class ExpertStack(WaitingTensor):
         stack = next((arg for arg in args[:2] if isinstance(arg, ExpertStack)), None)
         if operation is not None and stack is not None and stack.use.experts.under_way:
             with torch._C.DisableTorchFunctionSubclass():
-                found = operation(stack, func, args, kwargs or {})
-            if found is not None:
-                return found
+                result = operation(stack, func, args, kwargs or {})
+            if result is not None:
+                return result
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -88,10 +88,10 @@ def _multiply_groups(
     counts = {expert: end - begin for expert, (begin, end) in enumerate(pairwise(edges)) if end > begin}
     if counts and torch.is_grad_enabled() and left.requires_grad:
         ends = torch.tensor([edges[expert + 1] for expert in counts], dtype=torch.int32, device=left.device)
-        found: torch.Tensor = func(
+        products: torch.Tensor = func(
             left, stack.use.oriented(_lent(stack, partial(_copied, stack, [*counts]))), offs=ends
         )
-        return found
+        return products
     product = left.new_empty((len(left), stack.shape[-1]), dtype=stack.dtype)
     for experts, slots, places in stack.use.experts.batches(stack.use.attribute, list(counts)):
         in_order = sorted(zip(places, experts, strict=True))
@@ -130,8 +130,8 @@ def _multiply_one(func: Any, left: torch.Tensor, matrix: torch.Tensor) -> torch.
 
     For a batch of one alone other kernels run there, which sum in another order (float32): so there are two.
     """
-    found: torch.Tensor = func(left.expand(2, *left.shape), matrix.expand(2, *matrix.shape))[0]
-    return found
+    product: torch.Tensor = func(left.expand(2, *left.shape), matrix.expand(2, *matrix.shape))[0]
+    return product
 
 
 def _lent(stack: ExpertStack, copy: Callable[[], torch.Tensor]) -> torch.Tensor:

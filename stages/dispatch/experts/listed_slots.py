@@ -113,8 +113,8 @@ class ListedSlots(ExpertSlots):
         place = self._place[expert]
         self._in_turn = self._in_turn + 1 if place == self._begun + 1 else 1
         self._begun = place
-        bank, there = self._banks[expert[0]], [expert] if self.has(expert) else []
-        self.count(expert[0], hits=there, misses=not there)
+        bank, hits = self._banks[expert[0]], [expert] if self.has(expert) else []
+        self.count(expert[0], hits=hits, misses=not hits)
         if expert in bank.unused:
             bank.use(expert)
         busy = {**self._in_use, expert: None}

@@ -169,10 +169,10 @@ class RoutedExperts:
         """Ask for the experts of all calls that have come here, as far as they fit."""
         hit = self._routed.difference(self._in_turn.order)
         self._routed.clear()
-        there = sorted(expert for expert in hit if self._pool.has(expert))
-        missing = sorted(hit.difference(there))
-        self._pool.count(self._number, hits=there, misses=len(missing))
-        self._in_turn.add([*there, *missing])
+        hits = sorted(expert for expert in hit if self._pool.has(expert))
+        missing = sorted(hit.difference(hits))
+        self._pool.count(self._number, hits=hits, misses=len(missing))
+        self._in_turn.add([*hits, *missing])
         self._kept = set(self._staying())
         for attribute in self._attributes:
             for expert in missing:
@@ -230,13 +230,13 @@ class RoutedExperts:
     def _as_they_come(
         self, attribute: str, keys: Sequence[Expert]
     ) -> Iterator[tuple[list[int], torch.Tensor, list[int]]]:
-        there = [key for key in keys if self._pool.is_there(key, attribute)]
-        missing = sorted(set(keys).difference(there), key=self._in_turn.when)
+        ready = [key for key in keys if self._pool.is_there(key, attribute)]
+        missing = sorted(set(keys).difference(ready), key=self._in_turn.when)
         waiting, asked = deque(missing), deque[Expert]()
         size = max(1, min(-(-len(missing) // 2), self._pool.room(self._number) // 2))
-        self._ask(attribute, waiting, asked, computing=there)
-        if there:
-            yield self._batch(attribute, there)
+        self._ask(attribute, waiting, asked, computing=ready)
+        if ready:
+            yield self._batch(attribute, ready)
         while waiting or asked:
             self._ask(attribute, waiting, asked, computing=())
             batch = [asked.popleft() for _ in range(min(size, len(asked)))]

@@ -157,10 +157,10 @@ def slot_rows(
     if sum(sizes) > room:
         kind = tuple(sorted(kind, key=lambda each: -each[1].dtype.itemsize))  # so that each can begin where it does
         sizes = [count * row.bytes for _, row in kind]
-    found = {name: {phase for (_, piece), phase in phases.items() if piece == name} or {0} for name, _ in kind}
-    strides = {name: row.bytes + TENSOR_ALIGNMENT * (len(found[name]) > 1) for name, row in kind}
+    phases_of = {name: {phase for (_, piece), phase in phases.items() if piece == name} or {0} for name, _ in kind}
+    strides = {name: row.bytes + TENSOR_ALIGNMENT * (len(phases_of[name]) > 1) for name, row in kind}
     sizes = [
-        size + count * (strides[name] - row.bytes) + TENSOR_ALIGNMENT * (max(found[name]) > 0)
+        size + count * (strides[name] - row.bytes) + TENSOR_ALIGNMENT * (max(phases_of[name]) > 0)
         for (name, row), size in zip(kind, sizes, strict=True)
     ]
     memory = link.memory(max(1, sum(sizes)))
@@ -168,8 +168,8 @@ def slot_rows(
     stacks: dict[tuple[str, int], torch.Tensor] = {}
     for (name, row), begin in zip(kind, accumulate(sizes, initial=0), strict=False):
         stride = strides[name]
-        region, _ = memory.lend(begin, count * stride + max(found[name]))
-        for phase in found[name]:
+        region, _ = memory.lend(begin, count * stride + max(phases_of[name]))
+        for phase in phases_of[name]:
             own = region[phase : phase + count * stride].view(count, stride)[:, : row.bytes]
             rows[name, phase], stacks[name, phase] = own, own.view(row.dtype).view(count, *row.shape)
     return [

@@ -28,8 +28,8 @@ class BackwardOrder:
     ``held`` is the context in which what streams is the calling thread's: a backward pass is in no forward.
     """
 
-    def __init__(self, held: Callable[[], AbstractContextManager[None]]) -> None:
-        self._held = held
+    def __init__(self, hold: Callable[[], AbstractContextManager[None]]) -> None:
+        self._hold = hold
         self._caches: dict[DeviceId, WeightCache] = {}
         self._saving: _Saved | None = None
         self._asking: _Saved | None = None
@@ -59,7 +59,7 @@ class BackwardOrder:
         return partial(self._bring, part, index, waiting, saving)
 
     def _bring(self, part: StreamedPart, index: int, waiting: WaitingTensor, saved: _Saved | None) -> torch.Tensor:
-        with self._held():
+        with self._hold():
             return self._lend(part, index, waiting, saved)
 
     def _lend(self, part: StreamedPart, index: int, waiting: WaitingTensor, saved: _Saved | None) -> torch.Tensor:

@@ -40,7 +40,7 @@ def open_caches(parts: Sequence[StreamedPart], transport: Transport) -> list[Wei
 
     All bring ahead at once, each within the reserve of its device; those behind a link read by way of the same buffers.
     """
-    found, plan = [], transport.plan
+    caches, plan = [], transport.plan
     positions, computing = part_positions(plan), _by_device(parts)
     sources = {device: _sources(mine, transport.stored.extents) for device, mine in computing.items()}
     buffers = _pin_buffers(sources, transport)
@@ -58,8 +58,8 @@ def open_caches(parts: Sequence[StreamedPart], transport: Transport) -> list[Wei
             part.cache, part.number = cache, number
             part.position = _position_of(part, positions)
         transport.stack.callback(cache.close)
-        found.append(cache)
-    return found
+        caches.append(cache)
+    return caches
 
 
 def make_cache(
@@ -133,10 +133,10 @@ def _lay_out_all(
 
 def _by_device(parts: Sequence[StreamedPart]) -> dict[DeviceId, list[StreamedPart]]:
     """Return ``parts`` by the device that computes them."""
-    found: dict[DeviceId, list[StreamedPart]] = {}
+    groups: dict[DeviceId, list[StreamedPart]] = {}
     for part in parts:
-        found.setdefault(part.computes, []).append(part)
-    return found
+        groups.setdefault(part.computes, []).append(part)
+    return groups
 
 
 def _order_of(parts: Sequence[StreamedPart], plan: DispatchPlan) -> list[int]:
@@ -161,9 +161,9 @@ def _position_of(part: StreamedPart, positions: Mapping[str, Position]) -> Posit
 def _at_rest(part: StreamedPart, place: TensorPlace, extents: Mapping[str, AtRest]) -> AtRest:
     """Return where ``place`` lies on disk, or those rows of it that ``part`` has."""
     source = extents[place.name]
-    found = source if part.whole is None else rows_of(source, part.rows.start, part.rows.stop)
-    assert found is not None, place.name
-    return found
+    rows = source if part.whole is None else rows_of(source, part.rows.start, part.rows.stop)
+    assert rows is not None, place.name
+    return rows
 
 
 def _sources(parts: Sequence[StreamedPart], extents: Mapping[str, AtRest]) -> list[list[Source]]:
@@ -204,9 +204,9 @@ def part_positions(plan: DispatchPlan) -> dict[str, Position]:
         if part.listed_expert:
             lists.setdefault(parent(part.listed_expert), {}).setdefault(part.listed_expert, []).append(name)
     for holder, experts in lists.items():
-        known = [positions[name] for names in experts.values() for name in names if name in positions]
-        inside = [at for name, at in positions.items() if name.startswith(f"{parent(holder)}.")] if not known else []
-        begin = min(known or inside, default=(0,))
+        own = [positions[name] for names in experts.values() for name in names if name in positions]
+        inside = [at for name, at in positions.items() if name.startswith(f"{parent(holder)}.")] if not own else []
+        begin = min(own or inside, default=(0,))
         for number, names in enumerate(experts.values()):
             positions |= {name: (*begin, number, within) for within, name in enumerate(names)}
     return positions
@@ -214,11 +214,11 @@ def part_positions(plan: DispatchPlan) -> dict[str, Position]:
 
 def _listed_experts(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[str, list[list[int]]]:
     """Return the parts of each listed expert by their numbers, as they are in the order of the plan, by list."""
-    found: dict[str, dict[str, list[int]]] = {}
+    lists: dict[str, dict[str, list[int]]] = {}
     for number, part in enumerate(parts):
         if part.name in plan.parts and (expert := plan.parts[part.name].listed_expert):
-            found.setdefault(parent(expert), {}).setdefault(expert, []).append(number)
-    return {name: [*experts.values()] for name, experts in found.items()}
+            lists.setdefault(parent(expert), {}).setdefault(expert, []).append(number)
+    return {name: [*experts.values()] for name, experts in lists.items()}
 
 
 def _callers(parts: Sequence[StreamedPart]) -> dict[int, tuple[str, ...]]:

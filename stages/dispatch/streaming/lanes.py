@@ -42,16 +42,16 @@ class Lanes:
 
         Tasks are asked for as there is room for some.
         """
-        ready = next((group for group, held in self._waiting.items() if held and self._has_room(group)), None)
+        ready = next((group for group, queue in self._waiting.items() if queue and self._has_room(group)), None)
         if ready is not None:
             number, task = self._waiting[ready].popleft()
             return self._joins(number, ready, task)
-        while self._under_way.total() < self._size and (found := next(self._tasks, None)) is not None:
+        while self._under_way.total() < self._size and (newcomer := next(self._tasks, None)) is not None:
             number = next(self._numbers)
             group = number if self._count is None else number % self._count
             if self._has_room(group):
-                return self._joins(number, group, found)
-            self._waiting.setdefault(group, deque()).append((number, found))
+                return self._joins(number, group, newcomer)
+            self._waiting.setdefault(group, deque()).append((number, newcomer))
         return None
 
     def end(self, group: int) -> None:

@@ -229,8 +229,8 @@ class Lockstep(Turns):
 
     def _admit(self) -> None:
         """Have tasks join as far as there is room, and go on until they call the model."""
-        while (found := self._lanes.next()) is not None:
-            number, group, task = found
+        while (newcomer := self._lanes.next()) is not None:
+            number, group, task = newcomer
             member = Member(_thread(task), RandomState.current(), f"{self._name}.{number}", group)
             self._join(member, copy_context())
             self._resume(member)
@@ -352,13 +352,13 @@ class Lockstep(Turns):
             going = [member for member, wants in behind if wants is shared]
             shared.expect(len(going))
             return going
-        there = [
+        arrivals = [
             (member, wants)
             for member, wants in behind
             if isinstance(wants, Arrival) and wants.position == shared.position
         ]
-        missing.extend(arrival for _, arrival in there if not arrival.has_come)
-        return [member for member, arrival in there if arrival not in missing]
+        missing.extend(arrival for _, arrival in arrivals if not arrival.has_come)
+        return [member for member, arrival in arrivals if arrival not in missing]
 
 
 def _thread(task: Task) -> greenlet.greenlet:

@@ -66,7 +66,7 @@ class PassLock:
                 self._changed.notify_all()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Have what streams be the calling thread's, whose it may be already."""
         outermost = not self.is_mine()
         self.enter()

@@ -129,7 +129,7 @@ class ModelPasses:
         if isinstance(self.turns, Lockstep) and self.lock.is_mine():
             self.turns.divide((task for task in tasks if task is not None), size=size)
             return self.turns
-        with self.lock.held():
+        with self.lock.hold():
             name = _QUEUE if is_queue else self._names.next_run()
             group = self.turns = Lockstep(
                 size, self._state(), grouping=self._grouping(is_queue=is_queue), begin=self._begin, name=name,

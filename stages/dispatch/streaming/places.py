@@ -137,8 +137,8 @@ class _ReadOnly(torch.autograd.Function):
 
 def read_only(waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Tensor:
     """Return ``data`` of the weight ``name`` that waits, as something whose gradient is refused."""
-    found: torch.Tensor = _ReadOnly.apply(waiting, data, name)  # type: ignore[no-untyped-call]
-    return found
+    result: torch.Tensor = _ReadOnly.apply(waiting, data, name)  # type: ignore[no-untyped-call]
+    return result
 
 
 def writes_to(tensor: torch.Tensor) -> int:
@@ -189,8 +189,8 @@ class Newcomers:
         tables = chain(map(_SUBMODULES, self._modules), map(_PARAMETERS, self._modules))
         return [*chain.from_iterable(map(_VALUES, tables))]
 
-    def _is_as_seen(self, there: Sequence[object]) -> bool:
-        return len(there) == len(self._seen) and all(map(is_, there, self._seen))
+    def _is_as_seen(self, tensors: Sequence[object]) -> bool:
+        return len(tensors) == len(self._seen) and all(map(is_, tensors, self._seen))
 
     def _without_data(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and value of every parameter that is on meta and waits nowhere."""
@@ -202,8 +202,8 @@ class Newcomers:
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the data of one that is in a model: itself, or what a waiting one keeps."""
-    kept = tensor.kept if isinstance(tensor, WaitingTensor) else None
-    return tensor if kept is None else kept
+    data = tensor.kept if isinstance(tensor, WaitingTensor) else None
+    return tensor if data is None else data
 
 
 def have_wait(place: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -227,7 +227,7 @@ def have_wait_for(
 def _source_of(place: TensorPlace, stored: Mapping[str, torch.Tensor], device: torch.device) -> WaitingSource:
     """Return where the data of ``place`` waits, for ``device``: in ``stored`` on disk, or on the host."""
     weights = stored if place.host is None else {place.name: place.host}
-    return WaitingSource(weights, place.name, device, told=device)
+    return WaitingSource(weights, place.name, device, reported=device)
 
 
 def gather_on_host(places: Sequence[TensorPlace], host: HostBlock | None) -> list[HostBlock]:

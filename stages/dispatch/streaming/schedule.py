@@ -177,11 +177,11 @@ class Schedule:
         """
         certain = [part for part in saved if part not in self._optional and part not in self._left_out]
         self._turns += 1
-        known = certain == self._saved and bool(self._backward)
-        if known and self._turns == 1:
+        is_expected = certain == self._saved and bool(self._backward)
+        if is_expected and self._turns == 1:
             return False
         self._saved = certain
-        self._turn_to(self._backward if known else certain[::-1], begun=len(self._forward))
+        self._turn_to(self._backward if is_expected else certain[::-1], begun=len(self._forward))
         return True
 
     def _turn_to(self, backward: list[int], *, begun: int) -> None:

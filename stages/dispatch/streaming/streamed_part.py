@@ -140,7 +140,7 @@ def _places(
     model: nn.Module, part: ModulePlan, stored: DiskWeights, *, apart: bool, stack: ExitStack
 ) -> Mapping[Serving, list[TensorPlace]]:
     """Return the places of what is bound for each use, by how it is served; packed tables are looked up from now on."""
-    found: dict[Serving, list[TensorPlace]] = {"copy": [], "direct": [], "map": [], "rows": []}
+    places: dict[Serving, list[TensorPlace]] = {"copy": [], "direct": [], "map": [], "rows": []}
     for tensor, serving in part.serving.items():
         at = stored.extents.get(tensor)
         # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
@@ -151,7 +151,7 @@ def _places(
             have_wait_for(place, stored, torch.device("cpu"), PackedTable, at)
             stack.callback(place.restore)
         elif isinstance(at, PackedTensor):  # it is brought: in a map it can't be used
-            found["direct"].append(place)
+            places["direct"].append(place)
         else:  # where loading found that it doesn't rest packed, it lies on the host as it is used
-            found["copy" if serving == "packed" else serving].append(place)
-    return found
+            places["copy" if serving == "packed" else serving].append(place)
+    return places

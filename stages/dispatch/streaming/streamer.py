@@ -56,8 +56,8 @@ _EXPORTED = (
 
 
 def _start_anew() -> None:
-    for found in [*_streamers.values()]:
-        streamer = found()
+    for reference in [*_streamers.values()]:
+        streamer = reference()
         if streamer is not None:
             streamer.start_anew()
 
@@ -67,8 +67,8 @@ os.register_at_fork(after_in_child=_start_anew)
 
 def streamer_of(model: nn.Module) -> Streamer:
     """Return the streamer of a dispatched ``model``; a ``ValueError`` for one that isn't."""
-    found = _streamers.get(model)
-    streamer = found() if found is not None else None
+    reference = _streamers.get(model)
+    streamer = reference() if reference is not None else None
     if streamer is None or not streamer.is_attached:
         raise ValueError(f"this {type(model).__name__} isn't dispatched; load it with offstage.load")
     return streamer
@@ -147,7 +147,7 @@ class Streamer:
         )
         if borders is not None:
             self.passes.meet(borders, part_positions(plan))
-        self._backward = BackwardOrder(self.passes.lock.held)
+        self._backward = BackwardOrder(self.passes.lock.hold)
         self.is_attached = True
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
             undo.callback(self.remove)
@@ -172,8 +172,8 @@ class Streamer:
     def link_to(self, device: torch.device) -> Link | None:
         """Return a link to ``device``; null where nothing that streams has one there."""
         apart = (each for each in self._transport.apart if self._devices.torch_device(each) == device)
-        found = next(apart, None)
-        return None if found is None else self._transport.link(found)
+        accelerator = next(apart, None)
+        return None if accelerator is None else self._transport.link(accelerator)
 
     def remove(self, *, refusal: str | None = None) -> None:
         """Take all hooks off the model, when what is under way is done, in other threads too.
@@ -182,7 +182,7 @@ class Streamer:
         With ``refusal`` they won't come back: that is what ends each use from here on, in calls too that waited for
         their turn meanwhile, which go on without hooks otherwise.
         """
-        with self.passes.lock.held():
+        with self.passes.lock.hold():
             self.is_attached, self._refusal = False, refusal or self._refusal
             if refusal is not None:  # before the hooks go, since a call of another thread may begin meanwhile
                 refuse_calls(self._model, refusal)

@@ -43,25 +43,25 @@ class LargeCopies:
 
         A disk that has no room for them matters only once one has to be put back.
         """
-        known = [kept.tensor() for kept in self._kept.values()]
-        if len(known) != len(tensors) or any(one is not other for one, other in zip(known, tensors, strict=True)):
+        copied = [entry.tensor() for entry in self._kept.values()]
+        if len(copied) != len(tensors) or any(one is not other for one, other in zip(copied, tensors, strict=True)):
             offsets = accumulate((tensor.nbytes for tensor in tensors), initial=0)
             self._kept = {id(one): _InFile(weakref.ref(one), at) for one, at in zip(tensors, offsets, strict=False)}
         try:
             for tensor in tensors:
-                kept = self._kept[id(tensor)]
-                if kept.writes != writes_to(tensor) or tensor.is_inference():
-                    self._write(tensor, kept)
+                copy = self._kept[id(tensor)]
+                if copy.writes != writes_to(tensor) or tensor.is_inference():
+                    self._write(tensor, copy)
         except OSError as error:
             self._refusal = error
 
     def put_back(self, tensor: torch.Tensor) -> None:
         """Have ``tensor`` be as it is in its copy. Raises ``StorageError`` where the disk had no room for one."""
-        kept = self._kept[id(tensor)]
+        copy = self._kept[id(tensor)]
         try:
-            if kept.writes is None and self._refusal is not None:
+            if copy.writes is None and self._refusal is not None:
                 raise self._refusal
-            self._read(tensor, kept)
+            self._read(tensor, copy)
         except OSError as error:
             raise StorageError(
                 f"{tempfile.gettempdir()}: the model's own code changes a buffer of {tensor.nbytes} bytes in place, "
@@ -69,30 +69,30 @@ class LargeCopies:
                 "with room for it"
             ) from error
 
-    def _write(self, tensor: torch.Tensor, kept: _InFile) -> None:
-        kept.writes = None
+    def _write(self, tensor: torch.Tensor, copy: _InFile) -> None:
+        copy.writes = None
         if self._file is None:
             self._file, path = tempfile.mkstemp(prefix=".tmp-buffers-")
             weakref.finalize(self, os.close, self._file)
             Path(path).unlink()
-        offset = kept.offset
+        offset = copy.offset
         for piece in _pieces(tensor):
             data = memoryview(piece.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
             while data:
                 done = os.pwrite(self._file, data, offset)
                 data, offset = data[done:], offset + done
-        kept.writes = writes_to(tensor)
+        copy.writes = writes_to(tensor)
 
-    def _read(self, tensor: torch.Tensor, kept: _InFile) -> None:
+    def _read(self, tensor: torch.Tensor, copy: _InFile) -> None:
         assert self._file is not None
-        offset = kept.offset
+        offset = copy.offset
         for piece in _pieces(tensor):
             data = bytearray(piece.nbytes)
             if os.preadv(self._file, [data], offset) < len(data):
                 raise OSError("the file of copies ends early")
             write_into(piece, torch.frombuffer(data, dtype=piece.dtype).view(piece.shape))
             offset += len(data)
-        kept.writes = writes_to(tensor)
+        copy.writes = writes_to(tensor)
 
 
 def is_large(tensor: torch.Tensor) -> bool:

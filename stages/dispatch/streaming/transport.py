@@ -118,5 +118,5 @@ def _packed_in(places: Iterable[TensorPlace], stored: DiskWeights) -> Iterator[P
 def _memories(tensors: Iterable[PackedTensor]) -> list[Bytes]:
     """Return the pieces of memory in which those of ``tensors`` lie that devices unpack, each once."""
     files = (part.file for tensor in tensors if can_unpack(tensor) for part in tensor.parts)
-    found = {file.memory.ctypes.data: file.memory for file in files if isinstance(file, MemoryFile)}
-    return [memory for memory in found.values() if memory.nbytes]
+    memories = {file.memory.ctypes.data: file.memory for file in files if isinstance(file, MemoryFile)}
+    return [memory for memory in memories.values() if memory.nbytes]

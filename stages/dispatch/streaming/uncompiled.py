@@ -22,19 +22,19 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Importing the compiler takes seconds, so it is told only once it is at work.
     """
-    told: list[Callable[..., Any]] = []
+    untraced: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():  # as the tracer sees it, which ends here and tells why if it must not
             torch._dynamo.graph_break(msg=_REASON)
         if _compiling() is None:
             return function(*args)
-        if not told:
+        if not untraced:
             from torch._dynamo.eval_frame import skip_code
 
-            told.append(torch.compiler.disable(function, reason=_REASON))  # type: ignore[no-untyped-call]
+            untraced.append(torch.compiler.disable(function, reason=_REASON))  # type: ignore[no-untyped-call]
             skip_code(call.__code__)  # or this function would be compiled anew for each module
-        return told[0](*args)
+        return untraced[0](*args)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]

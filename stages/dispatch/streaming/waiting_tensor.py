@@ -49,7 +49,7 @@ class WaitingSource:
     weights: Mapping[str, torch.Tensor]
     name: str
     device: torch.device | None
-    told: torch.device | None = None
+    reported: torch.device | None = None
 
     def read(self) -> torch.Tensor:
         """Return the tensor as it lies in the mapping, which may be anywhere."""
@@ -87,10 +87,10 @@ class WaitingTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """What its source tells: meta, or the device that computes with it, by which some libraries always go."""
-        told = self.source.told
-        if told is None and _name(sys._getframe(1)).startswith(_GO_BY_DEVICE):
-            told = self.source.device
-        return told or torch.device("meta")
+        device = self.source.reported
+        if device is None and _name(sys._getframe(1)).startswith(_GO_BY_DEVICE):
+            device = self.source.device
+        return device or torch.device("meta")
 
     @property
     def needed_on(self) -> torch.device:
@@ -100,7 +100,9 @@ class WaitingTensor(torch.Tensor):
     def keep(self, tensor: torch.Tensor) -> None:
         """Have ``tensor``, of the same values, be what is read and what comes back."""
         self.kept = tensor
-        self.source = WaitingSource({self.source.name: tensor}, self.source.name, self.source.device, self.source.told)
+        self.source = WaitingSource(
+            {self.source.name: tensor}, self.source.name, self.source.device, self.source.reported
+        )
 
     def now(self, device: torch.device | None) -> torch.Tensor:
         """Return the data on ``device``, in this tensor's dtype; None leaves it where it lies."""
@@ -182,10 +184,10 @@ class WaitingTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):
                 args, kwargs = tree_map(_data_of, args), tree_map(_data_of, kwargs or {})
-            found = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
             if func in _SETS_LEARNS:
                 args[0].learns = args[0].requires_grad
-            return found
+            return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -217,8 +219,8 @@ class WaitingTensor(torch.Tensor):
             twin = WaitingTensor(self, copy.deepcopy(self.source, memo))  # no engine knows the copy: it is read whole
             twin.home, twin.kept = self.home, copy.deepcopy(self.kept, memo)
             memo[id(self)] = twin
-        found: torch.Tensor = memo[id(self)]
-        return found
+        copied: torch.Tensor = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> Any:
         return rebuild(self, self.on_host()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -232,8 +234,8 @@ def send_waiting(tensor: torch.Tensor, source: WaitingSource, *, keep: bool) -> 
 
     With ``keep`` the tensor itself is what comes back; without, its data is read again.
     """
-    known = getattr(tensor, _TWIN, None)
-    twin: WaitingTensor | None = known() if known is not None else None
+    reference = getattr(tensor, _TWIN, None)
+    twin: WaitingTensor | None = reference() if reference is not None else None
     if twin is None or twin.source.device != source.device:
         twin = WaitingTensor(tensor, source)
         twin.kept = tensor if keep else None
@@ -248,12 +250,12 @@ def bring_home(waiting: WaitingTensor) -> torch.Tensor:
     """
     if waiting.kept is None and waiting.home.type == "meta":
         return waiting
-    found = waiting.restored() if waiting.restored is not None else waiting.kept
-    if found is None or (waiting.home.type != "meta" and found.device != waiting.home):
-        found = rebuild(waiting, waiting.now(waiting.home))
-        waiting.restored = weakref.ref(found)
-    vars(found).pop(_TWIN, None)
-    return found
+    tensor = waiting.restored() if waiting.restored is not None else waiting.kept
+    if tensor is None or (waiting.home.type != "meta" and tensor.device != waiting.home):
+        tensor = rebuild(waiting, waiting.now(waiting.home))
+        waiting.restored = weakref.ref(tensor)
+    vars(tensor).pop(_TWIN, None)
+    return tensor
 
 
 def rebuild(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class WeightCache:
         self._layouts, self._mover, self._ring, self.experts = layouts, mover, ring, experts
         self._in_slots = experts.parts if experts is not None else {}
         self._schedule = Schedule(order, {*passing, *self._in_slots})
-        self._held: dict[int, _RingEntry] = {}
+        self._entries: dict[int, _RingEntry] = {}
         self._bytes = [mover.bytes_of(layout) for layout in layouts]
         self._is_full = False  # the ring, when it was last asked ahead
         self._lent: int | None = None  # the part that a backward pass has, until it asks for another one
@@ -70,14 +70,14 @@ class WeightCache:
             self._ask_ahead()
         else:
             expects_others = self._schedule.use(part)
-            held = self._held.get(part) or self._bring(part)
-            held.users += 1
+            entry = self._entries.get(part) or self._bring(part)
+            entry.users += 1
             if expects_others:
                 self._expect_anew()
             elif not self._is_full:  # else there is no more room than before
                 self._ask_ahead()
             try:
-                self._mover.wait([held.transfer], f"part {part}")
+                self._mover.wait([entry.transfer], f"part {part}")
             except BaseException:  # given up, so that a later use asks for it again
                 self._drop(part)
                 raise
@@ -90,18 +90,18 @@ class WeightCache:
         A backward pass asks for one tensor at a time, and nothing tells when it is done with a part.
         """
         if self._lent != part:
-            found = self.acquire(part)
+            tensors = self.acquire(part)
             self._lent = part
-            return found
+            return tensors
         return self._views(part)
 
     def release(self, part: int) -> None:
         """Give ``part`` back: its memory is free once nothing views it, unless its next use was asked for already."""
         self._end_use(part)
-        held = self._held.get(part)
-        if held is not None and not held.users and (held.is_beyond or not self._schedule.wanted(part)):
-            del self._held[part]
-            held.transfer.region = None  # a thread that has just brought it may not have let go of it yet
+        entry = self._entries.get(part)
+        if entry is not None and not entry.users and (entry.is_beyond or not self._schedule.wanted(part)):
+            del self._entries[part]
+            entry.transfer.region = None  # a thread that has just brought it may not have let go of it yet
         self._ask_ahead()
 
     def begin_pass(self) -> None:
@@ -130,8 +130,8 @@ class WeightCache:
     def recover(self) -> None:
         """Take all parts back from calls that ended without giving them back, as an interrupt ends them."""
         self._lent = None
-        for held in self._held.values():
-            held.users = 0
+        for entry in self._entries.values():
+            entry.users = 0
         if self.experts is not None:
             self.experts.recover()
 
@@ -141,7 +141,7 @@ class WeightCache:
         ``in_use`` says whether what is used is used here, by the thread that forked.
         """
         self._lent = None
-        self._held = {part: held for part, held in self._held.items() if in_use and held.users}
+        self._entries = {part: entry for part, entry in self._entries.items() if in_use and entry.users}
         self._schedule.ask_again()
         if not self._mover.start_anew():
             return False
@@ -153,7 +153,7 @@ class WeightCache:
     def close(self) -> None:
         """Wait for what is under way, close the files and free the memory; closing again does nothing."""
         self._lent = None
-        for part in list(self._held):
+        for part in list(self._entries):
             self._drop(part)
         if self.experts is not None:
             self.experts.close()
@@ -162,35 +162,35 @@ class WeightCache:
 
     def _end_use(self, part: int) -> None:
         """Have one use of ``part`` be over; it may be used again at once."""
-        held = self._held.get(part)
-        if held is not None:
-            held.users -= 1
+        entry = self._entries.get(part)
+        if entry is not None:
+            entry.users -= 1
         elif self.experts is not None:
             self.experts.release(part)
 
     def _has_slot(self, part: int) -> bool:
         """Return whether ``part`` is a piece of an expert, and wasn't brought beside the slots."""
-        return part in self._in_slots and part not in self._held
+        return part in self._in_slots and part not in self._entries
 
     def _views(self, part: int) -> list[torch.Tensor]:
         """Return the tensors of ``part``, which is in use."""
-        held = self._held.get(part)
-        if held is None:
+        entry = self._entries.get(part)
+        if entry is None:
             assert self.experts is not None
             return self.experts.views(part)
-        assert held.transfer.region is not None
-        return self._layouts[part].views(held.transfer.region)
+        assert entry.transfer.region is not None
+        return self._layouts[part].views(entry.transfer.region)
 
     def _ask_ahead(self) -> None:
         """Ask for what comes next, as far as the ring has room."""
         schedule = self._schedule
         while (part := schedule.next_to_ask()) is not None:
-            if part not in self._held:
+            if part not in self._entries:
                 region = self._ring.take(part, ahead=True)
                 self._is_full = region is None
                 if region is None:
                     return
-                entry = self._held[part] = _RingEntry(Transfer(region))
+                entry = self._entries[part] = _RingEntry(Transfer(region))
                 self._mover.fetch(self._layouts[part], entry.transfer)
             schedule.note_asked(part)
 
@@ -198,8 +198,8 @@ class WeightCache:
         """Ask for what comes next; of what was brought for another order, what comes last or never makes room first."""
         self._ask_ahead()  # what is there already stays
         places = {part: place for place, part in reversed([*enumerate(self._schedule.expected())])}
-        for part in sorted(self._held, key=lambda part: places.get(part, len(places)), reverse=True):
-            if not self._held[part].users and not self._schedule.wanted(part):
+        for part in sorted(self._entries, key=lambda part: places.get(part, len(places)), reverse=True):
+            if not self._entries[part].users and not self._schedule.wanted(part):
                 self._drop(part)
                 self._ask_ahead()
 
@@ -209,17 +209,19 @@ class WeightCache:
         is_beyond = region is None
         if region is None:
             size, traffic = self._layouts[part].size, self._mover.traffic
-            beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
+            beyond = sum(
+                self._layouts[other].size for other, other_entry in self._entries.items() if other_entry.is_beyond
+            )
             traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + size)
             region = self._ring.beyond(size)
-        entry = self._held[part] = _RingEntry(Transfer(region, is_awaited=True), is_beyond)
+        entry = self._entries[part] = _RingEntry(Transfer(region, is_awaited=True), is_beyond)
         self._mover.fetch(self._layouts[part], entry.transfer)
         return entry
 
     def _make_room(self, part: int) -> torch.Tensor | None:
         """Return memory of the ring for ``part``, for which what was brought ahead makes room, the last first."""
         region = self._ring.take(part)
-        ahead = [other for other, held in self._held.items() if not held.users] if region is None else []
+        ahead = [other for other, entry in self._entries.items() if not entry.users] if region is None else []
         if ahead:
             self._schedule.ask_again()
         while region is None and ahead:
@@ -229,11 +231,11 @@ class WeightCache:
 
     def _drop(self, part: int) -> None:
         """Give ``part`` up; its region is free once no thread fills it."""
-        self._mover.abandon(self._held.pop(part).transfer)
+        self._mover.abandon(self._entries.pop(part).transfer)
 
     def _forget_failed(self) -> bool:
         """Give up what was brought ahead and failed: by now it may be mended. Return whether there was such."""
-        failed = [part for part, held in self._held.items() if held.transfer.has_failed and not held.users]
+        failed = [part for part, entry in self._entries.items() if entry.transfer.has_failed and not entry.users]
         for part in failed:
             self._drop(part)
         if failed:
@@ -242,5 +244,7 @@ class WeightCache:
 
     def _forget_unwanted(self) -> None:
         """Give up what was brought ahead and is not expected any more."""
-        for part in [part for part, held in self._held.items() if not held.users and not self._schedule.wanted(part)]:
+        for part in [
+            part for part, entry in self._entries.items() if not entry.users and not self._schedule.wanted(part)
+        ]:
             self._drop(part)

@@ -145,8 +145,8 @@ class Arena(Generic[Region]):
         """Return where a gap of ``size`` bytes begins: the first at or after the last region taken, else any."""
         place = bisect_left(self._busy, (self._next,))
         begin = max(self._busy[place - 1].end, self._next) if place else self._next
-        found = self._first_gap(size, end, place, begin)
-        return found if found is not None else self._first_gap(size, end, 0, 0)
+        gap = self._first_gap(size, end, place, begin)
+        return gap if gap is not None else self._first_gap(size, end, 0, 0)
 
     def _first_gap(self, size: int, end: int, place: int, begin: int) -> int | None:
         """Return where the first gap of ``size`` bytes before ``end`` begins, from ``begin`` on, which is before the

@@ -138,10 +138,10 @@ class CudaLink:
     def _current(self) -> torch.cuda.Stream:
         """Return the current stream of the device, one object each: torch would make one anew each time."""
         handle = torch._C._cuda_getCurrentRawStream(self._device.index)
-        found = self._known.get(handle)
-        if found is None:
-            found = self._known[handle] = torch.cuda.current_stream(self._device.index)
-        return found
+        stream = self._known.get(handle)
+        if stream is None:
+            stream = self._known[handle] = torch.cuda.current_stream(self._device.index)
+        return stream
 
     def _on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         """Return a context in which ``stream``, which is of the device, is the current one."""

@@ -57,9 +57,11 @@ class DeviceUnpacker:
         begin, after = 0, link.computed()
         for (key, table), size in zip(tables.items(), sizes, strict=True):
             source = torch.from_numpy(self._staged[begin : begin + table.nbytes]).view(table.dtype).copy_(table)
-            there = memory.lend(LANDINGS * landing + begin, table.nbytes)[0]
-            link.copy([(source.view(torch.uint8), there)], after=after)  # before all blocks, so nobody else waits
-            self._tables[key] = there.view(table.dtype)
+            table_memory = memory.lend(LANDINGS * landing + begin, table.nbytes)[0]
+            link.copy(
+                [(source.view(torch.uint8), table_memory)], after=after
+            )  # before all blocks, so nobody else waits
+            self._tables[key] = table_memory.view(table.dtype)
             begin += size
         self._number, self._lock = 0, threading.Lock()
 
@@ -81,8 +83,8 @@ class DeviceUnpacker:
             return self._pass_on(tensor, block, _in_memory(block), target(), after=after)[0]
         assert buffers is not None
         with buffers.lend() as (buffer, waited):
-            found, stored = read_block(files, block, buffer.memory)
-            data = [torch.from_numpy(part) for part in found]
+            parts, stored = read_block(files, block, buffer.memory)
+            data = [torch.from_numpy(part) for part in parts]
             unpacking, copied = self._pass_on(
                 tensor, block, data, target(), after=after, stored=stored, waited_seconds=waited
             )
@@ -104,11 +106,11 @@ class DeviceUnpacker:
         codec = _codec(tensor)
         tables = [self._tables[id(table)] for table in codec.tables(tensor)]
         with self._next() as landing:
-            there = [landing.memory[begin : begin + part.nbytes] for begin, part in _side_by_side(data)]
-            copied = self._link.copy([*zip(data, there, strict=True)], after=landing.free or after)
+            landed = [landing.memory[begin : begin + part.nbytes] for begin, part in _side_by_side(data)]
+            copied = self._link.copy([*zip(data, landed, strict=True)], after=landing.free or after)
             landing.free = self._link.unpack(
                 partial(_unpack, tensor, block, tables),
-                there,
+                landed,
                 target,
                 after=(copied, after),
                 scratch_bytes=block_scratch(codec, tensor, block),

@@ -95,12 +95,12 @@ class HostLink(SynchronousLink):
 
 def open_link(devices: Devices, device: DeviceId) -> Link:
     """Return the link to the accelerator ``device``."""
-    ledger, there = devices.ledger(device), devices.torch_device(device)
+    ledger, torch_device = devices.ledger(device), devices.torch_device(device)
     if ledger is not None:
         apart = partial(HostMemory, allocate=partial(ledger.allocate, stream=UNPACKING), alignment=DEVICE_ALIGNMENT)
         return SynchronousLink(partial(HostMemory, allocate=ledger.allocate, alignment=DEVICE_ALIGNMENT), apart)
-    if there.type != "cuda":
-        return SynchronousLink(partial(FreshMemory, there))
+    if torch_device.type != "cuda":
+        return SynchronousLink(partial(FreshMemory, torch_device))
     from offstage.stages.dispatch.transfer.cuda_link import CudaLink
 
-    return CudaLink(there)
+    return CudaLink(torch_device)

@@ -60,9 +60,9 @@ class Transfer:
 
     def arrive(self) -> list[Moved]:
         """Return what has brought it, once all is asked for: it is there. Raises what bringing it raised."""
-        found = [*self.asked, *(job.result() for job in self.work)] if self.work else self.asked
+        moves = [*self.asked, *(job.result() for job in self.work)] if self.work else self.asked
         self.asked, self.work = [], []
-        return found
+        return moves
 
 
 class Mover:
@@ -227,12 +227,12 @@ class Mover:
     def wait(self, transfers: Iterable[Transfer], what: str) -> None:
         """Wait for ``what`` is needed now, and have computing follow it; the time that this takes is a stall."""
         began = time.perf_counter()
-        found = [moved for transfer in transfers for moved in transfer.arrive()]
+        moves = [moved for transfer in transfers for moved in transfer.arrive()]
         waited = time.perf_counter() - began
         self.traffic.count_stall(self._device, waited)
         if self._trace is not None and waited > STALL_SECONDS:
             self._trace.add(f"stall: {what}", "stall", began)
-        self._follow(found)
+        self._follow(moves)
 
     def count_use(self, at_rest: int, carried: int) -> None:
         """Count one use of what has so many bytes as it rests, of which so many are ``carried``."""
@@ -247,13 +247,13 @@ class Mover:
             for each in layout.pieces
         )
 
-    def _follow(self, found: Sequence[Moved]) -> None:
-        """Have computing follow the last of each order in what was ``found`` to bring something.
+    def _follow(self, moves: Sequence[Moved]) -> None:
+        """Have computing follow the last of each order in the ``moves`` that brought something.
 
         What was read and copied counts from then on, and how long reads waited.
         """
         last: dict[Order, Moved] = {}
-        for moved in found:
+        for moved in moves:
             self.traffic.storage_bytes += moved.stored_bytes
             if not self.link.in_place:
                 self.traffic.link_bytes += moved.copied_bytes

@@ -29,9 +29,9 @@ class Trace:
 
     def of(self, device: DeviceId) -> Trace:
         """Return one for the spans of ``device``, on the same time line: each tells whose it is."""
-        found = copy.copy(self)
-        found._details = {"device": str(device)}
-        return found
+        trace = copy.copy(self)
+        trace._details = {"device": str(device)}
+        return trace
 
     @contextmanager
     def span(self, name: str, category: str, **details: Any) -> Iterator[None]:

@@ -59,10 +59,10 @@ class Traffic:
         self._link(device).stall_seconds += seconds
 
     def _link(self, device: DeviceId) -> LinkTraffic:
-        found = self.links.get(device)
-        if found is None:
-            found = self.links[device] = LinkTraffic()
-        return found
+        link = self.links.get(device)
+        if link is None:
+            link = self.links[device] = LinkTraffic()
+        return link
 
     def copy(self) -> Traffic:
         """Return it as it is now: it goes on counting."""
@@ -76,13 +76,13 @@ class Traffic:
 
     def since(self, before: Traffic) -> Traffic:
         """Return what was counted since it was as ``before``; of what lay outside the staging memory all there was."""
-        found = Traffic(overflow_bytes=self.overflow_bytes)
+        counted = Traffic(overflow_bytes=self.overflow_bytes)
         for name in _SUMS:
-            setattr(found, name, getattr(self, name) - getattr(before, name))
+            setattr(counted, name, getattr(self, name) - getattr(before, name))
         for device, link in self.links.items():
             earlier = before.links.get(device, LinkTraffic())
-            found.links[device] = LinkTraffic(link.bytes - earlier.bytes, link.stall_seconds - earlier.stall_seconds)
-        return found
+            counted.links[device] = LinkTraffic(link.bytes - earlier.bytes, link.stall_seconds - earlier.stall_seconds)
+        return counted
 
     def add(self, other: Traffic) -> None:
         """Count ``other`` too."""

@@ -65,14 +65,14 @@ def below(outline: Outline, names: Sequence[str], main: DeviceId, budgets: Budge
     if room is None or room >= total:
         return dict.fromkeys(names, CPU)
     homes: dict[str, DeviceId] = dict.fromkeys(names, DISK)
-    passed = held = 0
+    passed = on_host = 0
     for name in names:
         size = outline.sizes[name]
         passed += size
-        if held + size <= room * passed / total:
-            homes[name], held = CPU, held + size
+        if on_host + size <= room * passed / total:
+            homes[name], on_host = CPU, on_host + size
     late = [name for name in names if homes[name] == DISK]
-    return {**homes, **dict.fromkeys(fitting(outline, late, room - held), CPU)}
+    return {**homes, **dict.fromkeys(fitting(outline, late, room - on_host), CPU)}
 
 
 def least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alone: bool = True) -> set[str] | None:
@@ -96,9 +96,9 @@ def least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alon
         chosen = {shape: kind.within(reserve) for shape, kind in kinds.items()}
         away = {layer.owned[place] for layer, shape in zip(layers, shapes, strict=True) for place in chosen[shape]}
         extra = max(0, _largest_parts(chosen, counts, parts) - reserve) if alone else 0
-        found = roomy if extra <= spare else tight
-        if len(found) < _TRIES:
-            found.append(away - fitting(outline, away, max(0, spare - extra)))
+        tries = roomy if extra <= spare else tight
+        if len(tries) < _TRIES:
+            tries.append(away - fitting(outline, away, max(0, spare - extra)))
         if len(roomy) == _TRIES:
             break
     return min(roomy or tight, key=lambda away: sum(outline.rest_sizes[name] for name in away), default=None)
@@ -120,10 +120,10 @@ def _largest_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape
     """
     parts: list[int] = []
     for shape, places in chosen.items():
-        held: Counter[int] = Counter()
+        by_module: Counter[int] = Counter()
         for size, module in (shape[place] for place in places):
-            held[module] += size
-        parts += list(held.values()) * min(most, counts[shape])
+            by_module[module] += size
+        parts += list(by_module.values()) * min(most, counts[shape])
     return sum(sorted(parts)[-most:])
 
 
@@ -145,13 +145,13 @@ class SubsetSums:
 
 def subset_sums(sizes: Sequence[int]) -> SubsetSums:
     """Return all sums of subsets of ``sizes``, or ``_MOST_SUMS`` of them, spread evenly, where there are more."""
-    found: dict[int, frozenset[int]] = {0: frozenset()}
+    sums: dict[int, frozenset[int]] = {0: frozenset()}
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        found |= {total + sizes[place]: chosen | {place} for total, chosen in found.items()} | found
-        if len(found) > _MOST_SUMS:
-            kept = sorted(found)
-            step = len(kept) / _MOST_SUMS
-            found = {kept[int(index * step)]: found[kept[int(index * step)]] for index in range(_MOST_SUMS)}
+        sums |= {total + sizes[place]: chosen | {place} for total, chosen in sums.items()} | sums
+        if len(sums) > _MOST_SUMS:
+            every = sorted(sums)
+            step = len(every) / _MOST_SUMS
+            sums = {every[int(index * step)]: sums[every[int(index * step)]] for index in range(_MOST_SUMS)}
     whole = sum(sizes)
-    found[whole] = frozenset(range(len(sizes)))
-    return SubsetSums(tuple(sorted(found)), tuple(found[total] for total in sorted(found)))
+    sums[whole] = frozenset(range(len(sizes)))
+    return SubsetSums(tuple(sorted(sums)), tuple(sums[total] for total in sorted(sums)))

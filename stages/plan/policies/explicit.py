@@ -26,8 +26,8 @@ def explicit(outline: Outline, device_map: Mapping[str, DeviceId]) -> Placement:
     homes = spread(outline, device_map)
     checks.require_complete(outline, homes, key)
     checks.require_ties_together(outline, homes, key)
-    kept = {name: home for name, home in homes.items() if outline.skeleton.leader(name) == name}
-    return Placement(kept, main_device(kept))
+    leaders = {name: home for name, home in homes.items() if outline.skeleton.leader(name) == name}
+    return Placement(leaders, main_device(leaders))
 
 
 def spread(outline: Outline, device_map: Mapping[str, DeviceId]) -> dict[str, DeviceId]:

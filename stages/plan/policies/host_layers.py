@@ -116,12 +116,12 @@ def _units(outline: Outline, budgets: Budgets, worth: float) -> list[_Unit]:
     units = [unit for unit in _together(outline) if unit.bytes > worth and not unit.tensors & outline.packed.keys()]
     even = turns(len(units))
     order = sorted(range(len(units)), key=lambda place: (units[place].read / units[place].bytes, even[place]))
-    found, room = [], budgets.get(CPU, 0)
+    chosen, room = [], budgets.get(CPU, 0)
     for unit in map(units.__getitem__, order):
         if room is None or unit.bytes <= room:
-            found.append(unit)
+            chosen.append(unit)
             room = None if room is None else room - unit.bytes
-    return found
+    return chosen
 
 
 def _together(outline: Outline) -> list[_Unit]:

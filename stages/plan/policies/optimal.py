@@ -65,8 +65,8 @@ class Search:
         """Return the soonest of all placements that are tried."""
 
         def tried(rooms: Budgets, unpacks: bool) -> list[Placement]:
-            found = list(self._as_used(outline, rooms))
-            return [*found, *self._packed(outline, rooms, found, unpacks=unpacks)]
+            as_used = list(self._as_used(outline, rooms))
+            return [*as_used, *self._packed(outline, rooms, as_used, unpacks=unpacks)]
 
         return replace(self.unpacking_too(outline, budgets, tried), least_blocks=self.by_blocks)
 
@@ -84,12 +84,12 @@ class Search:
             return plain
         waiting = frozenset(name for name, home in plain.homes.items() if home == CPU)
         needed = lay_out(outline, replace(plain, packed=waiting)).unpacking_rooms
-        found = [plain]
+        placements = [plain]
         for devices in dict.fromkeys((frozenset(able).intersection(needed), frozenset(able))):
             left = {one: size if size is None or one not in devices else size - room for one, size in budgets.items()}
             again = (plain, *tried(left, True)) if devices else ()
-            found += [replace(one, unpacks=devices) for one in again]
-        return self.soonest(outline, budgets, found)
+            placements += [replace(one, unpacks=devices) for one in again]
+        return self.soonest(outline, budgets, placements)
 
     def soonest(self, outline: Outline, budgets: Budgets, placements: Iterable[Placement]) -> Placement:
         """Return the first of those that cost the least of the ``placements`` that ``budgets`` can hold, if any can."""
@@ -115,21 +115,21 @@ class Search:
         if not lay_out(outline, whole).kept_free():
             yield from self._resident(outline, budgets, whole)
             return
-        found = self._streamed(outline, budgets)
-        if found and (self.by_blocks or outline.routed):
-            yield from found
+        streamed = self._streamed(outline, budgets)
+        if streamed and (self.by_blocks or outline.routed):
+            yield from streamed
             return
         filled = sequential(outline, budgets)
-        yield from (filled, *found, whole)
-        if not found and all(lay_out(outline, one, budgets).shortage() for one in (filled, whole)):
+        yield from (filled, *streamed, whole)
+        if not streamed and all(lay_out(outline, one, budgets).shortage() for one in (filled, whole)):
             parts = PartlyStreamed(outline, budgets, self.rates, self.links)
             yield from (*parts.part_by_part(), *parts.by_blocks())
 
     def _streamed(self, outline: Outline, budgets: Budgets) -> Sequence[Placement]:
         """Return placements of which experts have slots, or parts of layers stream, if the budgets hold any."""
         parts = PartlyStreamed(outline, budgets, self.rates, self.links)
-        if found := [*self._mixture(outline, budgets, parts), *(parts.by_blocks() if self.by_blocks else ())]:
-            return found
+        if placements := [*self._mixture(outline, budgets, parts), *(parts.by_blocks() if self.by_blocks else ())]:
+            return placements
         return () if outline.experts else list(parts.placements())
 
     def _resident(self, outline: Outline, budgets: Budgets, even: Placement) -> Iterator[Placement]:
@@ -152,8 +152,8 @@ class Search:
             return
         for computing in (parts.accelerators, [CPU]) if parts.accelerators else ([CPU],):
             mixture = SlottedMixture(outline, budgets, computing, self._dense(outline.dense))
-            if found := mixture.placements():
-                yield from found
+            if placements := mixture.placements():
+                yield from placements
                 return
 
     def _dense(self, dense: Outline) -> Callable[[Budgets], Sequence[Placement]]:
@@ -161,15 +161,15 @@ class Search:
         return lambda budgets: self._ranked(dense, budgets, self._as_used(dense, budgets))[:_FEW]
 
     def _packed(
-        self, outline: Outline, budgets: Budgets, found: Sequence[Placement], *, unpacks: bool
+        self, outline: Outline, budgets: Budgets, as_used: Sequence[Placement], *, unpacks: bool
     ) -> Iterator[Placement]:
         """Yield placements of which a part of the host's budget holds packed what would be on disk else."""
         if not budgets.get(CPU) or self.by_blocks:
             return
         if outline.experts:
-            for placement in found:
+            for placement in as_used:
                 yield from _experts_packed(outline, placement, budgets)
-        elif unpacks or any(_rests_packed(outline, placement) for placement in found):
+        elif unpacks or any(_rests_packed(outline, placement) for placement in as_used):
             yield from self._dense_packed(outline, budgets)
 
     def _dense_packed(self, outline: Outline, budgets: Budgets) -> Iterator[Placement]:
@@ -199,10 +199,10 @@ def _filled(outline: Outline, placement: Placement, budget: int) -> Placement:
     stays = outline.lookups if placement.main == CPU else outline.lookups & outline.packed.keys()
     waiting = {name for name, home in placement.homes.items() if home == DISK} - stays
     layout = lay_out(outline, placement, {CPU: budget})
-    kept = layout.kept_free().get(CPU, 0)
+    free = layout.kept_free().get(CPU, 0)
     for unpacked in (False, True):
         ahead = outline.read_ahead_bytes(waiting, unpacked=unpacked) if placement.main == CPU else 0
-        taken = fitting(outline, waiting, layout.left(CPU, {CPU: max(kept, ahead)}) or 0, at_rest=True)
+        taken = fitting(outline, waiting, layout.left(CPU, {CPU: max(free, ahead)}) or 0, at_rest=True)
         if outline.packed.keys().isdisjoint(waiting - taken):
             break
     return _on_host(placement, taken, packed=taken & outline.packed.keys())

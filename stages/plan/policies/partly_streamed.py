@@ -129,8 +129,8 @@ class PartlyStreamed:
         if not devices:
             return {}, list(self.outline.layers)
         homes = fill(self.outline, {**{device: self.budgets[device] for device in devices}, DISK: None})
-        kept = {name: home for name, home in homes.items() if home != DISK}
-        return kept, [layer for layer in self.outline.layers if not kept.keys() & set(layer.owned)]
+        in_memory = {name: home for name, home in homes.items() if home != DISK}
+        return in_memory, [layer for layer in self.outline.layers if not in_memory.keys() & set(layer.owned)]
 
     def _evened(self, shares: Shares, *, plain_stays: bool) -> Iterator[Placement]:
         """Yield those of ``shares``, and of such as have the links bring more evenly, if the budgets hold them."""
@@ -174,11 +174,11 @@ class PartlyStreamed:
             away |= streamed
         names = [name for layer in outline.layers for name in layer.owned if name in away]
         homes |= below(outline, names, main, self.budgets)
-        held = set(homes.values())
-        first = main if to_main else next((device for device in self.accelerators if device in held), main)
+        devices = set(homes.values())
+        first = main if to_main else next((device for device in self.accelerators if device in devices), main)
         placement = _sharing(outline, Placement(homes, first), shares)
         short = lay_out(outline, placement, self.budgets).shortage(tight=bool(wide))
-        if short is None and (main in held or not to_main):
+        if short is None and (main in devices or not to_main):
             yield placement
 
     def _streamed_of(
@@ -198,8 +198,8 @@ class PartlyStreamed:
         if streamed is None:
             return None
         streamed |= wide
-        kept = sum(layer.bytes for layer in layers) - total_bytes(outline, streamed | tables)
-        return streamed | (tables - fitting(outline, tables, 0 if streamed else room - kept))
+        resident = sum(layer.bytes for layer in layers) - total_bytes(outline, streamed | tables)
+        return streamed | (tables - fitting(outline, tables, 0 if streamed else room - resident))
 
 
 def _sharing(outline: Outline, placement: Placement, shares: Shares) -> Placement:
@@ -302,8 +302,8 @@ def partners(outline: Outline, layers: Sequence[Layer]) -> dict[str, str]:
 
     def join(one: Layer, other: Layer) -> None:
         if one.name in first and other.name in first and first[one.name] != first[other.name]:
-            kept, lost = sorted((first[one.name], first[other.name]), key=list(first).index)
-            first.update({name: kept for name, found in first.items() if found == lost})
+            winner, lost = sorted((first[one.name], first[other.name]), key=list(first).index)
+            first.update({name: winner for name, group in first.items() if group == lost})
 
     for layer in layers:
         for name in layer.tensors:

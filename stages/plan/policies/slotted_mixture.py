@@ -41,8 +41,8 @@ class SlottedMixture:
         one, slots = _largest_expert(self.outline), roomy_slots(self.outline)
         others = (slots - LEAST) * one
         tried = [(slots, slots * one), *((LEAST, LEAST * one + others * left // 8) for left in range(7, -1, -1))]
-        found = (self._beside(count, left) for count, left in tried)
-        return next(filter(None, found), None) or self._beside(LEAST, LEAST * one, tight=True)
+        placements = (self._beside(count, left) for count, left in tried)
+        return next(filter(None, placements), None) or self._beside(LEAST, LEAST * one, tight=True)
 
     def _beside(self, slots: int, left: int, *, tight: bool = False) -> list[Placement]:
         """Return the placements with so many ``slots``, and ``left`` bytes that hold nothing else, if any fits.

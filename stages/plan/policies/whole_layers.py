@@ -66,10 +66,10 @@ def _evenly(outline: Outline, budgets: Budgets) -> Homes:
 
 
 def _evenly_but_first(outline: Outline, budgets: Budgets) -> Homes:
-    found = _accelerators(budgets)
-    if len(found) < 2:
+    accelerators = _accelerators(budgets)
+    if len(accelerators) < 2:
         return fill(outline, budgets)
-    return fill(outline, _limit(outline, _limit(outline, budgets, found[:1]), found[1:]))
+    return fill(outline, _limit(outline, _limit(outline, budgets, accelerators[:1]), accelerators[1:]))
 
 
 def _accelerators(budgets: Budgets) -> list[DeviceId]:
@@ -120,7 +120,7 @@ def fill(outline: Outline, budgets: Budgets) -> dict[str, DeviceId]:
 
 def _layer_devices(outline: Outline, budgets: Budgets) -> list[DeviceId]:
     """Return the device of each layer under ``fill``; one without any bytes goes with the next."""
-    found: list[DeviceId] = []
+    device_of: list[DeviceId] = []
     waiting = 0
     devices = iter(in_tier_order(budgets))
     device = next(devices)
@@ -133,9 +133,9 @@ def _layer_devices(outline: Outline, budgets: Budgets) -> list[DeviceId]:
             following = next(devices, None)
             device, free = (device, None) if following is None else (following, budgets[following])
         free = None if free is None else free - layer.bytes
-        found += [device] * waiting
+        device_of += [device] * waiting
         waiting = 0
-    return found + [device if found else CPU] * waiting
+    return device_of + [device if device_of else CPU] * waiting
 
 
 def _place(outline: Outline, budgets: Budgets, filling: _Filling) -> Placement:
@@ -201,16 +201,18 @@ def _settle(
     slots: int,
 ) -> _Attempt:
     """Fill, and raise what is kept free to what the filling needs, until it holds."""
-    kept: dict[DeviceId, int] = {}
+    reserves: dict[DeviceId, int] = {}
     while True:
-        free = {device: None if room is None else max(0, room - kept.get(device, 0)) for device, room in caps.items()}
+        free = {
+            device: None if room is None else max(0, room - reserves.get(device, 0)) for device, room in caps.items()
+        }
         placement = Placement(filling(outline, free), main)
         needed = lay_out(outline, placement).kept_free(slots)
-        if all(count <= kept.get(device, 0) for device, count in needed.items()):
+        if all(count <= reserves.get(device, 0) for device, count in needed.items()):
             break
-        kept = {device: max(kept.get(device, 0), needed.get(device, 0)) for device in {**kept, **needed}}
+        reserves = {device: max(reserves.get(device, 0), needed.get(device, 0)) for device in {**reserves, **needed}}
     first = main_device(placement.homes)
     if not needed:
         return _Attempt(Placement(placement.homes, first), needed, sound=True)
-    within = all((room := budgets.get(device, 0)) is None or count <= room for device, count in kept.items())
-    return _Attempt(placement, kept, sound=within and first in (main, CPU))
+    within = all((room := budgets.get(device, 0)) is None or count <= room for device, count in reserves.items())
+    return _Attempt(placement, reserves, sound=within and first in (main, CPU))

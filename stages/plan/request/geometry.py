@@ -200,8 +200,8 @@ def _rows(shape: tuple[int, ...], patch: int) -> int:
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
     """Return the first of ``names`` that ``config`` has as a number, or 0."""
-    found = [config[name] for name in names if type(config.get(name)) is int]
-    return int(found[0]) if found else 0
+    numbers = [config[name] for name in names if type(config.get(name)) is int]
+    return int(numbers[0]) if numbers else 0
 
 
 def round_up(count: int) -> int:

@@ -97,10 +97,10 @@ def _measure(
     tokens, preparing = 0, 0
     largest: dict[str, torch.Tensor] = {}
     for name, prompt in prompts.items():
-        made = prompt_inputs(name, prompt, processor, given)
-        tokens, size = max(tokens, len(made.ids)), _bytes(made.tensors)
-        preparing = max(preparing, _DECODING * made.decoded_bytes + _PROCESSING * size)
-        largest = dict(made.tensors) if size > _bytes(largest) else largest
+        tensors_of = prompt_inputs(name, prompt, processor, given)
+        tokens, size = max(tokens, len(tensors_of.ids)), _bytes(tensors_of.tensors)
+        preparing = max(preparing, _DECODING * tensors_of.decoded_bytes + _PROCESSING * size)
+        largest = dict(tensors_of.tensors) if size > _bytes(largest) else largest
     weighed, encoded = weigh_media(live(), largest)
     moments = weighed.moments
     if not moments:

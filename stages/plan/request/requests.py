@@ -206,8 +206,8 @@ def assistant_defaults(path: str | None) -> dict[str, Any]:
     That is the assistant's own to say: what the model's files have of it isn't asked.
     """
     node = assistant_node(path)
-    told = generation_defaults(ModelSource.of(node).folder) if node else {}
-    return {GUESSED: told.get(GUESSED)}
+    defaults = generation_defaults(ModelSource.of(node).folder) if node else {}
+    return {GUESSED: defaults.get(GUESSED)}
 
 
 def assistant_bytes(path: str | None, *, prompt: int, length: int) -> tuple[int, int]:

@@ -113,13 +113,13 @@ def training_needs(
     elif not goes:
         ratio = 0.0
     else:
-        held = outline.skeleton.bytes
+        weights = outline.skeleton.bytes
         if what_learns(config) != "all":
             given = read(PlanConfig, config).max_memory or {}
             largest = max((layer.bytes for layer in outline.layers), default=0)
-            held = min(held, parse_size(given.get(str(main), largest), of=held))
+            weights = min(weights, parse_size(given.get(str(main), largest), of=weights))
         process = machine.process_bytes[main] + (TRAINING_BYTES if main == CPU else 0)
-        room = rooms(machine, leaves=True)[main] - held - demand.kept_bytes - process - scratch - library
+        room = rooms(machine, leaves=True)[main] - weights - demand.kept_bytes - process - scratch - library
         ratio = demand.peaks.least_ratio(room)
     needs = MemoryNeeds(
         activation_bytes=demand.step_bytes(ratio if goes else 0.0),

@@ -37,8 +37,8 @@ def entry(name: str, size: int, used: float, stage: str = "plan") -> CacheEntry:
     ],
 )
 def test_the_least_recently_used_goes_first(older_than: float | None, most: int | None, expected: list[str]) -> None:
-    found = [entry("old", 4, 0), entry("middle", 3, 60), entry("new", 3, 99)]
-    chosen = choose(found, older_than_seconds=older_than, max_bytes=most, now=100)
+    entries = [entry("old", 4, 0), entry("middle", 3, 60), entry("new", 3, 99)]
+    chosen = choose(entries, older_than_seconds=older_than, max_bytes=most, now=100)
     assert [each.key for each in chosen] == expected
 
 

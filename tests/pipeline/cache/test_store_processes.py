@@ -75,9 +75,9 @@ def run_together(root: Path, *, locks: str, keys: list[str], count: int = 32) ->
     command = [sys.executable, "-c", PROGRAM, str(root), locks, json.dumps(keys), str(count)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    found = [json.loads(path.read_text()) for path in root.parent.glob("found-*")]
-    assert len(found) == count
-    return found
+    reports = [json.loads(path.read_text()) for path in root.parent.glob("found-*")]
+    assert len(reports) == count
+    return reports
 
 
 @pytest.mark.parametrize("locks", ["works", "refused", "granted to all"])

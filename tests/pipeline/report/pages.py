@@ -25,10 +25,10 @@ def markup(page: Path) -> str:
 
 def figures(page: Path) -> dict[str, dict[str, Any]]:
     """Return the figures of ``page`` by their ids."""
-    found = re.findall(
+    matches = re.findall(
         r'<figure id="([^"]*)".*?<script type="application/json">(.*?)</script>', markup(page), re.DOTALL
     )
-    return {name: json.loads(content) for name, content in found}
+    return {name: json.loads(content) for name, content in matches}
 
 
 def entries(picture: Picture) -> list[str]:

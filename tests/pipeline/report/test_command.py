@@ -88,8 +88,8 @@ def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
 def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     run([str(write_sweep(tmp_path))])
     page = markup(tmp_path / "report.html")
-    found = scripts(tmp_path / "report.html")
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in found]
+    page_scripts = scripts(tmp_path / "report.html")
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page_scripts]
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     assert policy == (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src 'sha256-{}' 'sha256-{}'".format(

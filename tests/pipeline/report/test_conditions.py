@@ -70,9 +70,9 @@ def test_what_all_jobs_share_is_told_once(tmp_path: Path) -> None:
 def test_the_checkout_that_a_run_was_started_in_is_told_with_its_changes(tmp_path: Path) -> None:
     state = {"commit": "1" * 40, "dirty": True}
     write(tmp_path, lambda record: record["environment"].update(repository=state, git_dirty=True))
-    found = told(tmp_path)
-    assert found["repository"] == [f"{'1' * 12} with changes"]
-    assert found["versions"][0].startswith("offstage 0.1.0 at 0d017e1aa9e8 with changes, ")
+    conditions_told = told(tmp_path)
+    assert conditions_told["repository"] == [f"{'1' * 12} with changes"]
+    assert conditions_told["versions"][0].startswith("offstage 0.1.0 at 0d017e1aa9e8 with changes, ")
 
 
 def change_torch(record: dict[str, Any]) -> None:

@@ -48,29 +48,29 @@ def write_jobs(folder: Path, *jobs: list[dict[str, Any]], cached: bool = False) 
 def test_differences_within_the_noise_are_named(tmp_path: Path) -> None:
     near = [seconds + 0.005 for seconds in FAST]
     folder = write_jobs(tmp_path, *([repeat(seconds) for seconds in times] for times in (FAST, near, SLOW)))
-    found = noise(find([folder]).jobs)
-    assert found.like == {"#0": ("#1",), "#1": ("#0",), "#2": ()}
-    assert (found.pairs, found.within, found.undecided) == (3, 1, 0)
-    assert found.told().startswith("Of 3 pairs of jobs 2 differ")
+    within = noise(find([folder]).jobs)
+    assert within.like == {"#0": ("#1",), "#1": ("#0",), "#2": ()}
+    assert (within.pairs, within.within, within.undecided) == (3, 1, 0)
+    assert within.describe().startswith("Of 3 pairs of jobs 2 differ")
 
 
 def test_too_few_samples_tell_nothing_and_other_models_are_not_compared(tmp_path: Path) -> None:
     few = write_jobs(tmp_path / "few", [repeat(0.5), repeat(0.6)], [repeat(1.5), repeat(1.6)], [repeat(9.0)])
-    found = noise(find([few]).jobs)
-    assert (found.pairs, found.within, found.undecided) == (1, 1, 1)
-    assert "too few repeats to tell" in found.told()
+    within = noise(find([few]).jobs)
+    assert (within.pairs, within.within, within.undecided) == (1, 1, 1)
+    assert "too few repeats to tell" in within.describe()
     two = write_jobs(tmp_path / "two", *([repeat(seconds) for seconds in times] for times in (FAST, SLOW)))
     record = two / "1/run.json"
     record.write_text(record.read_text().replace("/ckpt", "/another"))
-    assert noise(find([two]).jobs).told() == ""
+    assert noise(find([two]).jobs).describe() == ""
 
 
 def test_jobs_that_were_served_the_same_samples_are_no_pair(tmp_path: Path) -> None:
     served = [repeat(seconds, earlier=True) for seconds in FAST]
     write_jobs(tmp_path, [repeat(seconds) for seconds in FAST], served, [repeat(seconds) for seconds in SLOW])
-    found = noise(find([tmp_path]).jobs)
-    assert (found.pairs, found.within) == (2, 0)
-    assert found.like["#1"] == ()
+    within = noise(find([tmp_path]).jobs)
+    assert (within.pairs, within.within) == (2, 0)
+    assert within.like["#1"] == ()
 
 
 def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(tmp_path: Path, capsys: Any) -> None:

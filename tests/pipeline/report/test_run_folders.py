@@ -19,8 +19,8 @@ def test_a_sweeps_jobs_keep_their_numbers_in_order(tmp_path: Path) -> None:
 def test_runs_of_several_sweeps_are_numbered_anew_and_counted_once(tmp_path: Path) -> None:
     for sweep in ("a", "b"):
         write_run(tmp_path / sweep / "0")
-    found = find([tmp_path, tmp_path / "a", tmp_path / "b" / "0", tmp_path / "b" / "0" / "run.json"])
-    assert [(job.name, job.run.folder.parent.name) for job in found.jobs] == [("#0", "a"), ("#1", "b")]
+    runs = find([tmp_path, tmp_path / "a", tmp_path / "b" / "0", tmp_path / "b" / "0" / "run.json"])
+    assert [(job.name, job.run.folder.parent.name) for job in runs.jobs] == [("#0", "a"), ("#1", "b")]
 
 
 def test_a_job_without_a_record_and_a_broken_one_are_named(tmp_path: Path) -> None:
@@ -29,9 +29,9 @@ def test_a_job_without_a_record_and_a_broken_one_are_named(tmp_path: Path) -> No
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "run.json").write_text("{")
     (tmp_path / "3" / "run.json").mkdir(parents=True)
-    found = find([tmp_path])
-    assert len(found.jobs) == 1
-    assert [(problem.path.parent.name, problem.reason.split(":")[0]) for problem in found.problems] == [
+    runs = find([tmp_path])
+    assert len(runs.jobs) == 1
+    assert [(problem.path.parent.name, problem.reason.split(":")[0]) for problem in runs.problems] == [
         ("1", "missing"),
         ("2", "no JSON that can be read"),
         ("3", "a folder, not a file"),

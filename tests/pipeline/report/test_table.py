@@ -37,31 +37,31 @@ def table(folder: Path) -> dict[str, tuple[str, ...]]:
 def test_the_table_tells_how_fast_weights_came_and_what_was_waited_for(tmp_path: Path) -> None:
     write_run(tmp_path / "0", metrics=FIGURES)
     write_run(tmp_path / "1")
-    found = table(tmp_path)
-    assert found["streaming, GB/s"] == ("1.90", MISSING)
-    assert found["stalled a token, s"] == ("1.250", MISSING)
-    assert found["bottleneck"] == ("storage", MISSING)
-    assert found["stall share, %"] == ("31.4", MISSING)
+    cells = table(tmp_path)
+    assert cells["streaming, GB/s"] == ("1.90", MISSING)
+    assert cells["stalled a token, s"] == ("1.250", MISSING)
+    assert cells["bottleneck"] == ("storage", MISSING)
+    assert cells["stall share, %"] == ("31.4", MISSING)
 
 
 def test_the_table_has_the_prediction_and_the_bound_beside_what_was_measured(tmp_path: Path) -> None:
     write_run(tmp_path / "0", metrics=FIGURES)
-    found = table(tmp_path)
+    cells = table(tmp_path)
     measured = (
         "time to first token, s",
         "time a token, ms",
         "time a token, predicted, ms",
         "time a token, lower bound, ms",
     )
-    assert [found[title] for title in measured] == [("2.500",), ("500.0",), ("375.0",), ("250.0",)]
+    assert [cells[title] for title in measured] == [("2.500",), ("500.0",), ("375.0",), ("250.0",)]
 
 
 def test_the_table_has_all_that_a_plan_alone_predicts(tmp_path: Path) -> None:
     planned = {**PREDICTED, "predicted_bottleneck": "storage"}
     write_run(tmp_path / "0", seconds=None, streamed=None, metrics=planned)
-    found = table(tmp_path)
+    cells = table(tmp_path)
     told = ("time a token, predicted, ms", "streamed a token, predicted, GB", "bottleneck, predicted")
-    assert [found[title] for title in told] == [("375.0",), ("3.00",), ("storage",)]
+    assert [cells[title] for title in told] == [("375.0",), ("3.00",), ("storage",)]
 
 
 def test_bytes_that_were_streamed_as_predicted_are_told_once(tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_a_comparison_tells_what_the_plans_predict_to_bind(tmp_path: Path) -> No
 def test_the_table_has_perplexities_to_the_digits_that_tell_jobs_apart(tmp_path: Path) -> None:
     for name, perplexity in (("0", 12.34561), ("1", 12.34568)):
         write_run(tmp_path / name, metrics={"perplexity": perplexity, "scored_tokens_per_second": 80.0})
-    found = table(tmp_path)
-    assert found["perplexity"] == ("12.3456", "12.3457")
-    assert found["scored, tokens/s"] == ("80.00", "80.00")
+    cells = table(tmp_path)
+    assert cells["perplexity"] == ("12.3456", "12.3457")
+    assert cells["scored, tokens/s"] == ("80.00", "80.00")
 
 
 def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:
@@ -98,18 +98,18 @@ def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Pa
 def test_jobs_that_share_passes_have_how_many_tokens_one_gave(tmp_path: Path) -> None:
     write_run(tmp_path / "0", metrics={"passes": 2}, tokens=[1, 2, 3, 4, 5])
     write_run(tmp_path / "1")
-    found = table(tmp_path)
-    assert (found["passes"], found["tokens a pass"]) == (("2", MISSING), ("2.5000", MISSING))
+    cells = table(tmp_path)
+    assert (cells["passes"], cells["tokens a pass"]) == (("2", MISSING), ("2.5000", MISSING))
 
 
 def test_jobs_with_drafts_have_how_they_were_judged_and_how_many_stood(tmp_path: Path) -> None:
     drafts = {"speculation": "exact", "draft_acceptance": 0.625, "tokens_per_pass": 3.5}
     write_run(tmp_path / "0", metrics={**drafts, "passes": 40})
     write_run(tmp_path / "1")
-    found = table(tmp_path)
-    assert found["drafts verified"] == ("exact", MISSING)
-    assert found["drafts accepted, %"] == ("62.5", MISSING)
-    assert found["tokens a pass"] == ("3.5000", MISSING)
+    cells = table(tmp_path)
+    assert cells["drafts verified"] == ("exact", MISSING)
+    assert cells["drafts accepted, %"] == ("62.5", MISSING)
+    assert cells["tokens a pass"] == ("3.5000", MISSING)
 
 
 def test_a_budget_sorts_by_its_bytes_and_without_a_limit_last(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_the_table_tells_each_of_several_links(tmp_path: Path) -> None:
     names = ("transfer_bytes_per_token", "transfer_stall_seconds_per_token")
     write_run(tmp_path / "0", metrics={f"{name}.{device}": device + 1.0 for name in names for device in (0, 1)})
     write_run(tmp_path / "1", metrics={"transfer_bytes_per_token.0": 3.0})
-    found = table(tmp_path)
-    assert found["to 0, a token, B"] == ("1", "3")
-    assert found["to 1, a token, B"] == ("2", MISSING)
-    assert found["to 1, stalled a token, s"] == ("2.000", MISSING)
+    cells = table(tmp_path)
+    assert cells["to 0, a token, B"] == ("1", "3")
+    assert cells["to 1, a token, B"] == ("2", MISSING)
+    assert cells["to 1, stalled a token, s"] == ("2.000", MISSING)
     run([str(tmp_path)])
     assert "metrics.transfer_bytes_per_token.1" in (tmp_path / "report.csv").read_text().splitlines()[0].split(",")

@@ -43,8 +43,8 @@ def printed(program: str, *arguments: str) -> object:
 
 
 def test_looking_for_plugins_finds_them_and_imports_nothing_that_only_a_sweep_or_a_run_needs() -> None:
-    found, modules = printed(SCAN)
-    assert {f"hydra_plugins.offstage_sweepers.{kind}Sweeper" for kind in ("Grid", "Optuna")} <= set(found)
+    plugins, modules = printed(SCAN)
+    assert {f"hydra_plugins.offstage_sweepers.{kind}Sweeper" for kind in ("Grid", "Optuna")} <= set(plugins)
     assert {"torch", "transformers", "submitit", "optuna", "rich", "offstage.pipeline.runner", "stages"} & set(
         modules
     ) == set()

@@ -91,9 +91,9 @@ def test_a_sweep_s_end_logs_what_its_jobs_could_not_and_nothing_twice(tmp_path: 
         tracking.end(jobs=2)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
     assert client.get_experiment_by_name("elsewhere") is None
-    found = client.search_runs([client.get_experiment_by_name("offstage").experiment_id])
-    runs = {run.info.run_name.rpartition("/")[2]: run for run in found}
-    assert len(found) == 3
+    logged = client.search_runs([client.get_experiment_by_name("offstage").experiment_id])
+    runs = {run.info.run_name.rpartition("/")[2]: run for run in logged}
+    assert len(logged) == 3
     parent = runs["today"]
     assert {name: run.info.status for name, run in runs.items()} == {"1": "FINISHED", "2": "FAILED", "today": "FAILED"}
     assert {runs[name].data.tags["mlflow.parentRunId"] for name in ("1", "2")} == {parent.info.run_id}

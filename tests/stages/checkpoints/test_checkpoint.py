@@ -163,9 +163,9 @@ def test_the_only_index_or_file_of_a_folder_may_have_any_name(folder: Path, name
         (folder / INDEX).unlink()
         (folder / TWO).unlink()
         (folder / ONE).rename(folder / name)
-    found = open_checkpoint(folder)
-    assert found.format == "safetensors"
-    assert found.entries.keys() == ({"a", "b"} if name.endswith(".json") else {"a"})
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.format == "safetensors"
+    assert checkpoint.entries.keys() == ({"a", "b"} if name.endswith(".json") else {"a"})
 
 
 @pytest.mark.parametrize(

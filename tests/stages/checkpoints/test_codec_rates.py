@@ -14,11 +14,11 @@ from offstage.stages.checkpoints.codec_rates import mean_rate, multiplying_rates
 
 def test_a_rate_is_measured_once_and_kept_by_the_codecs_name(tmp_path: Path) -> None:
     names = ["zstd", "mxfp4", "q4_k", "int4"]
-    found = unpacking_rates(tmp_path, names)
-    assert list(found) == names
-    assert all(10**7 < rate < 10**12 for rate in found.values()), "bytes in use a second, of a few cores"
+    rates = unpacking_rates(tmp_path, names)
+    assert list(rates) == names
+    assert all(10**7 < rate < 10**12 for rate in rates.values()), "bytes in use a second, of a few cores"
     kept = json.loads(tmp_path.joinpath("rates.json").read_text())
-    assert unpacking_rates(tmp_path, ["zstd"]) == {"zstd": found["zstd"]}
+    assert unpacking_rates(tmp_path, ["zstd"]) == {"zstd": rates["zstd"]}
     assert json.loads(tmp_path.joinpath("rates.json").read_text()) == kept
 
 
@@ -47,7 +47,7 @@ def test_to_plan_what_is_not_packed_neither_numpy_nor_torch_is_imported() -> Non
 
 def test_a_codec_with_products_has_a_rate_of_these_and_others_have_none(tmp_path: Path) -> None:
     names = ["q8_0", "fp8", "awq4"]
-    found = multiplying_rates(tmp_path, [*names, "zstd", "unheard of"])
-    assert list(found) == names
-    assert all(10**7 < rate < 10**12 for rate in found.values()), "bytes at rest a second, of a few cores"
-    assert multiplying_rates(tmp_path, ["fp8"]) == {"fp8": found["fp8"]}
+    rates = multiplying_rates(tmp_path, [*names, "zstd", "unheard of"])
+    assert list(rates) == names
+    assert all(10**7 < rate < 10**12 for rate in rates.values()), "bytes at rest a second, of a few cores"
+    assert multiplying_rates(tmp_path, ["fp8"]) == {"fp8": rates["fp8"]}

@@ -48,10 +48,10 @@ def adapted_llama(checkpointing: str | None = None) -> Any:
 
 def learning(model: nn.Module) -> list[nn.Parameter]:
     """Have the adapters learn, and return their weights."""
-    found = [p for name, p in model.named_parameters() if ".up." in name or ".down." in name]
-    for parameter in found:
+    parameters = [p for name, p in model.named_parameters() if ".up." in name or ".down." in name]
+    for parameter in parameters:
         parameter.requires_grad_(True)
-    return found
+    return parameters
 
 
 def trained(model: Any, steps: int, step: Callable[[Any], torch.Tensor] | None = None) -> list[torch.Tensor]:

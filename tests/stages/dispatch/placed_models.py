@@ -139,9 +139,9 @@ class Setup:
         self.streamer = Streamer(model, self.score, stored=disk_weights(extents, rows), devices=self.devices, **options)
 
     def ledger(self, device: int) -> Ledger:
-        found = self.devices.ledger(device)
-        assert found is not None
-        return found
+        ledger = self.devices.ledger(device)
+        assert ledger is not None
+        return ledger
 
     @property
     def reserve(self) -> int:

@@ -50,7 +50,7 @@ def test_it_answers_bit_for_bit_like_a_resident_model_and_holds_no_more_than_its
     stage = setup(net(), LAYOUTS[where])
     for _ in range(4):
         assert torch.equal(stage.model(X), expected)
-        assert stage.ledger(0).held == stage.resident + stage.reserve, "allocated once"
+        assert stage.ledger(0).allocated == stage.resident + stage.reserve, "allocated once"
     assert stage.ledger(0).peak == stage.resident + stage.reserve
     traffic = stage.streamer.traffic
     assert traffic.overflow_bytes == 0
@@ -64,7 +64,7 @@ def test_removing_gives_all_memory_back_and_leaves_weights_waiting(where: str, s
     before = {name: data_of(tensor).is_meta for name, tensor in model.named_parameters()}
     model(X)
     stage.streamer.remove()
-    assert stage.ledger(0).held == stage.resident
+    assert stage.ledger(0).allocated == stage.resident
     assert {name: tensor.is_meta for name, tensor in model.named_parameters()} == before
     assert type(model) is nn.Sequential
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
@@ -100,7 +100,7 @@ def test_whatever_ends_a_forward_the_model_can_be_called_again(
         if chance.random() < 0.7:
             assert torch.equal(model(X), expected)
     assert torch.equal(model(X), expected)
-    assert stage.ledger(0).held == stage.resident + stage.reserve
+    assert stage.ledger(0).allocated == stage.resident + stage.reserve
     assert stage.streamer.traffic.overflow_bytes == 0, "nothing stayed acquired"
 
 
@@ -170,7 +170,7 @@ def test_each_accelerator_streams_into_a_reserve_of_its_own(setup: Callable[...,
     model, expected = net(), net()(X)
     homes: Callable[[str], DeviceId] = lambda name: int(name[0]) // 2 if "weight" in name else "cpu"  # noqa: E731
     stage = setup(model, homes, execution=lambda module: int(module[0]) // 2)
-    resident = stage.ledger(1).held - stage.score.reserves[1]
+    resident = stage.ledger(1).allocated - stage.score.reserves[1]
     assert all(torch.equal(model(X), expected) for _ in range(3))
     assert set(stage.score.reserves) == {0, 1}
     assert stage.ledger(1).peak == resident + stage.score.reserves[1]

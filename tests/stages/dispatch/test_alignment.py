@@ -91,9 +91,9 @@ def test_resident_weights_lie_as_far_from_a_multiple_of_64_as_in_their_file(spil
     assert {begin % TENSOR_ALIGNMENT for begin in begins.values()} != {0}
     options = {"offload_state_dict": True} if spilled else {}
     with offstage.load(folder, cache=tmp_path / "cache", max_length=64, **options) as loaded:
-        found = {name: tensor.data_ptr() % TENSOR_ALIGNMENT for name, tensor in loaded.model.named_parameters()}
-    assert found == {name: begins[name] % TENSOR_ALIGNMENT for name in found}
+        phases = {name: tensor.data_ptr() % TENSOR_ALIGNMENT for name, tensor in loaded.model.named_parameters()}
+    assert phases == {name: begins[name] % TENSOR_ALIGNMENT for name in phases}
     with offstage.init_empty_weights():
         empty = AutoModelForCausalLM.from_config(CONFIGS["dense"])
     model = offstage.load_checkpoint_and_dispatch(empty, folder, device_map={"": "cpu"})
-    assert found == {name: tensor.data_ptr() % TENSOR_ALIGNMENT for name, tensor in model.named_parameters()}
+    assert phases == {name: tensor.data_ptr() % TENSOR_ALIGNMENT for name, tensor in model.named_parameters()}

@@ -43,13 +43,13 @@ def asked(name: str, past: Mapping[str, Any] | None = None) -> dict[str, torch.T
 
 def answers(model: Any, name: str) -> list[torch.Tensor]:
     """Return the logits of a prompt without a cache and with one, of two tokens that follow, and generated tokens."""
-    found = [model(**asked(name), use_cache=False).logits]
+    outputs = [model(**asked(name), use_cache=False).logits]
     past: dict[str, Any] = {}
     for _ in range(1 if name == "t5" else 3):
         out = model(**asked(name, past), **past, use_cache=True)
         past = kept_cache(out)
-        found.append(out.logits)
-    return [*found, model.generate(tokens((2, 5)), max_new_tokens=4, do_sample=False)]
+        outputs.append(out.logits)
+    return [*outputs, model.generate(tokens((2, 5)), max_new_tokens=4, do_sample=False)]
 
 
 def in_turn(model: torch.nn.Module, devices: int, draw: random.Random) -> dict[str, DeviceId]:

@@ -78,10 +78,10 @@ def test_tokens_and_logits_are_those_of_the_model_in_memory(saved: tuple[str, Pa
     for budget in (*BUDGETS.values(), *drawn(name)):
         options = {**options_of(budget, model), "cache": folder / "cache", "max_length": 16, "batch_size": 2}
         with offstage.load(folder / "checkpoint", **options) as loaded:
-            found = answers(loaded.model)
+            streamed = answers(loaded.model)
             served |= set(loaded.plan.serving.values()) if "zstd" in packed_bytes(loaded.plan) else set()
-        assert torch.equal(found[0], expected[0]), budget
-        assert torch.equal(found[1], expected[1]), budget
+        assert torch.equal(streamed[0], expected[0]), budget
+        assert torch.equal(streamed[1], expected[1]), budget
     assert served >= ({"experts"} if name == "mixtral" else {"direct", "packed"})
 
 

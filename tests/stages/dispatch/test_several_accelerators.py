@@ -138,10 +138,10 @@ def test_whatever_ends_a_forward_on_either_accelerator_nothing_stays_behind(
         if chance.random() < 0.7:
             assert torch.equal(stage.model(X), expected)
     assert torch.equal(stage.model(X), expected)
-    assert [stage.ledger(device).held for device in (0, 1)] == [stage.score.reserves[device] for device in (0, 1)]
+    assert [stage.ledger(device).allocated for device in (0, 1)] == [stage.score.reserves[device] for device in (0, 1)]
     assert stage.streamer.traffic.overflow_bytes == 0, "nothing stayed acquired"
     stage.streamer.remove()
-    assert [stage.ledger(device).held for device in (0, 1)] == [0, 0]
+    assert [stage.ledger(device).allocated for device in (0, 1)] == [0, 0]
 
 
 def test_a_file_that_changes_fails_the_pass_and_both_accelerators_go_on_after_it(
@@ -152,7 +152,7 @@ def test_a_file_that_changes_fails_the_pass_and_both_accelerators_go_on_after_it
     path.write_bytes(whole[:-4])
     with pytest.raises(CheckpointError, match="the file changed while it was being served"):
         [stage.model(X) for _ in range(3)]
-    under_way = [held.transfer.work for cache in stage.streamer._caches for held in cache._held.values()]
+    under_way = [held.transfer.work for cache in stage.streamer._caches for held in cache._entries.values()]
     wait([work for arriving in under_way for work in arriving])
     path.write_bytes(whole)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -205,7 +205,7 @@ def test_an_accelerator_that_has_no_room_for_its_reserve_leaves_the_other_empty_
     model, devices = net(), Devices({0: 10**7, 1: 1000})
     with pytest.raises(BudgetError, match=r"max_memory\.1: the simulated accelerator 1 is full"):
         setup("host", model, devices=devices)
-    assert devices.held == {0: 0, 1: 0}
+    assert devices.allocated == {0: 0, 1: 0}
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
     assert torch.equal(model(X), net()(X))
 

@@ -51,7 +51,7 @@ def expected_training(checkpointing: str | None) -> list[torch.Tensor]:
 def test_adapters_learn_the_same_bits_in_a_budget_that_is_kept(where, checkpointing, tmp_path) -> None:
     model = adapted_llama(checkpointing)
     stage = on_stage(model, where, tmp_path, staging_bytes=STAGING)
-    resident = [stage.ledger(device).held for device in (0, 1)]
+    resident = [stage.ledger(device).allocated for device in (0, 1)]
     assert equal(trained(model, STEPS), expected_training(checkpointing))
     assert stage.streamer.traffic.overflow_bytes == 0
     assert [stage.ledger(device).peak for device in (0, 1)] == resident, "staging is there from the beginning"

@@ -82,8 +82,8 @@ def test_mixtures_of_transformers_whose_experts_are_a_list_of_modules_are_known(
         model = kind(config)
     skeleton = describe(model, rehearsed=rehearsed)
     assert rehearsed == (skeleton.unrehearsed is None)
-    found = {name.removeprefix("model.") for name in skeleton.expert_lists}
-    assert found == {f"encoder.{lists[0]}.experts", f"decoder.{lists[1]}.experts"}
+    list_names = {name.removeprefix("model.") for name in skeleton.expert_lists}
+    assert list_names == {f"encoder.{lists[0]}.experts", f"decoder.{lists[1]}.experts"}
 
 
 class AllCalled(HitExperts):

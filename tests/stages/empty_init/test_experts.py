@@ -69,8 +69,8 @@ def test_experts_that_a_models_own_code_computes_are_known_too() -> None:
     )
     with init_empty_weights():
         models = [Step3p7TextModel(step), AutoModelForCausalLM.from_config(llama)]
-    found = [{(spec.count, spec.per_token) for spec in describe(model).experts} for model in models]
-    assert found == [{(6, 3)}, {(6, 1)}]
+    shapes = [{(spec.count, spec.per_token) for spec in describe(model).experts} for model in models]
+    assert shapes == [{(6, 3)}, {(6, 1)}]
 
 
 def test_they_stand_in_the_file(tmp_path) -> None:

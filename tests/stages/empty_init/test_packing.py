@@ -51,9 +51,9 @@ def test_a_tensor_that_the_checkpoint_has_packed_rests_so() -> None:
         name: packed(shape) if len(shape) == 2 else Extent(FILE, 0, "bfloat16", shape) for name, shape in shapes.items()
     }
     skeleton = skeleton_of(model, entries)
-    found = {spec.name: spec.packed for spec in skeleton.tensors if spec.packed}
-    assert set(found) == {name for name, shape in shapes.items() if len(shape) == 2}
-    gate = found["model.layers.0.mlp.gate_proj.weight"]
+    packed_of = {spec.name: spec.packed for spec in skeleton.tensors if spec.packed}
+    assert set(packed_of) == {name for name, shape in shapes.items() if len(shape) == 2}
+    gate = packed_of["model.layers.0.mlp.gate_proj.weight"]
     assert (gate.codec, gate.bytes) == ("zstd", 5 * 24)
     assert gate.working_bytes > SCRATCH_BYTES
     wide = skeleton_of(on_meta(LLAMA).float(), entries)
@@ -71,8 +71,8 @@ def test_experts_that_rest_one_by_one_are_the_sum_of_them() -> None:
     for number in range(4):
         entries |= {f"{experts}.{number}.{part}_proj.weight": packed((8, 16)) for part in ("gate", "up")}
         entries |= {f"{experts}.{number}.down_proj.weight": packed((16, 8))}
-    found = {spec.name: spec.packed for spec in skeleton_of(model, entries).tensors if spec.packed}
-    sizes = {name: spec.bytes for name, spec in found.items()}
+    packed_of = {spec.name: spec.packed for spec in skeleton_of(model, entries).tensors if spec.packed}
+    sizes = {name: spec.bytes for name, spec in packed_of.items()}
     assert sizes == {f"{experts}.gate_up_proj": 4 * 2 * 8 * 5, f"{experts}.down_proj": 4 * 16 * 5}
 
 

@@ -74,15 +74,17 @@ def test_linear_layers_and_experts_of_the_layers_that_repeat(name: str) -> None:
 def test_weights_that_a_class_keeps_in_float32_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
     copy = copy_of(config, "q8_0", make=transformers.AutoModelForSeq2SeqLM)
-    found = {weight.removesuffix(".weight").rpartition(".")[2] for weight in copy.quantised}
-    assert found == {"q", "k", "v", "o", "wi"}
+    quantised_names = {weight.removesuffix(".weight").rpartition(".")[2] for weight in copy.quantised}
+    assert quantised_names == {"q", "k", "v", "o", "wi"}
 
 
 def test_rows_that_are_no_whole_blocks_stay() -> None:
     config = transformers.LlamaConfig(**SMALL, intermediate_size=80, num_key_value_heads=4)
     for kind in ("q8_0", "fp8"):
-        found = {weight.removesuffix(".weight").rpartition(".")[2] for weight in copy_of(config, kind).quantised}
-        assert found == ATTENTION | {"gate_proj", "up_proj"}
+        quantised_names = {
+            weight.removesuffix(".weight").rpartition(".")[2] for weight in copy_of(config, kind).quantised
+        }
+        assert quantised_names == ATTENTION | {"gate_proj", "up_proj"}
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

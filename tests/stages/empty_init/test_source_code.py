@@ -34,12 +34,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_all_that_is_imported_counts_and_nothing_runs(folder: Path) -> None:
-    found = code_identity(["net_a.Net"])
-    local = {str(Path(name).relative_to(folder)) for name in found if name.startswith(str(folder))}
+    digests = code_identity(["net_a.Net"])
+    local = {str(Path(name).relative_to(folder)) for name in digests if name.startswith(str(folder))}
     assert local == set(FILES) - {"stranger_a.py"}
-    assert found["gone_a"] == ABSENT
-    assert "torch" in found
-    assert "python" in found
+    assert digests["gone_a"] == ABSENT
+    assert "torch" in digests
+    assert "python" in digests
     assert not {name for name in sys.modules if name.endswith("_a") and name in ("net_a", "helper_a", "pack_a")}
 
 
@@ -69,8 +69,8 @@ def test_a_file_that_shadows_what_is_installed_is_looked_at(folder: Path, monkey
 
 
 def test_an_editable_install_is_looked_at() -> None:
-    found = code_identity(["offstage.stages.units.parse_size"])
-    assert any(name.endswith("stages/units.py") for name in found)
+    digests = code_identity(["offstage.stages.units.parse_size"])
+    assert any(name.endswith("stages/units.py") for name in digests)
 
 
 def test_code_without_source_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

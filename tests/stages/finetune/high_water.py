@@ -31,9 +31,9 @@ INPUTS = {"convolutions": (2, 3, 128, 128), "mlp": (100_000, 64)}
 
 
 def status_bytes(key: str) -> int:
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def taken_by(model: nn.Module, step: Callable[[], None]) -> int:

@@ -129,7 +129,7 @@ def test_the_ledger_counts_what_stays_and_what_has_come_back_and_its_peak_falls_
             loss.backward()
             ledger = devices.ledger(0)
             assert ledger is not None
-            assert ledger.held == 0
+            assert ledger.allocated == 0
         everything = 41 * 50 * 64 * 4
         assert after_forward == pytest.approx((1 - ratio) * everything, abs=0.02 * everything)
         peaks[ratio] = devices.peaks[0] / everything

@@ -166,6 +166,6 @@ def test_of_a_graph_that_is_kept_only_what_stays_is_held_between_two_backwards()
         assert ledger is not None
         for _ in range(3):
             loss.backward(retain_graph=True)
-            assert ledger.held <= got.kept_bytes
+            assert ledger.allocated <= got.kept_bytes
         del loss
-        assert ledger.held == 0
+        assert ledger.allocated == 0

@@ -28,14 +28,14 @@ class Waits(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         from_device = any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in args)
         self.count += (
             func.namespace == "aten"
             and from_device
-            and (not isinstance(found, torch.Tensor) or found.device.type == "cpu")
+            and (not isinstance(result, torch.Tensor) or result.device.type == "cpu")
         )
-        return found
+        return result
 
 
 def test_each_accelerator_is_waited_for_once_and_the_order_stays() -> None:

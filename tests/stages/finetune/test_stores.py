@@ -137,12 +137,12 @@ def test_on_a_simulated_accelerator_all_is_done_at_once_and_counted() -> None:
     assert ledger is not None
     parcel = store.put(torch.arange(200, dtype=torch.uint8), 150, trace)
     assert not parcel.is_leaving
-    assert ledger.held == 50  # what stays
+    assert ledger.allocated == 50  # what stays
     parcel.fetch()
     assert torch.equal(fetched(parcel), torch.arange(200, dtype=torch.uint8))
-    assert ledger.held == 250
+    assert ledger.allocated == 250
     parcel.room = None
-    assert ledger.held == 50
+    assert ledger.allocated == 50
     del parcel
-    assert ledger.held == 0
+    assert ledger.allocated == 0
     assert [event["name"] for event in trace._events] == ["activations out", "activations back"]

@@ -21,10 +21,10 @@ def test_rows_stand_where_they_were_given_and_short_ones_end_with_zeros() -> Non
     joined = Joined()
     joined.add(call((0, 2), MASKS[0]), {"hidden": torch.ones(2, 3, 4), "vector": torch.tensor([[1.0], [2.0]])})
     joined.add(call((1,), MASKS[1]), {"hidden": torch.ones(1, 2, 4), "vector": torch.tensor([[3.0]])})
-    found = joined.tensors()
-    assert found["vector"].flatten().tolist() == [1.0, 3.0, 2.0]
-    assert found["hidden"].sum((1, 2)).tolist() == [12.0, 8.0, 12.0]
-    assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 1]]
+    tensors = joined.tensors()
+    assert tensors["vector"].flatten().tolist() == [1.0, 3.0, 2.0]
+    assert tensors["hidden"].sum((1, 2)).tolist() == [12.0, 8.0, 12.0]
+    assert tensors["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 1]]
 
 
 def test_what_is_no_row_of_a_call_can_not_be_put_together() -> None:
@@ -38,9 +38,9 @@ def test_what_is_no_row_of_a_call_can_not_be_put_together() -> None:
 def test_outputs_that_share_memory_are_saved_apart() -> None:
     joined, whole = Joined(), torch.arange(6.0).reshape(2, 3)
     joined.add(call((0, 1), MASKS[0]), {"whole": whole, "again": whole, "first": whole[:1]})
-    found = joined.tensors()
-    assert len({tensor.data_ptr() for tensor in found.values()}) == len(found)
-    assert torch.equal(found["first"], whole[:1])
+    tensors = joined.tensors()
+    assert len({tensor.data_ptr() for tensor in tensors.values()}) == len(tensors)
+    assert torch.equal(tensors["first"], whole[:1])
 
 
 def test_labels_are_those_of_the_config_and_only_where_their_number_fits() -> None:

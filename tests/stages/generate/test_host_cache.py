@@ -193,10 +193,10 @@ def test_a_generate_that_hands_over_to_that_of_all_decodes_the_same() -> None:
     model = GraniteSpeechForConditionalGeneration(config).eval()
     asked: dict[str, Any] = {"input_ids": torch.tensor([[1, 5, 6, 7]]), "max_new_tokens": 6, "do_sample": False}
     with host_cache(model, HostRoom(10, private_bytes)) as cache:
-        found = model.generate(**asked, **cache)
+        tokens = model.generate(**asked, **cache)
         (kept,) = cache.values()
         assert kept.get_seq_length() == 9
-    assert torch.equal(found, model.generate(**asked))
+    assert torch.equal(tokens, model.generate(**asked))
 
 
 def test_a_model_that_takes_no_cache_is_refused_when_it_would_decode() -> None:

@@ -63,23 +63,23 @@ def test_they_are_those_of_the_raw_logits_whatever_chose_the_tokens(
     asked = {"max_new_tokens": 9, "eos_token_id": END, "pad_token_id": 0, **options}
     new, scores = expected(model, batch, asked)
     torch.manual_seed(3)
-    found = ChosenLogprobs()
-    tokens = decode_with_transformers(model, asdict(batch), asked, device=CPU, clock=Clock(), logprobs=found)
+    logprobs = ChosenLogprobs()
+    tokens = decode_with_transformers(model, asdict(batch), asked, device=CPU, clock=Clock(), logprobs=logprobs)
     assert tokens.tolist() == new.tolist()
     for place, row in enumerate(tokens.tolist()):
         count = len(trim(row, [END]))
-        assert found.of(place, count) == pytest.approx(scores[place, :count].tolist(), abs=1e-6)
-        assert max(found.of(place, count)) <= 0
+        assert logprobs.of(place, count) == pytest.approx(scores[place, :count].tolist(), abs=1e-6)
+        assert max(logprobs.of(place, count)) <= 0
     assert not model._forward_hooks
 
 
 def test_those_of_guessed_tokens_are_those_of_the_same_tokens_one_by_one(llama: LlamaForCausalLM) -> None:
-    batch, found = make_batch([[5, 6, 5, 6, 5, 6]], pad=0, side="left"), ChosenLogprobs()
+    batch, logprobs = make_batch([[5, 6, 5, 6, 5, 6]], pad=0, side="left"), ChosenLogprobs()
     new, scores = expected(llama, batch, {"max_new_tokens": 8})
     options = {"max_new_tokens": 8, "prompt_lookup_num_tokens": 3}
-    tokens = decode_with_transformers(llama, asdict(batch), options, device=CPU, clock=Clock(), logprobs=found)
+    tokens = decode_with_transformers(llama, asdict(batch), options, device=CPU, clock=Clock(), logprobs=logprobs)
     assert tokens.tolist() == new.tolist()
-    assert found.of(0, 8) == pytest.approx(scores[0].tolist(), abs=1e-4)
+    assert logprobs.of(0, 8) == pytest.approx(scores[0].tolist(), abs=1e-4)
 
 
 def test_the_plain_loop_has_them_too(llama: LlamaForCausalLM) -> None:
@@ -95,7 +95,7 @@ def test_the_plain_loop_has_them_too(llama: LlamaForCausalLM) -> None:
 
 
 def test_a_word_that_is_impossible_has_none() -> None:
-    found = ChosenLogprobs()
-    found.note(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]), torch.tensor([1, 1]))
-    assert found.of(0, 1) == [None]
-    assert found.of(1, 1) == pytest.approx([-0.6931472])
+    logprobs = ChosenLogprobs()
+    logprobs.note(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]), torch.tensor([1, 1]))
+    assert logprobs.of(0, 1) == [None]
+    assert logprobs.of(1, 1) == pytest.approx([-0.6931472])

@@ -39,12 +39,16 @@ def test_tokens_and_their_scores_are_those_of_plain_decoding(name: str, dtype: t
         for prompt in (edited_prompt(plain, 1), random_prompt(2)):
             for options in ({}, SAMPLED):
                 wanted = answer(loaded.model, prompt, **options)
-                found = answer(loaded.model, prompt, guesses=5, **options)
-                assert found.tokens == wanted.tokens == answer(plain, prompt, **options).tokens
-                assert found.scores == wanted.scores
-                assert found.judged.tokens == len(found.tokens) == found.judged.passes + found.judged.accepted
-                right += found.judged.accepted
-                wrong += found.judged.guessed - found.judged.accepted
+                speculated = answer(loaded.model, prompt, guesses=5, **options)
+                assert speculated.tokens == wanted.tokens == answer(plain, prompt, **options).tokens
+                assert speculated.scores == wanted.scores
+                assert (
+                    speculated.judged.tokens
+                    == len(speculated.tokens)
+                    == speculated.judged.passes + speculated.judged.accepted
+                )
+                right += speculated.judged.accepted
+                wrong += speculated.judged.guessed - speculated.judged.accepted
         assert loaded.traffic.overflow_bytes == 0
     assert right > 0, "every guess was wrong"
     assert wrong > 0, "no guess was wrong"
@@ -72,13 +76,15 @@ def test_prompts_in_lockstep_guess_too_and_share_passes(name: str, assists: bool
         before = loaded.traffic.streamed_bytes
         wanted = [answer(loaded.model, prompt, **guess) for prompt in asked]
         between = loaded.traffic.streamed_bytes
-        found = lockstep(loaded.model, [partial(answer, loaded.model, prompt, **guess) for prompt in asked], size=4)
+        speculated = lockstep(
+            loaded.model, [partial(answer, loaded.model, prompt, **guess) for prompt in asked], size=4
+        )
         after = loaded.traffic.streamed_bytes
-    for mine, theirs, prompt in zip(found, wanted, asked, strict=True):
+    for mine, theirs, prompt in zip(speculated, wanted, asked, strict=True):
         assert mine.tokens == theirs.tokens == answer(plain, prompt).tokens
         assert mine.scores == theirs.scores
         assert mine.judged == theirs.judged
-    assert sum(one.judged.accepted for one in found) > 0
+    assert sum(one.judged.accepted for one in speculated) > 0
     assert after - between < 0.6 * (between - before)
 
 
@@ -122,8 +128,8 @@ def test_ends_strings_and_the_most_tokens_stop_it_where_they_stop_plain_decoding
     whole = answer(plain, prompt).tokens
     with open_streamed(tmp_path) as loaded:
         for end in whole[2], whole[7], whole[11]:
-            found = answer(loaded.model, prompt, guesses=5, eos_token_id=end)
-            assert found.tokens == whole[: whole.index(end) + 1]
+            speculated = answer(loaded.model, prompt, guesses=5, eos_token_id=end)
+            assert speculated.tokens == whole[: whole.index(end) + 1]
         assert answer(loaded.model, prompt, guesses=5, new=1).tokens == whole[:1]
         assert answer(loaded.model, prompt, guesses=50, free=99.0, new=7).tokens == whole[:7]
 

@@ -97,10 +97,10 @@ def generated(model: Any, way: str) -> tuple[torch.Tensor, ...] | str:
     )
     torch.manual_seed(7)
     try:
-        found = model.generate(**batch, **_NEW, **WAYS[way], return_dict_in_generate=True, output_logits=True)
+        output = model.generate(**batch, **_NEW, **WAYS[way], return_dict_in_generate=True, output_logits=True)
     except ValueError as error:
         return str(error)
-    return (found.sequences, *found.logits)
+    return (output.sequences, *output.logits)
 
 
 def generated_by_way(model: Any) -> dict[str, tuple[torch.Tensor, ...] | str]:

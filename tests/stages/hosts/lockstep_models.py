@@ -51,10 +51,10 @@ def answered(model: Any, options: dict[str, Any], seed: int) -> list[torch.Tenso
     """Return the tokens and the logits of one call."""
     torch.manual_seed(seed)
     ids = options["input_ids"]
-    found = model.generate(
+    output = model.generate(
         **options, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True
     )
-    return [found.sequences, *found.logits]
+    return [output.sequences, *output.logits]
 
 
 def save(name: str, folder: Path) -> Path:
@@ -89,14 +89,14 @@ def compared(folder: Path, chance: random.Random, lies: str) -> dict[str, Any]:
     made |= accelerated
     with offstage.load(folder, hosts="auto", max_memory=room, cache=cache, **made) as loaded:
         asked = [partial(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
-        found = offstage.lockstep(loaded.model, asked, size=size)
+        answers = offstage.lockstep(loaded.model, asked, size=size)
         queued = [loaded.submit(answered, loaded.model, call, seed) for seed, call in enumerate(calls)]
-        found += [future.result() for future in queued]
+        answers += [future.result() for future in queued]
         is_alike = alike_by_prompts(loaded, [call["input_ids"][0].tolist() for call in calls], size)
         streams = any(host.streamed_bytes for host in loaded.plan.hosts)
     differ = [
         number
-        for number, (one, other) in enumerate(zip(found, wanted * 2, strict=True))
+        for number, (one, other) in enumerate(zip(answers, wanted * 2, strict=True))
         if len(one) != len(other) or not all(map(torch.equal, one, other))
     ]
     drawn = {"calls": len(calls), "size": size}

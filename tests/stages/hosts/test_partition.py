@@ -74,7 +74,7 @@ def test_an_encoder_and_a_decoder_are_one_chain_and_the_encoders_end_goes_to_all
     assert partition.cuts == {"encoder": (0, 2, 2), "decoder": (0, 1, 3)}
     assert partition.shares_end == ("encoder",)
     assert partition_of(chain, [0, 2, 5]).shares_end == ("encoder", "decoder"), "a host without a block needs its end"
-    assert partition.told(1) == "decoder 1-2"
+    assert partition.describe(1) == "decoder 1-2"
 
 
 def test_a_share_has_nothing_of_what_is_away() -> None:

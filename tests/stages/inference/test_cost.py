@@ -47,8 +47,8 @@ def test_what_each_device_was_brought_is_told_by_the_forward() -> None:
         traffic.count_use("cpu", at_rest=7, carried=7)
         traffic.count_stall(0, 0.5)
         cost.add(1.0, results=1)
-    found = {name: value for name, value in cost.metrics().items() if name.startswith("transfer_")}
-    assert found == {
+    transfers = {name: value for name, value in cost.metrics().items() if name.startswith("transfer_")}
+    assert transfers == {
         "transfer_bytes_per_forward.0": 60, "transfer_stall_seconds_per_forward.0": 0.5,
         "transfer_bytes_per_forward.cpu": 7, "transfer_stall_seconds_per_forward.cpu": 0.0,
     }  # fmt: skip

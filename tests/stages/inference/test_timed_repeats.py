@@ -21,14 +21,14 @@ def repeat(seconds: float = 1.0, **given: Any) -> TimedRepeat:
 
 def test_of_several_repeats_the_record_has_the_median_of_each_figure_and_percentiles_over_all_tokens() -> None:
     of_three = [repeat(3.0), repeat(1.0, processor={"contended": True}), repeat(2.0)]
-    found = combined_metrics(of_three, seconds="decode_seconds_per_token")
-    assert (found["decode_seconds_per_token"], found["bottleneck"]) == (2.0, "bottleneck of 2.0")
-    assert (found["repeats"], found["contended_repeats"]) == (3, 1)
-    assert found["stall_share"] is None, "what no repeat knows"
-    assert found["time_to_first_token_seconds_p50"] == 2.0
-    assert found["time_between_tokens_seconds_p50"] == 2.5
-    assert found["time_between_tokens_seconds_p99"] == pytest.approx(5.9)
-    assert found["storage_bandwidth_bytes_per_second"] == 10**9
+    metrics = combined_metrics(of_three, seconds="decode_seconds_per_token")
+    assert (metrics["decode_seconds_per_token"], metrics["bottleneck"]) == (2.0, "bottleneck of 2.0")
+    assert (metrics["repeats"], metrics["contended_repeats"]) == (3, 1)
+    assert metrics["stall_share"] is None, "what no repeat knows"
+    assert metrics["time_to_first_token_seconds_p50"] == 2.0
+    assert metrics["time_between_tokens_seconds_p50"] == 2.5
+    assert metrics["time_between_tokens_seconds_p99"] == pytest.approx(5.9)
+    assert metrics["storage_bandwidth_bytes_per_second"] == 10**9
 
 
 def test_one_time_has_no_percentiles() -> None:
@@ -66,4 +66,4 @@ def test_what_is_stored_comes_back_and_of_very_many_times_percentiles_stay() -> 
     assert back.is_earlier
     assert len(back.token_seconds) == 1000
     assert percentiles(back.token_seconds)["90"] == pytest.approx(percentiles(times)["90"], rel=1e-3)
-    assert repeat(1.0).told(counts=True)["token_seconds"] == [1.0, 2.0]
+    assert repeat(1.0).as_record(counts=True)["token_seconds"] == [1.0, 2.0]

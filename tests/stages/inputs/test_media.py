@@ -88,16 +88,16 @@ def test_what_is_no_image_is_refused_in_one_line(case: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_wav_of_every_width_is_read_between_minus_one_and_one(width: int, tmp_path: Path) -> None:
     samples = np.linspace(-0.9, 0.9, 50)
-    found = read_audio("audio", save_wav(tmp_path / "a.wav", samples, width=width), rate=16000)
-    assert found.dtype == np.float32
-    assert np.allclose(found, samples, atol=2.0 ** (2 - 8 * width) + 1e-6)
+    read = read_audio("audio", save_wav(tmp_path / "a.wav", samples, width=width), rate=16000)
+    assert read.dtype == np.float32
+    assert np.allclose(read, samples, atol=2.0 ** (2 - 8 * width) + 1e-6)
 
 
 def test_channels_are_averaged(tmp_path: Path) -> None:
     both = np.stack([np.full(10, 0.5), np.full(10, -0.25)], axis=1).ravel()
-    found = read_audio("audio", save_wav(tmp_path / "a.wav", both, channels=2), rate=16000)
-    assert np.allclose(found, 0.125, atol=1e-4)
-    assert len(found) == 10
+    read = read_audio("audio", save_wav(tmp_path / "a.wav", both, channels=2), rate=16000)
+    assert np.allclose(read, 0.125, atol=1e-4)
+    assert len(read) == 10
 
 
 def test_a_wav_with_any_byte_of_its_header_damaged_is_read_or_refused(tmp_path: Path) -> None:

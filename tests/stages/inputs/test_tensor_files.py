@@ -30,19 +30,19 @@ def save(file: Path) -> Path:
 @pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
 def test_tensors_come_back_as_they_were_saved(name: str, tmp_path: Path) -> None:
     file = save(tmp_path / name)
-    found, heads = read_tensors("forward.inputs", file), read_heads("forward.inputs", file)
-    assert found.keys() == NAMED.keys() == heads.keys()
+    tensors, heads = read_tensors("forward.inputs", file), read_heads("forward.inputs", file)
+    assert tensors.keys() == NAMED.keys() == heads.keys()
     for key, tensor in NAMED.items():
-        assert torch.equal(found[key], tensor)
+        assert torch.equal(tensors[key], tensor)
         assert heads[key] == TensorHead(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def test_arrays_of_another_order_are_read(tmp_path: Path) -> None:
     array = np.arange(6, dtype=">f4").reshape(2, 3)
     np.savez(tmp_path / "a.npz", big=array, columns=np.asfortranarray(array.astype("<f4")))
-    found = read_tensors("forward.inputs", tmp_path / "a.npz")
-    assert torch.equal(found["big"], torch.arange(6.0).reshape(2, 3))
-    assert torch.equal(found["columns"], torch.arange(6.0).reshape(2, 3))
+    tensors = read_tensors("forward.inputs", tmp_path / "a.npz")
+    assert torch.equal(tensors["big"], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(tensors["columns"], torch.arange(6.0).reshape(2, 3))
 
 
 class Harm:

@@ -51,9 +51,9 @@ def test_a_light_models_calls_are_measured_by_this_process_and_its_reading_isn_t
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    found = {local_rates(tmp_path / name, None, light=True) for name in ("one", "another")}
+    measured = {local_rates(tmp_path / name, None, light=True) for name in ("one", "another")}
     assert torch.equal(torch.rand(3), expected), "a caller's draws are those that they would be"
-    (rates,) = found
+    (rates,) = measured
     assert rates == replace(Rates(), calls=rates.calls, loops=rates.loops)
     kept = read_sealed(tmp_path / "another" / DECODING_NAME)
     assert [*kept] == [f"narrow decoder; {identity()}"]
@@ -73,8 +73,8 @@ def test_what_was_measured_is_kept_for_the_user_and_taken_over_by_other_caches(
 ) -> None:
     asked = answer(tmp_path, monkeypatch, SPEED)
     for name in ("one", "another"):
-        found = local_rates(tmp_path / name, None)
-        assert (found.host, found.calls, found.loops) == tuple(map(coarse_rate, (18 * 10**9, 12345, 600)))
+        rates = local_rates(tmp_path / name, None)
+        assert (rates.host, rates.calls, rates.loops) == tuple(map(coarse_rate, (18 * 10**9, 12345, 600)))
         kept = {f"wide decoder of bfloat16; {identity()}": {"host": 18 * 10**9, "calls": 12345, "loops": 600}}
         assert read_sealed(tmp_path / name / DECODING_NAME) == kept
     assert asked.read_text() == "\n"
@@ -96,8 +96,8 @@ def test_where_nothing_is_said_the_nominal_rates_stand(
     printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(tmp_path, monkeypatch, printed)
-    found = local_rates(tmp_path / "one", None)
-    assert (found.host, found.calls) == (Rates().host, Rates().calls)
+    rates = local_rates(tmp_path / "one", None)
+    assert (rates.host, rates.calls) == (Rates().host, Rates().calls)
     assert not list(tmp_path.rglob(DECODING_NAME))
 
 

@@ -91,14 +91,14 @@ def test_what_computing_left_on_a_simulated_device_can_be_counted_and_only_once(
     computed, placed = torch.ones(100), devices.put(torch.ones(50), 0)
     for tensor in (computed, computed.view(10, 10), placed):
         ledger.hold(tensor)
-    assert ledger.held == 600
+    assert ledger.allocated == 600
     with pytest.raises(BudgetError, match=r"600 B of 1\.00 kB"):
         ledger.hold(torch.ones(101))
     view = computed[3:]
     del computed, tensor
-    assert ledger.held == 600
+    assert ledger.allocated == 600
     del view, placed
-    assert (ledger.held, ledger.peak) == (0, 600)
+    assert (ledger.allocated, ledger.peak) == (0, 600)
 
 
 def test_memory_that_is_allocated_counts_until_its_last_view_is_gone() -> None:
@@ -107,11 +107,11 @@ def test_memory_that_is_allocated_counts_until_its_last_view_is_gone() -> None:
     assert ledger is not None
     assert devices.ledger("cpu") is None
     view = ledger.allocate(8)[2:4]
-    assert ledger.held == 8
+    assert ledger.allocated == 8
     with pytest.raises(BudgetError, match="give it 11 bytes"):
         ledger.allocate(3)
     del view
-    assert (ledger.held, ledger.peak) == (0, 8)
+    assert (ledger.allocated, ledger.peak) == (0, 8)
 
 
 def test_threads_that_take_and_give_back_at_once_leave_nothing_counted() -> None:
@@ -129,7 +129,7 @@ def test_threads_that_take_and_give_back_at_once_leave_nothing_counted() -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert ledger.held == 0
+    assert ledger.allocated == 0
     assert not ledger.holds(torch.ones(5))
 
 

@@ -151,5 +151,5 @@ def peak_bytes() -> int:
 
 
 def test_figures_are_coarse(measured: Measured) -> None:
-    found = measured.kernels
-    assert all(factor * 2 == round(factor * 2) >= 0 for factors in found.values() for factor in factors)
+    kernels = measured.kernels
+    assert all(factor * 2 == round(factor * 2) >= 0 for factors in kernels.values() for factor in factors)

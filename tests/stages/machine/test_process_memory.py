@@ -178,9 +178,9 @@ def test_it_is_what_a_run_held_less_weights_and_request_in_coarse_steps(
 def test_what_torch_reserves_beside_is_no_part_of_what_was_measured(tmp_path: Path) -> None:
     path, memory = tmp_path / "run.json", {"measured": {"cpu": 1, "0": 9 * 10**6}, "predicted": {"cpu": 0, "0": 10**7}}
     path.write_text(json.dumps({"memory": memory}))
-    found = module._read(path, _plan(tmp_path, allocator=9 * 10**6))
-    assert found is not None
-    assert found.device == 8 * 10**6
+    peaks = module._read(path, _plan(tmp_path, allocator=9 * 10**6))
+    assert peaks is not None
+    assert peaks.device == 8 * 10**6
 
 
 def _plan(folder: Path, **ledger: int) -> Path:

@@ -60,7 +60,12 @@ def test_threads_are_summed_and_those_that_began_meanwhile_count_from_their_begi
 
 def test_a_system_that_tells_nothing_leaves_it_open(tmp_path: Path) -> None:
     use = ProcessorMeter(tmp_path).use()
-    assert (use.waited_seconds, use.taken_share, use.is_contended, use.told()["contended"]) == (None, None, None, None)
+    assert (use.waited_seconds, use.taken_share, use.is_contended, use.as_record()["contended"]) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_process_on_the_same_core_makes_this_one_busy() -> None:

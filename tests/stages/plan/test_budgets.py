@@ -38,8 +38,8 @@ def wide(*, exact: bool = True) -> Outline:
     )
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    found = Outline(describe(model, no_split=model._no_split_modules))
-    return replace(found, exact=lambda: ("bfloat16",)) if exact else found
+    outline = Outline(describe(model, no_split=model._no_split_modules))
+    return replace(outline, exact=lambda: ("bfloat16",)) if exact else outline
 
 
 @cache

@@ -141,12 +141,12 @@ def test_experts_are_unpacked_in_their_slots() -> None:
 
 
 def test_accelerators_unpack_side_by_side_and_compute_in_turn() -> None:
-    brought = PassTraffic(2, held={0: 100, 1: 100})
+    brought = PassTraffic(2, resident={0: 100, 1: 100})
     for device in (0, 1):
         brought.add("cpu", 10, computes=device, unpacked=20, moved=300)
     assert brought.links == {0: 10, 1: 10}
     seconds = token_seconds(brought, RATES)
     assert seconds["device memory"] == (100 + 20 + 300 / 2) / 10**4, "that of one of them, more than all compute with"
-    alone = replace(brought, members=1, held={0: 1000, 1: 1000})
+    alone = replace(brought, members=1, resident={0: 1000, 1: 1000})
     assert token_seconds(alone, RATES)["device memory"] == 2040 / 10**4
     assert (seconds["host-to-device"], seconds["dequantising"]) == (10 / 100 / 2, 0)

@@ -77,14 +77,14 @@ def test_the_number_is_that_of_trying_them_all(link: int, monkeypatch: pytest.Mo
     budgets: dict[DeviceId, int | None] = {0: 300 * 10**6, CPU: 2 * GB, DISK: None}
     for host in (link // 50, link // 2, 2 * link, 50 * link):
         rates = replace(RATES, host_to_device=link, host=host)
-        found = with_host_layers(model, budgets, rates)
+        placement = with_host_layers(model, budgets, rates)
         with monkeypatch.context() as patched:
             patched.setattr(host_layers, "_FEW", 10**6)
             patched.setattr(host_layers, "ALIKE", 1.0)
             best = with_host_layers(model, budgets, rates)
-        seconds, least = (forecast(lay_out(model, one, budgets), Step(), rates).seconds for one in (found, best))
+        seconds, least = (forecast(lay_out(model, one, budgets), Step(), rates).seconds for one in (placement, best))
         assert seconds <= host_layers.ALIKE * least
-        counts.append(len(found.computes))
+        counts.append(len(placement.computes))
     assert counts[0] == 0 < counts[1]
     assert counts == sorted(counts), "a faster host never has fewer"
 
@@ -225,9 +225,9 @@ def test_an_override_that_draws_a_layer_to_an_accelerator_has_it_compute_there()
     model = llama()
     placement = with_host_layers(model, BUDGETS, RATES)
     drawn, *others = (layer for layer in placement.computes if layer.startswith("layers."))
-    found = override(model, placement, {drawn: 0})
-    assert execution_devices(model, found)[drawn] == 0
-    assert {execution_devices(model, found)[layer] for layer in others} == {CPU}
+    overridden = override(model, placement, {drawn: 0})
+    assert execution_devices(model, overridden)[drawn] == 0
+    assert {execution_devices(model, overridden)[layer] for layer in others} == {CPU}
 
 
 SIZES = st.lists(st.integers(1, 40).map(lambda count: count * 10**6), min_size=2, max_size=12)

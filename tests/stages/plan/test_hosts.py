@@ -85,17 +85,17 @@ def test_no_division_is_sooner_than_the_one_that_is_found(seed: int) -> None:
     count = chance.choice([2, 3])
     hosts = [host(chance.randint(15, 60) * 10**6, storage=chance.choice([GB // 2, 3 * GB])) for _ in range(count)]
     outline = model(sizes)
-    found = divided(outline, hosts)
-    cuts = (*found.partition.cuts["layers"],)
+    division = divided(outline, hosts)
+    cuts = (*division.partition.cuts["layers"],)
     every = [(0, *inner, blocks) for inner in combinations(range(1, blocks), count - 1)]
     best = min(seconds_of(outline, hosts, one) for one in every)
     assert seconds_of(outline, hosts, cuts) <= best * 1.02
 
 
 def test_a_host_with_more_memory_has_more_blocks_and_nothing_is_streamed_where_all_fits() -> None:
-    found = divided(model([10**7] * 12), [host(45 * 10**6), host(95 * 10**6)])
-    assert found.partition.cuts["layers"][1] <= 4
-    assert [one.streamed_bytes for one in found.hosts] == [0, 0]
+    division = divided(model([10**7] * 12), [host(45 * 10**6), host(95 * 10**6)])
+    assert division.partition.cuts["layers"][1] <= 4
+    assert [one.streamed_bytes for one in division.hosts] == [0, 0]
 
 
 def test_what_is_sent_takes_time_too() -> None:
@@ -153,9 +153,9 @@ def test_more_hosts_than_blocks_are_refused() -> None:
 
 def test_a_hosts_plan_says_what_a_token_takes_on_all() -> None:
     outline, hosts = model([10**7] * 4), [host(10**9)] * 2
-    found = divided(outline, hosts)
-    plan = with_division(planned(outline, hosts, 1, found.partition), found, 1)
-    assert plan.forecast["seconds_per_token"] == found.seconds
+    division = divided(outline, hosts)
+    plan = with_division(planned(outline, hosts, 1, division.partition), division, 1)
+    assert plan.forecast["seconds_per_token"] == division.seconds
     assert plan.hosts[1].weights == {CPU: plan.devices[CPU].weights}
     assert {spec.name for spec in plan.share(outline.skeleton).tensors} == set(plan.tensors)
 

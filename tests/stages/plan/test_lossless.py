@@ -77,15 +77,15 @@ def test_a_few_stretches_of_the_checkpoint_say_how_far_it_shrinks(tmp_path: Path
         "small": torch.randn(8).bfloat16(),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    found = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
-    assert found is not None
-    assert found.shares["bfloat16"] == pytest.approx((1 + 0.67 + 0) / 3, abs=0.07)
-    assert found == possible_packing(StorageConfig(codec="auto"), weights(), {"model": {"path": str(tmp_path)}})
+    packing = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
+    assert packing is not None
+    assert packing.shares["bfloat16"] == pytest.approx((1 + 0.67 + 0) / 3, abs=0.07)
+    assert packing == possible_packing(StorageConfig(codec="auto"), weights(), {"model": {"path": str(tmp_path)}})
     damaged = tmp_path / "model.safetensors"
     damaged.write_bytes(b"nothing")
-    found = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
-    assert found is not None
-    assert found.shares == {"bfloat16": NOMINAL["bfloat16"]}, "whoever loads it says what is wrong"
+    packing = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
+    assert packing is not None
+    assert packing.shares == {"bfloat16": NOMINAL["bfloat16"]}, "whoever loads it says what is wrong"
 
 
 def test_a_checkpoint_is_packed_for_its_share_once_and_again_where_its_content_is_another(

@@ -55,19 +55,19 @@ def test_a_generation_keeps_what_was_foretold_by_kind_of_block(name: str) -> Non
         beams = 1 if name == "rwkv" else beams  # which beams don't go with
         given = inputs_of(name, sequences=prompts, length=prompt)
         kept = kept_bytes(model, given, new=new, beams=beams)
-        found = foretold(name, sequences=prompts * beams, prompt=prompt, new=new)
-        assert sum(one.finished for one in found) == pytest.approx(kept.tensors, rel=0.02)
+        predicted = foretold(name, sequences=prompts * beams, prompt=prompt, new=new)
+        assert sum(one.finished for one in predicted) == pytest.approx(kept.tensors, rel=0.02)
         if name != "recurrent_gemma":  # of which a state is a view of what is one number longer
-            assert sum(one.finished for one in found) == kept.finished
+            assert sum(one.finished for one in predicted) == kept.finished
         if name not in ("t5", "bart", "whisper"):  # whose decoders begin with one position
-            assert sum(one.prompted for one in found) == kept.prompted
+            assert sum(one.prompted for one in predicted) == kept.prompted
 
 
 def test_layers_of_a_window_and_of_all_positions_count_where_they_compute() -> None:
     """Gemma 3 has one layer of six that keeps all: on a device of its own it takes more than all others."""
-    found = foretold("gemma3_text", sequences=1, prompt=32, new=16 * WINDOW)
+    predicted = foretold("gemma3_text", sequences=1, prompt=32, new=16 * WINDOW)
     per_position = 2 * 2 * 16 * 4
-    on = cache_bytes(found, lambda block: 1 if block == "model.layers.5" else 0)
+    on = cache_bytes(predicted, lambda block: 1 if block == "model.layers.5" else 0)
     assert on == {0: 8 * WINDOW * per_position, 1: (32 + 16 * WINDOW - 1) * per_position}
 
 

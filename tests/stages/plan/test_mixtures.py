@@ -166,8 +166,8 @@ def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data
 @pytest.mark.parametrize("name", NAMES)
 def test_the_second_slot_pushes_out_nothing_that_every_token_needs(name: str) -> None:
     model = mixture(name)
-    found = [planned(model, "optimal", {"cpu": share * model.skeleton.bytes // 200}) for share in range(12, 60, 3)]
-    plans_made = [plan for plan in found if isinstance(plan, Plan)]
+    plans = [planned(model, "optimal", {"cpu": share * model.skeleton.bytes // 200}) for share in range(12, 60, 3)]
+    plans_made = [plan for plan in plans if isinstance(plan, Plan)]
     assert {1, 2} <= {plan.devices[CPU].expert_cache // expert_bytes(model) for plan in plans_made}
     counts = [int(plan.forecast["streamed_bytes_per_token"]) for plan in plans_made]
     assert counts == sorted(counts, reverse=True)

@@ -68,7 +68,7 @@ def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_t
 
 def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> None:
     at_rest = Counter({"disk": 10.0, "cpu": 20.0})
-    brought = PassTraffic(2, held={0: 100}, at_rest=at_rest, packed=10, unpacked=40, used=Counter({0: 60.0}))
+    brought = PassTraffic(2, resident={0: 100}, at_rest=at_rest, packed=10, unpacked=40, used=Counter({0: 60.0}))
     seconds = token_seconds(brought, RATES)
     assert seconds == {
         "storage": 10 / 10 / 2,

@@ -261,17 +261,17 @@ def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None
 def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
     keep_decoding(tmp_path)
     write_sealed(tmp_path / "rates.json", {"host_to_device GPU": 20_000_000_000})
-    found = local_rates(tmp_path, None, ["GPU"])
-    assert found.host == coarse_rate(10_100_000_000) == coarse_rate(10_300_000_000)
-    assert found.host_to_device == pytest.approx(20 * 10**9, rel=0.05)
-    assert found.calls == coarse_rate(10_100) == coarse_rate(10_300)
-    assert found.device == Rates().device, "no such accelerator is here: the nominal one stands"
+    rates = local_rates(tmp_path, None, ["GPU"])
+    assert rates.host == coarse_rate(10_100_000_000) == coarse_rate(10_300_000_000)
+    assert rates.host_to_device == pytest.approx(20 * 10**9, rel=0.05)
+    assert rates.calls == coarse_rate(10_100) == coarse_rate(10_300)
+    assert rates.device == Rates().device, "no such accelerator is here: the nominal one stands"
 
 
 def test_a_rate_that_is_pinned_is_taken_as_it_is_and_the_others_are_measured(tmp_path: Path) -> None:
     keep_decoding(tmp_path)
-    found = local_rates(tmp_path, None, pinned={"storage": "3.333GB"})
-    assert (found.storage, found.host) == (3_333_000_000, coarse_rate(10_200_000_000))
+    rates = local_rates(tmp_path, None, pinned={"storage": "3.333GB"})
+    assert (rates.storage, rates.host) == (3_333_000_000, coarse_rate(10_200_000_000))
     nothing = tmp_path / "nothing"
     assert local_rates(nothing, None, pinned={"host": "5GB", "calls": 5000}).host == 5 * 10**9
     assert not nothing.exists(), "nothing had to be measured"

@@ -48,8 +48,8 @@ def deep(wide: int) -> Outline:
 def described(*layers: nn.Module, exact: tuple[str, ...]) -> Outline:
     import torch
 
-    found = Outline(describe(nn.Sequential(*layers), call=lambda m: m(torch.zeros(1, WIDTH))))
-    return replace(found, exact=lambda: exact)
+    outline = Outline(describe(nn.Sequential(*layers), call=lambda m: m(torch.zeros(1, WIDTH))))
+    return replace(outline, exact=lambda: exact)
 
 
 def plan(model: Outline, budget: int, device_map: Any = "optimal", **storage: Any) -> Any:
@@ -103,9 +103,9 @@ def test_blocks_are_as_large_as_two_have_room_beside_what_stays_and_whole_where_
         (HEAD - 1, 2 * LEAST_ROWS),
         (HEAD, 0),
     ):
-        found = plan(model, budget).block_rows
-        assert found == ({"1.weight": rows} if rows else {}), budget
-        assert block_sizes(model, found) == ({HEAD: rows * WIDTH * 4} if rows else {})
+        rows_of = plan(model, budget).block_rows
+        assert rows_of == ({"1.weight": rows} if rows else {}), budget
+        assert block_sizes(model, rows_of) == ({HEAD: rows * WIDTH * 4} if rows else {})
 
 
 @pytest.mark.parametrize("order", [(WORDS, 2 * WORDS), (2 * WORDS, WORDS)])

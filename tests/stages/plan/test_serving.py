@@ -67,13 +67,13 @@ def test_the_bytes_that_a_policy_goes_by_are_those_of_the_serving() -> None:
 def test_embeddings_that_other_modules_read_are_streamed() -> None:
     skeleton = replace(describe(Model(), rehearsed=False), borrowers={"table": ("head",)})
     outline = Outline(skeleton)
-    found = lay_out(
+    layout = lay_out(
         outline,
         Placement(dict.fromkeys(outline.sizes, "disk"), CPU),
         execution=dict.fromkeys(outline.direct, "cpu"),
         io="direct",
     ).serving
-    assert (found["table.weight"], found["scaled.weight"]) == ("direct", "rows")
+    assert (layout["table.weight"], layout["scaled.weight"]) == ("direct", "rows")
 
 
 @pytest.mark.parametrize(

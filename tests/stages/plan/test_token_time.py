@@ -23,10 +23,10 @@ RATES = Rates(storage=10, host=1000, host_to_device=100, device=1000)
 
 
 def brought(runs: Sequence[tuple[DeviceId, float]], *, ahead: bool = True) -> PassTraffic:
-    found = PassTraffic()
+    total = PassTraffic()
     for device, count in runs:
-        found.add(CPU, count, computes=device, ahead=ahead)
-    return found
+        total.add(CPU, count, computes=device, ahead=ahead)
+    return total
 
 
 def test_the_slowest_link_counts_and_what_they_share() -> None:
@@ -59,15 +59,15 @@ def test_what_is_asked_for_layer_by_layer_comes_over_one_link_at_a_time() -> Non
 def test_of_a_run_on_one_accelerator_that_is_late_which_its_reserve_has_no_room_for(
     runs: Sequence[tuple[DeviceId, float]], late: float
 ) -> None:
-    found = brought(runs)
-    assert late_bytes(found.runs, {0: 100, 1: 100}) == late
-    found.reserves = {0: 100, 1: 100}
-    seconds = link_seconds(found, RATES)
-    assert seconds == max([late, *found.links.values()]) / 100
+    total = brought(runs)
+    assert late_bytes(total.runs, {0: 100, 1: 100}) == late
+    total.reserves = {0: 100, 1: 100}
+    seconds = link_seconds(total, RATES)
+    assert seconds == max([late, *total.links.values()]) / 100
 
 
 def test_memories_are_read_one_after_the_other() -> None:
-    seconds = token_seconds(PassTraffic(held={0: 400, 1: 400, CPU: 100}), RATES)
+    seconds = token_seconds(PassTraffic(resident={0: 400, 1: 400, CPU: 100}), RATES)
     assert slowest(seconds) == ("device memory", 0.9)
     assert slowest({**seconds, "dequantising": 2.0}) == ("dequantising", 2.1)
 
@@ -79,34 +79,34 @@ def test_a_root_of_links_is_given_or_there_is_none() -> None:
 
 def test_calls_take_the_host_a_while_however_few_weights_there_are() -> None:
     rates = Rates(host=100, calls=10)
-    seconds = [token_seconds(PassTraffic(held={CPU: 100}, host_calls=calls), rates)[HOST] for calls in (0, 20)]
+    seconds = [token_seconds(PassTraffic(resident={CPU: 100}, host_calls=calls), rates)[HOST] for calls in (0, 20)]
     assert seconds == [1, 3]
-    around = PassTraffic(2, held={CPU: 100}, host_calls=20, loops=1)
+    around = PassTraffic(2, resident={CPU: 100}, host_calls=20, loops=1)
     assert token_seconds(around, replace(rates, loops=4))[HOST] == 3.25, "each of several in lockstep has one"
 
 
 def test_what_is_multiplied_quantised_is_read_at_a_rate_of_its_own() -> None:
-    read, rates = PassTraffic(held={CPU: 100}, multiplied=80), Rates(host=100)
+    read, rates = PassTraffic(resident={CPU: 100}, multiplied=80), Rates(host=100)
     assert token_seconds(read, rates)[HOST] == 1
     assert token_seconds(read, replace(rates, multiplying=400))[HOST] == pytest.approx(0.4)
 
 
 def test_an_accelerator_waits_for_the_host_to_give_it_work_however_little_that_is() -> None:
     rates = Rates(device=100, host_to_device=10, launches=10)
-    waits = token_seconds(PassTraffic(held={0: 100}, device_calls=20), rates)
+    waits = token_seconds(PassTraffic(resident={0: 100}, device_calls=20), rates)
     assert slowest(waits) == ("kernel launches", 2)
     assert expected_seconds(waits) == 2, "it computes meanwhile"
-    found = PassTraffic(2, held={0: 100}, device_calls=20)
-    found.add(CPU, 5, computes=0, tensors=4)
-    assert slowest(token_seconds(found, rates)) == ("kernel launches", 2.2)
+    total = PassTraffic(2, resident={0: 100}, device_calls=20)
+    total.add(CPU, 5, computes=0, tensors=4)
+    assert slowest(token_seconds(total, rates)) == ("kernel launches", 2.2)
 
 
 def read(
     count: float, *, ahead: bool = True, unpacked: float | None = None, tensors: float = 0, mapped: bool = False
 ) -> PassTraffic:
-    found = PassTraffic()
-    found.add(DISK, count, computes=CPU, ahead=ahead, unpacked=unpacked, tensors=tensors, mapped=mapped)
-    return found
+    total = PassTraffic()
+    total.add(DISK, count, computes=CPU, ahead=ahead, unpacked=unpacked, tensors=tensors, mapped=mapped)
+    return total
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_what_overlaps_on_the_host_takes_from_each_other_and_experts_wait_for_th
     streamed: PassTraffic, expected: float
 ) -> None:
     rates = Rates(storage=10, host=1000, dequantising=500, calls=1000)
-    streamed.held = {CPU: 1000}
+    streamed.resident = {CPU: 1000}
     seconds = token_seconds(streamed, rates)
     assert expected_seconds(seconds) == pytest.approx(expected)
 
 
 def test_what_an_accelerator_computes_has_nothing_disturbed_but_by_what_the_host_unpacks() -> None:
-    streamed = PassTraffic(held={0: 100})
+    streamed = PassTraffic(resident={0: 100})
     streamed.add(DISK, 20, computes=0, unpacked=40)
     seconds = token_seconds(streamed, Rates(storage=10, dequantising=40, host_to_device=100, device=1000))
     assert expected_seconds(seconds) == pytest.approx(2 + 0.25 * 1)
@@ -145,7 +145,7 @@ def test_an_accelerator_waits_for_experts_that_the_host_unpacks_as_they_are_call
     rates = Rates(storage=10, dequantising=40, host_to_device=100, device=1000)
     seconds = {}
     for ahead in (True, False):
-        streamed = PassTraffic(held={0: 100})
+        streamed = PassTraffic(resident={0: 100})
         streamed.add(DISK, 20, computes=0, unpacked=40, ahead=ahead)
         seconds[ahead] = expected_seconds(token_seconds(streamed, rates))
     assert seconds == pytest.approx({True: 2.25, False: 2.25 + 0.14})

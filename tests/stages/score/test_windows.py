@@ -20,18 +20,18 @@ TINY = Path(__file__).parents[3] / "conf" / "checkpoints" / "tiny"
 
 def guide(length: int, window: int, stride: int) -> list[tuple[int, int, int]]:
     """Return beginning, end and scored tokens of each window, as Hugging Face's guide to perplexity goes through."""
-    found, done = [], 0
+    windows, done = [], 0
     for begin in range(0, length, stride):
         end = min(begin + window, length)
         labels = [False] * (end - begin)
         for place in range(end - done):
             labels[-1 - place] = True
         if count := sum(labels[1:]):  # a label is held against the logits before it
-            found.append((begin, end, count))
+            windows.append((begin, end, count))
         done = end
         if end == length:
             break
-    return found
+    return windows
 
 
 @settings(deadline=None, max_examples=200)
@@ -81,16 +81,16 @@ def test_a_pair_is_made_tokens_in_one_and_space_before_a_word_is_its_own(
     tokenizer: Any, context: str, continuation: str
 ) -> None:
     both = tokenizer("The weights of a model")["input_ids"]
-    found = encode("here", ScoredText(continuation, context), tokenizer, has_encoder=False)
-    assert list(found.ids) == both
-    assert tokenizer.decode(both[found.first :]) == " of a model"
+    encoded = encode("here", ScoredText(continuation, context), tokenizer, has_encoder=False)
+    assert list(encoded.ids) == both
+    assert tokenizer.decode(both[encoded.first :]) == " of a model"
 
 
 def test_an_encoder_reads_the_context_and_the_continuation_has_no_special_tokens(tokenizer: Any) -> None:
-    found = encode("here", ScoredText("of a model", "The weights"), tokenizer, has_encoder=True)
-    assert list(found.source) == tokenizer("The weights")["input_ids"]
-    assert list(found.ids) == tokenizer("of a model", add_special_tokens=False)["input_ids"]
-    assert found.first == 0
+    encoded = encode("here", ScoredText("of a model", "The weights"), tokenizer, has_encoder=True)
+    assert list(encoded.source) == tokenizer("The weights")["input_ids"]
+    assert list(encoded.ids) == tokenizer("of a model", add_special_tokens=False)["input_ids"]
+    assert encoded.first == 0
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_file_alone_is_read_as_it_is(checkpoint: Path) -> None:
-    found = load_state_dict(checkpoint / "codes.safetensors")
-    assert {name: tensor.dtype for name, tensor in found.items()} == {"0.weight": torch.float8_e4m3fn}
+    tensors = load_state_dict(checkpoint / "codes.safetensors")
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {"0.weight": torch.float8_e4m3fn}
 
 
 def test_a_module_of_codes_gets_them_and_its_scales(checkpoint: Path) -> None:

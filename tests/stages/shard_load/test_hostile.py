@@ -63,13 +63,13 @@ def test_a_damaged_safetensors_file_gives_its_tensors_or_a_typed_error(tmp_path:
             if content:
                 damage(content, chance)
         path.write_bytes(content)
-        found = read_or_refuse(path)
-        if found is None:
+        outcome = read_or_refuse(path)
+        if outcome is None:
             refused += 1
         elif content[:data_begins] == whole[:data_begins]:
-            assert found.keys() == TENSORS.keys()
+            assert outcome.keys() == TENSORS.keys()
             assert len(content) == len(whole)
-            for name, tensor in found.items():
+            for name, tensor in outcome.items():
                 assert (tensor.shape, tensor.dtype) == (TENSORS[name].shape, TENSORS[name].dtype)
     assert refused > ROUNDS // 10
 
@@ -85,5 +85,5 @@ def test_a_damaged_bin_gives_its_tensors_or_a_typed_error(tmp_path: Path, old: b
         content = bytearray(whole)
         chance.choice([flip, flip, truncate, splice])(content, chance)
         path.write_bytes(content)
-        found = read_or_refuse(path)
-        assert found is None or all(isinstance(tensor, torch.Tensor) for tensor in found.values())
+        outcome = read_or_refuse(path)
+        assert outcome is None or all(isinstance(tensor, torch.Tensor) for tensor in outcome.values())

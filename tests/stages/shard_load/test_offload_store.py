@@ -28,9 +28,9 @@ def fill(store: OffloadStore, *names: str) -> None:
 
 def test_what_was_put_is_found_by_every_job_that_opens_the_store(tmp_path: Path) -> None:
     fill(open_store(tmp_path / "s", "k"), "a", "b")
-    found = open_store(tmp_path / "s", "k").find(dict.fromkeys("abc", TENSOR))
-    assert found.keys() == {"a", "b"}
-    assert found["a"].file.path.read_bytes() == DATA
+    located = open_store(tmp_path / "s", "k").find(dict.fromkeys("abc", TENSOR))
+    assert located.keys() == {"a", "b"}
+    assert located["a"].file.path.read_bytes() == DATA
     assert json.loads((tmp_path / "s" / INDEX_NAME).read_text())["a"]["dtype"] == "float32"
 
 
@@ -141,9 +141,9 @@ def test_a_kill_leaves_a_store_that_tells_only_of_whole_tensors(tmp_path: Path, 
             process.wait(delay)
         process.kill()
     tensor = StoredTensor("float32", (256,), ("s",))
-    found = open_store(tmp_path, "k").find({f"t{i}": tensor for i in range(50)})
-    assert found
-    for name, at in found.items():
+    located = open_store(tmp_path, "k").find({f"t{i}": tensor for i in range(50)})
+    assert located
+    for name, at in located.items():
         assert at.file.path.read_bytes() == bytes([int(name[1:])]) * 1024
 
 
@@ -199,8 +199,8 @@ def test_a_bit_flipped_in_the_index_costs_a_rewrite_and_nothing_else(tmp_path: P
     whole = (tmp_path / INDEX_NAME).read_bytes()
     for at in range(len(whole)):
         flipped(tmp_path / INDEX_NAME, at)
-        found = open_store(tmp_path, "k").find({"a": TENSOR}, full=True)
-        assert all(at.file.path.read_bytes() == DATA for at in found.values())
+        located = open_store(tmp_path, "k").find({"a": TENSOR}, full=True)
+        assert all(at.file.path.read_bytes() == DATA for at in located.values())
         (tmp_path / INDEX_NAME).write_bytes(whole)
     assert store.find({"a": TENSOR}, full=True)
 

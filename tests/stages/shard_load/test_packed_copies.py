@@ -56,8 +56,8 @@ def context_of(root: Path, checkpoint: Path, config: Any, **keys: Any) -> FakeCo
 
 
 def packed_of(placed: Any) -> dict[str, PackedTensor]:
-    found = placed.offloaded.extents.items()
-    return {name: extent for name, extent in found if isinstance(extent, PackedTensor)}
+    extents = placed.offloaded.extents.items()
+    return {name: extent for name, extent in extents if isinstance(extent, PackedTensor)}
 
 
 def store_files(root: Path) -> dict[str, tuple[int, bytes]]:
@@ -280,9 +280,9 @@ def test_a_kill_leaves_copies_that_are_whole(tmp_path: Path) -> None:
             process.wait(0.05)
         process.kill()
     tensor = StoredTensor("bfloat16", (64, 256), ("source",), run=64 * 256)
-    found = open_store(tmp_path, "k").find({f"t{number}": tensor for number in range(50)}, full=True)
-    assert len(found) >= 6
-    for name, copy in found.items():
+    located = open_store(tmp_path, "k").find({f"t{number}": tensor for number in range(50)}, full=True)
+    assert len(located) >= 6
+    for name, copy in located.items():
         assert copy is not None
         assert bool((read_extent(copy) == int(name[1:])).all())
 
@@ -316,10 +316,10 @@ def test_a_disk_that_fills_up_while_packing_is_one_clear_line(tmp_path: Path, mo
 def test_the_field_s_loader_knows_nothing_of_copies(tmp_path: Path) -> None:
     make_model(LLAMA, torch.float32).save_pretrained(tmp_path / "checkpoint")
     load(context_of(tmp_path, tmp_path / "checkpoint", LLAMA, offload_folder=str(tmp_path / "store")), tmp_path / "out")
-    found = OffloadedWeightsLoader(save_folder=tmp_path / "store")
-    assert "model.norm.weight" in found
-    assert not [name for name in found if "zstd" in name]
-    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+    loader = OffloadedWeightsLoader(save_folder=tmp_path / "store")
+    assert "model.norm.weight" in loader
+    assert not [name for name in loader if "zstd" in name]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in loader.values())
 
 
 def test_two_runs_that_pack_at_once_come_to_one_store(tmp_path: Path) -> None:

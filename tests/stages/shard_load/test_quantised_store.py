@@ -27,8 +27,8 @@ TOKENS = torch.tensor([[5, 66, 100, 33, 20, 7, 8]])
 def logits(checkpoint: Path, cache: Path, **options: Any) -> torch.Tensor:
     given = {"quantize": "q8_0", "device_map": {"": "disk"}, "max_length": 32, **options}
     with offstage.load(checkpoint, cache=cache, hardware=HARDWARE, **given) as loaded, torch.no_grad():
-        found: torch.Tensor = loaded.model(input_ids=TOKENS).logits
-    return found
+        result: torch.Tensor = loaded.model(input_ids=TOKENS).logits
+    return result
 
 
 def store_files(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -67,11 +67,11 @@ def test_a_run_that_was_killed_is_gone_on_with_where_it_was(tmp_path: Path) -> N
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = store_files(cache)
     assert len(before) == 2
-    found = logits(source, cache)
+    again = logits(source, cache)
     after = store_files(cache)
     assert len(after) > 3
     assert {name: after[name] for name in before} == before, "what was whole is not made again"
-    assert torch.equal(found, logits(source, tmp_path / "other"))
+    assert torch.equal(again, logits(source, tmp_path / "other"))
     other = store_files(tmp_path / "other")
     assert {name: data for name, (_, data) in after.items()} == {name: data for name, (_, data) in other.items()}
 
@@ -151,9 +151,9 @@ def test_other_weights_are_quantised_anew(tmp_path: Path) -> None:
     for file in source.glob("*.safetensors"):
         tensors = {name: 1.5 * tensor for name, tensor in plain_tensors(source).items() if name in _names_in(file)}
         save_file(tensors, file, metadata={"format": "pt"})
-    found = logits(source, cache)
-    assert not torch.equal(found, first)
-    assert torch.equal(found, logits(source, tmp_path / "other"))
+    others = logits(source, cache)
+    assert not torch.equal(others, first)
+    assert torch.equal(others, logits(source, tmp_path / "other"))
 
 
 def _names_in(file: Path) -> set[str]:

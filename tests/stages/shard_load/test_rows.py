@@ -151,9 +151,9 @@ def test_an_offload_folder_has_an_entry_for_experts_and_no_copy(tmp_path: Path) 
     sources = find_sources(prepared, LoadPlan(homes, by_expert=frozenset(wanted)))
     fill_model(prepared, sources, tmp_path / "folder", spills=False)
     assert not list((tmp_path / "folder").glob("*.dat"))
-    found = OffloadedWeightsLoader(save_folder=tmp_path / "folder")
-    assert_same({name: found[name] for name in wanted}, wanted)
-    assert set(found) == set(model.state_dict())
+    loader = OffloadedWeightsLoader(save_folder=tmp_path / "folder")
+    assert_same({name: loader[name] for name in wanted}, wanted)
+    assert set(loader) == set(model.state_dict())
 
 
 def test_beside_an_adapter_experts_lie_in_the_checkpoint_or_in_the_adapter(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_beside_an_adapter_experts_lie_in_the_checkpoint_or_in_the_adapter(tmp_p
     homes = {spec.name: "disk" for spec in skeleton.tensors}
     loads = prepare_adapted(adapted, skeleton, checkpoint=checkpoint, adapter=adapter)
     tables = [find_sources(load, LoadPlan(homes, by_expert=frozenset(names))) for load in loads]
-    found = [{source.outer for source in sources.values() if source.rows} for sources in tables]
-    assert found[0] | found[1] == set(names)
-    assert {name for name in names if saved in name} == found[1]
+    by_table = [{source.outer for source in sources.values() if source.rows} for sources in tables]
+    assert by_table[0] | by_table[1] == set(names)
+    assert {name for name in names if saved in name} == by_table[1]
 
 
 def test_a_shard_that_is_cut_short_is_noticed_when_an_expert_is_read(tmp_path: Path) -> None:

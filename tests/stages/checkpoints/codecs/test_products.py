@@ -210,10 +210,10 @@ def test_what_is_given_may_be_rounded_for_the_product(name: str, dtype: torch.dt
     make, rows, columns = WEIGHTS[name]
     matrix, parts = make(tmp_path, rows, columns)
     given, told = given_rows(5, columns, dtype), as_text(matrix)
-    found = multiply_packed(given, parts, told, compute=torch.bfloat16)
+    product = multiply_packed(given, parts, told, compute=torch.bfloat16)
     wanted = by_operators(given.bfloat16().float(), parts, told, way=way_of_bfloat16()).to(dtype)
-    assert same_bits(found, wanted)
-    assert not same_bits(found, multiply_packed(given, parts, told))
+    assert same_bits(product, wanted)
+    assert not same_bits(product, multiply_packed(given, parts, told))
 
 
 def test_tiles_are_those_of_operators_where_there_are_no_loops(tmp_path: Path) -> None:

@@ -57,19 +57,19 @@ def test_q8_0_has_the_bytes_of_the_gguf_package(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_q8_0_is_off_by_half_a_step_and_what_float16_loses_of_it(shape: tuple[int, ...]) -> None:
     made = values(shape)
-    found = requantised("q8_0", made).view(-1, 32)
+    values_again = requantised("q8_0", made).view(-1, 32)
     blocks = made.view(-1, 32).double()
     step = blocks.abs().amax(1, keepdim=True) / 127
     lost = torch.maximum(step * 2.0**-11, torch.full_like(step, 2.0**-25))
-    assert bool(((found.double() - blocks).abs() <= step * (0.5 + 2**-20) + 127 * lost).all())
+    assert bool(((values_again.double() - blocks).abs() <= step * (0.5 + 2**-20) + 127 * lost).all())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8_is_off_by_a_sixteenth_or_the_smallest_code(shape: tuple[int, ...]) -> None:
     made = values(shape)
-    found = requantised("fp8", made).double()
+    values_again = requantised("fp8", made).double()
     rows, columns = shape[-2:]
-    for matrix, back in zip(made.view(-1, rows, columns).double(), found.view(-1, rows, columns), strict=True):
+    for matrix, back in zip(made.view(-1, rows, columns).double(), values_again.view(-1, rows, columns), strict=True):
         for top in range(0, rows, 128):
             for left in range(0, columns, 128):
                 place = slice(top, top + 128), slice(left, left + 128)

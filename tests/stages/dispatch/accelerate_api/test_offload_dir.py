@@ -44,9 +44,9 @@ def experts_in(model: Any) -> dict[str, torch.Tensor]:
 def test_experts_that_were_written_to_the_folder_are_slices_of_their_files(tmp_path: Path) -> None:
     model = make_mixture("Mixtral")
     skeleton = describe(model, rehearsed=False)
-    found = locate_weights(model, skeleton, plan_on_disk(skeleton, routes=True), folder=tmp_path)
-    assert_same(values_of(found), experts_in(model))
-    assert_same(found, model.state_dict())
+    located = locate_weights(model, skeleton, plan_on_disk(skeleton, routes=True), folder=tmp_path)
+    assert_same(values_of(located), experts_in(model))
+    assert_same(located, model.state_dict())
 
 
 @pytest.fixture
@@ -64,18 +64,18 @@ def indexed(tmp_path: Path) -> Path:
 
 def test_experts_that_the_index_has_one_by_one_are_read_where_they_lie(indexed: Path) -> None:
     model, skeleton = empty_mixture("Mixtral"), describe(empty_mixture("Mixtral"), rehearsed=False)
-    found = locate_weights(model, skeleton, plan_on_disk(skeleton, routes=True), folder=indexed)
-    assert_same(values_of(found), experts_in(make_mixture("Mixtral")))
-    assert not found.rows.keys() & found.extents.keys()
+    located = locate_weights(model, skeleton, plan_on_disk(skeleton, routes=True), folder=indexed)
+    assert_same(values_of(located), experts_in(make_mixture("Mixtral")))
+    assert not located.rows.keys() & located.extents.keys()
     assert not list(indexed.glob("*.dat"))
 
 
 def test_a_plan_that_streams_them_whole_has_them_written_to_the_folder(indexed: Path) -> None:
     model, skeleton = empty_mixture("Mixtral"), describe(empty_mixture("Mixtral"), rehearsed=False)
-    found = locate_weights(model, skeleton, plan_on_disk(skeleton, routes=False), folder=indexed)
-    assert found.rows.keys() <= found.extents.keys()
-    assert_same(found, make_mixture("Mixtral").state_dict())
-    assert len(list(indexed.glob("*.dat"))) == len(found.rows)
+    located = locate_weights(model, skeleton, plan_on_disk(skeleton, routes=False), folder=indexed)
+    assert located.rows.keys() <= located.extents.keys()
+    assert_same(located, make_mixture("Mixtral").state_dict())
+    assert len(list(indexed.glob("*.dat"))) == len(located.rows)
 
 
 def test_without_a_folder_for_them_that_is_refused(indexed: Path) -> None:

@@ -182,9 +182,9 @@ def test_a_state_dict_and_a_copy_of_a_model_whose_experts_wait_have_them_whole()
     model = mixture("Mixtral")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with waiting_experts(model, 2):
-        found = state_on_host(model)
+        state = state_on_host(model)
         copied = state_on_host(copy.deepcopy(model.model.layers[1].mlp.experts))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     assert copied
     assert all(torch.equal(copied[name], expected[f"model.layers.1.mlp.experts.{name}"]) for name in copied)
 

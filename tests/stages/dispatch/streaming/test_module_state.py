@@ -133,7 +133,7 @@ def test_a_large_buffer_that_is_changed_in_place_is_put_back_once_no_call_needs_
     streamer = streamer_of(model)
     one_by_one = []
     for given in asked:
-        with streamer.alone(), torch.inference_mode():
+        with streamer.passes.alone(), torch.inference_mode():
             one_by_one.append(sums(model, given))
         assert not model[1].seen.any()
     assert all(map(torch.equal, one_by_one, wanted))
@@ -170,7 +170,7 @@ def test_a_buffer_that_streams_is_each_calls_own_once_it_is_set(keep: Any, size:
         wanted = [sums(copy.deepcopy(plain), given) for given in asked]
     for _ in range(2):
         for given, answer in zip(asked, wanted, strict=True):
-            with streamer_of(model).alone(), torch.no_grad():
+            with streamer_of(model).passes.alone(), torch.no_grad():
                 assert torch.equal(sums(model, given), answer)
             assert isinstance(model[1].seen, WaitingTensor)
         answers = offstage.lockstep(model, [partial(sums, model, given) for given in asked], size=3)

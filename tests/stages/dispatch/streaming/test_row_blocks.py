@@ -34,8 +34,8 @@ class Head(nn.Module):
         self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(torch.relu(self.body(x)))
-        return found
+        result: torch.Tensor = self.head(torch.relu(self.body(x)))
+        return result
 
 
 def head() -> Head:

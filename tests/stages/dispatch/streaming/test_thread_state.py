@@ -72,11 +72,11 @@ class Doubles(TorchDispatchMode):
         self.sums = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.add.Tensor:
-            return found
+            return result
         self.sums += 1
-        return found + found
+        return result + result
 
 
 def logits(model: Any, ids: torch.Tensor, around: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:

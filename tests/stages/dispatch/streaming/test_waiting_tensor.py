@@ -133,7 +133,7 @@ def test_the_encoder_of_torch_works_with_every_weight_waiting(grad: bool) -> Non
 @pytest.mark.parametrize("told", [None, CPU])
 def test_a_pickle_of_it_has_its_data_and_nothing_of_ours(told: torch.device | None) -> None:
     weight = nn.Parameter(torch.randn(2, 2))
-    data = pickle.dumps(WaitingTensor(weight, WaitingSource({"w": weight}, "w", CPU, told=told)))
+    data = pickle.dumps(WaitingTensor(weight, WaitingSource({"w": weight}, "w", CPU, reported=told)))
     assert b"offstage" not in data
     twin = pickle.loads(data)  # noqa: S301
     assert type(twin) is nn.Parameter
@@ -142,7 +142,7 @@ def test_a_pickle_of_it_has_its_data_and_nothing_of_ours(told: torch.device | No
 
 def test_one_that_the_host_has_no_room_for_is_neither_pickled_nor_lent_an_address() -> None:
     huge = torch.empty(1 << 50, device="meta")
-    waiting = WaitingTensor(huge, WaitingSource(DiskWeights({}), "w", CPU, told=CPU))
+    waiting = WaitingTensor(huge, WaitingSource(DiskWeights({}), "w", CPU, reported=CPU))
     for use in (pickle.dumps, torch.Tensor.data_ptr):
         with pytest.raises(
             RuntimeError, match=r"'w' is offloaded, and its \d+ bytes don't fit .* free: save the model"
@@ -152,7 +152,7 @@ def test_one_that_the_host_has_no_room_for_is_neither_pickled_nor_lent_an_addres
 
 def test_an_entry_of_a_state_dict_has_an_address_and_a_parameter_none() -> None:
     weight = nn.Parameter(torch.randn(2, 2))
-    waiting = WaitingTensor(weight, WaitingSource({"w": weight}, "w", CPU, told=CPU))
+    waiting = WaitingTensor(weight, WaitingSource({"w": weight}, "w", CPU, reported=CPU))
     assert waiting.detach().data_ptr() == weight.data_ptr()
     with pytest.raises(RuntimeError, match="'w' is offloaded, and has no address in memory: save the model"):
         waiting.data_ptr()

@@ -62,7 +62,7 @@ def brought(ahead: WeightCache) -> set[int]:
     """Return the parts that are there, or on their way."""
     slots = ahead.experts
     parts = slots.parts if slots is not None else {}
-    return {*ahead._held, *(part for part, (expert, _) in parts.items() if expert in slots._entries)}
+    return {*ahead._entries, *(part for part, (expert, _) in parts.items() if expert in slots._entries)}
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_an_encoder_that_is_called_before_the_passes_is_read_ahead_and_so_is_the
             (got,) = ahead.acquire(part)
             assert torch.equal(got, tensors[part])
             del got
-            assert part == 2 or part + 1 in ahead._held
+            assert part == 2 or part + 1 in ahead._entries
             ahead.release(part)
         played(ahead, [3, 4, 5], tensors)
         played(ahead, [3, 4, 5], tensors)
@@ -190,7 +190,7 @@ def test_a_read_that_fails_names_file_and_offset_and_can_be_tried_again(
     with pytest.raises(StorageError, match=r"reading at byte \d+ failed: Input/output error"):
         ahead.acquire(0)
     monkeypatch.setattr(os, "preadv", real)
-    for part in list(ahead._held):
+    for part in list(ahead._entries):
         ahead._drop(part)
     played(ahead, [0, 1, 2, 3, 4, 5], tensors)
 
@@ -269,7 +269,7 @@ def test_what_was_read_and_not_used_is_counted(extents: list[list[Extent]]) -> N
     traffic = Traffic()
     ahead = looking_ahead(extents, staging_bytes=10**6, traffic=traffic)
     ahead.acquire(0)
-    wait([work for held in ahead._held.values() for work in held.transfer.work])
+    wait([work for held in ahead._entries.values() for work in held.transfer.work])
     ahead.close()
     assert traffic.streamed_bytes == 2 * SIZES[0]
     assert traffic.storage_bytes >= 2 * sum(SIZES)

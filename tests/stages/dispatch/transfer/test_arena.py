@@ -87,7 +87,7 @@ def test_memory_that_is_no_multiple_of_its_alignment_is_lent_to_the_byte() -> No
     assert (first.nbytes, second.nbytes) == (512, 488)
     assert arena.take(1, at_end=True) is None
     del first, second, arena
-    assert (ledger.held, ledger.peak) == (0, 1000)
+    assert (ledger.allocated, ledger.peak) == (0, 1000)
 
 
 @pytest.mark.parametrize("at_end", [False, True])

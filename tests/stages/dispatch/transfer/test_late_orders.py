@@ -104,7 +104,7 @@ class Scene:
         kept: list[tuple[Sequence[torch.Tensor], int]] = []
         for part in order:
             if is_read:
-                wait([work for held in self.cache._held.values() for work in held.transfer.work])
+                wait([work for held in self.cache._entries.values() for work in held.transfer.work])
             self._use(part, chance, kept)
             if chance.random() < 0.03:  # an interrupt: no hook is called
                 self.cache.recover()
@@ -115,11 +115,11 @@ class Scene:
     def _use(self, part: int, chance: random.Random, kept: list[tuple[Sequence[torch.Tensor], int]]) -> None:
         beside = chance.randrange(len(self.wanted)) if chance.random() < 0.1 else None
         for each in filter(lambda one: one is not None, (part, beside)):
-            found = self.cache.acquire(each)
-            self._compute(found, each)
+            tensors = self.cache.acquire(each)
+            self._compute(tensors, each)
             if chance.random() < 0.1:  # a view that outlives the call, and computes later
-                kept.append(([tensor.view_as(tensor) for tensor in found], each))
-            del found
+                kept.append(([tensor.view_as(tensor) for tensor in tensors], each))
+            del tensors
         if kept and chance.random() < 0.3:
             self._compute(*kept.pop(0))
         for each in filter(lambda one: one is not None, (beside, part)):

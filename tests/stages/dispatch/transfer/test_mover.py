@@ -163,7 +163,7 @@ def test_the_first_parts_of_the_next_pass_are_on_their_way_when_one_ends(
 ) -> None:
     late = stage(where)
     late.play(IN_ORDER)
-    assert {0, 1} <= late.ahead._held.keys()
+    assert {0, 1} <= late.ahead._entries.keys()
     late.play(IN_ORDER)
     late.check()
 
@@ -312,7 +312,7 @@ def test_what_is_unpacked_late_and_was_given_up_is_written_over_nothing_that_cam
     for order in ORDERS * 2:
         ahead.begin_pass()
         for part in order:
-            wait([work for held in ahead._held.values() for work in held.transfer.work])
+            wait([work for held in ahead._entries.values() for work in held.transfer.work])
             (got,) = ahead.acquire(part)
             link.launch(got, parts[part])
             del got

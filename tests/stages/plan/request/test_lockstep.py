@@ -69,9 +69,9 @@ def test_what_is_streamed_is_shared_out_and_what_is_computed_with_is_not() -> No
 @pytest.mark.parametrize(("storage", "least", "most"), [(1000, 3, 8), (250, 8, 16), (50, 32, 64)])
 def test_auto_takes_as_many_as_pay(storage: int, least: int, most: int) -> None:
     rates = Rates(storage=storage * MB, host=1000 * MB, host_to_device=1000 * MB, device=10_000 * MB)
-    found = planned("auto", rates=rates, max_memory={"cpu": "110MB"}).lockstep
-    assert found is not None
-    assert least <= found <= most
+    count = planned("auto", rates=rates, max_memory={"cpu": "110MB"}).lockstep
+    assert count is not None
+    assert least <= count <= most
 
 
 def test_auto_takes_no_more_than_fit() -> None:

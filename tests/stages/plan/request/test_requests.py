@@ -70,8 +70,8 @@ def test_a_checkpoints_own_generation_config_is_reckoned_with_where_the_run_says
     defaults: dict[str, object], own: dict[str, object], expected: Request, tmp_path: Path
 ) -> None:
     tmp_path.joinpath("generation_config.json").write_text(json.dumps(defaults))
-    found = generate_request({"prompts": [[5, 6]], **own}, {"path": str(tmp_path)})
-    assert replace(found, copies=1) == expected
+    request = generate_request({"prompts": [[5, 6]], **own}, {"path": str(tmp_path)})
+    assert replace(request, copies=1) == expected
 
 
 def test_where_nobody_says_how_many_tokens_as_many_are_reckoned_with_as_transformers_decodes(tmp_path: Path) -> None:
