@@ -44,10 +44,11 @@ def main() -> None:
     loops.build()
     say(f"{'':8}" + "".join(f"  {count:3} rows    torch" for count in COUNTS) + "   ns a value")
     for name in arguments.formats:
-        say(f"{name:8}" + "".join(f"  {ours:8.3f} {theirs:8.3f}" for ours, theirs in speeds(name, arguments)))
+        times = speeds(name, arguments.rounds, tiles=arguments.tiles)
+        say(f"{name:8}" + "".join(f"  {ours:8.3f} {theirs:8.3f}" for ours, theirs in times))
 
 
-def speeds(name: str, arguments: argparse.Namespace) -> list[tuple[float, float]]:
+def speeds(name: str, rounds: int, *, tiles: bool = False) -> list[tuple[float, float]]:
     """Return for each count of rows the nanoseconds a value that a product with format ``name`` takes, and torch's."""
     tensor, _, data = SAMPLES[name](name)
     matrix = packed_matrix(tensor)
@@ -57,8 +58,8 @@ def speeds(name: str, arguments: argparse.Namespace) -> list[tuple[float, float]
     found = []
     for count in COUNTS:
         given = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
-        ours = _least(lambda given=given: multiply_packed(given, parts, told, tiles=arguments.tiles), arguments.rounds)
-        theirs = _least(lambda given=given: torch.nn.functional.linear(given, plain), arguments.rounds)
+        ours = _least(lambda given=given: multiply_packed(given, parts, told, tiles=tiles), rounds)
+        theirs = _least(lambda given=given: torch.nn.functional.linear(given, plain), rounds)
         found.append((ours / plain.numel() * 1e9, theirs / plain.numel() * 1e9))
     return found
 

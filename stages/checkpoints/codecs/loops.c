@@ -1473,9 +1473,9 @@ INLINE void do_steps(const Product *all, Steps *these, int64_t left, int64_t end
     these->ends = 0;
 }
 
-/* Rows of a weight times sixteen rows given or fewer: some columns of sixteen rows are unpacked, to a core's first cache, and
-   between one row and the next some of what was unpacked before is multiplied, which takes no time then. Of each row what is
-   to be unpacked next is fetched meanwhile. */
+/* Rows of a weight times sixteen rows given or fewer: some columns of sixteen rows are unpacked, which a core's second cache
+   holds, and between one row and the next some of what was unpacked before is multiplied. Of each row what is to be unpacked
+   next is fetched meanwhile. */
 static void multiply_few_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
     int64_t apart = apart_of(PAIRS, CHUNK), turn = 0;
     Steps these = {.steps = 0};

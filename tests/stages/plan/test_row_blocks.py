@@ -183,4 +183,4 @@ def test_what_is_kept_is_the_same_as_if_it_were_asked_at_once(away: list[bool], 
     assert lay_out(model, placement, {CPU: budget, DISK: None}).reserves == kept
     short = lay_out(model, placement, {CPU: budget, DISK: None}).shortage(tight=True)
     assert (short is None) == (least <= left)
-    assert short is None or short.kept == least
+    assert short is None or short.reserve == least
