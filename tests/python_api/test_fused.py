@@ -21,6 +21,7 @@ from offstage.stages.checkpoints.packed import rest_bytes
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.packed_modules import PackedEmbedding, PackedLinear, packed_modules
 from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.kernels import has_tiles
 from offstage.stages.shard_load.stage import ShardLoadStage
 
 pytest.importorskip("gguf")
@@ -40,6 +41,7 @@ FP8_SIZES: Mapping[str, int] = {
     "vocab_size": 320, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }  # fmt: skip
+NO_TILES = "the processor has no tiles of bfloat16 (AMX)"
 PLACES: Mapping[str, dict[str, Any]] = {
     "in memory": {"device_map": {"": "cpu"}},
     "in part": {"device_map": "sequential", "max_memory": {"cpu": "2.7MB"}},
@@ -48,8 +50,10 @@ PLACES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def load(path: Path, products: str = "fused", compute: str | None = None, **options: Any) -> Any:
-    quantized = {"products": products, "compute_dtype": compute}
+def load(
+    path: Path, products: str = "fused", compute: str | None = None, *, tiles: bool = False, **options: Any
+) -> Any:
+    quantized = {"products": products, "compute_dtype": compute, "tiles": tiles}
     return offstage.load(path, hardware={"rates": RATES}, max_length=32, quantized=quantized, **options)
 
 
@@ -60,21 +64,22 @@ def logits_of(loaded: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "compute"),
+    ("architecture", "dtype", "compute", "tiles"),
     [
-        ("llama", "float32", None),
-        ("qwen2", "bfloat16", None),
-        ("qwen3moe", "bfloat16", None),
-        ("qwen2", "float32", "bfloat16"),
+        ("llama", "float32", None, False),
+        ("qwen2", "bfloat16", None, False),
+        ("qwen3moe", "bfloat16", None, False),
+        ("qwen2", "float32", "bfloat16", False),
+        pytest.param("qwen2", "bfloat16", None, True, marks=pytest.mark.skipif(not has_tiles(), reason=NO_TILES)),
     ],
 )
 def test_the_bits_are_the_same_wherever_weights_lie_and_in_any_threads(
-    tmp_path: Path, architecture: str, dtype: str, compute: str | None
+    tmp_path: Path, architecture: str, dtype: str, compute: str | None, tiles: bool
 ) -> None:
     path, found, streamed = made(tmp_path, architecture), {}, {}
     for name, place in PLACES.items():
         for threads in (1, 2) if name == "in memory" else (1,):
-            with in_threads(threads), load(path, compute=compute, dtype=dtype, **place) as loaded:
+            with in_threads(threads), load(path, compute=compute, tiles=tiles, dtype=dtype, **place) as loaded:
                 assert packed_modules(loaded.model)
                 found[name, threads] = logits_of(loaded)
                 streamed[name] = loaded.traffic.streamed_bytes

@@ -18,6 +18,7 @@ from offstage.stages.machine.kernels import (
     NOMINAL,
     Kernels,
     PeakMeter,
+    has_tiles,
     identity,
     local_kernels,
     measure as measure_kernels,
@@ -153,3 +154,12 @@ def peak_bytes() -> int:
 def test_figures_are_coarse(measured: Measured) -> None:
     kernels = measured.kernels
     assert all(factor * 2 == round(factor * 2) >= 0 for factors in kernels.values() for factor in factors)
+
+
+def test_a_processor_has_tiles_if_its_features_say_so(tmp_path: Path) -> None:
+    told = tmp_path / "cpuinfo"
+    told.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n\nprocessor\t: 1\n")
+    assert has_tiles(told)
+    told.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_int8\n\n")
+    assert not has_tiles(told)
+    assert not has_tiles(tmp_path / "none")
