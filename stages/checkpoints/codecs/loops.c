@@ -822,15 +822,14 @@ INLINE void fetch(const uint8_t *packed, int64_t bytes) {
 /* Rows that are read side by side are fetched one after the other, as they lie, while those before them are read. */
 INLINE int64_t ahead_of(int64_t bytes) { return ((AHEAD - 1) / bytes + 1) * bytes; }
 
-/* Rows of blocks that lie so many bytes apart, SIDE of them, times one row given; or one row, and what lies so many bytes
-   behind is fetched. */
+/* Rows of blocks that lie so many bytes apart, one or SIDE of them, times one row given. */
 
 typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made);
 
 #define ROW_PRODUCT(name, way, some, count, size, add)                                                           \
     static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made) {     \
         Lanes lanes[some] = {0};                                                                                 \
-        const uint8_t *later = packed + (some == 1 ? apart : ahead_of(some * apart));                            \
+        const uint8_t *later = packed + (some == 1 ? AHEAD : ahead_of(some * apart));                            \
         for (int64_t at = 0; at < blocks; at++, packed += size, later += some * size) {                          \
             const void *these = given_at(way, given, at * count);                                                \
             fetch(later, some * size);                                                                           \
@@ -910,7 +909,7 @@ void unpack_ggml(const Work *all) {
         for (int64_t block = 0, some; block < all->columns; block += some, packed += some * form->bytes) {
             some = all->columns - block < MOST / form->values ? all->columns - block : MOST / form->values;
             char *target = all->made + (place * all->columns + block) * form->values * SIZE_OF(all->dtype);
-            ROW[KEPT][all->kind](packed, AHEAD, some, all->dtype == FLOAT32 ? (float *)target : values, 0);
+            ROW[KEPT][all->kind](packed, 0, some, all->dtype == FLOAT32 ? (float *)target : values, 0);
             if (all->dtype == BFLOAT16) store_bfloat16(values, target, some * form->values);
             if (all->dtype == FLOAT16) store_float16(values, target, some * form->values);
         }
@@ -966,35 +965,25 @@ static Lanes of_strange(const uint8_t *codes, float low, float high) {
     return values_at(values);
 }
 
-/* The columns of a row from one on to another; and what lies so many bytes behind them is fetched. */
-typedef struct {
-    int64_t row, from, to, ahead;
-} Stretch;
-
-INLINE Stretch whole(const Product *all, int64_t row) { return (Stretch){row, 0, all->columns, AHEAD}; }
-
-/* A stretch of codes of a kind: its product with those given, or no product, and its values there. */
-INLINE float row_of_scaled(int way, const Product *all, Stretch part, int64_t kind, const void *given) {
+/* A row of codes of a kind: its product with those given, or no product, and its values there. */
+INLINE float row_of_scaled(int way, const Product *all, int64_t row, int64_t kind, const void *given) {
     const Work *work = all->work;
-    int64_t one = work->columns == all->columns, lines = one ? 1 : all->columns / work->columns;
-    int64_t line = part.row * lines + (one ? 0 : part.from / work->columns);
+    int64_t lines = all->columns / work->columns, line = row * lines, nested = work->scale_kind == OF_TABLE;
     int64_t width = work->block_columns, halves = width == LANES / 2, each = kind >= FP4 ? 2 : 1, column = 0;
-    int64_t nested = work->scale_kind == OF_TABLE, begin = one ? part.from : part.from % work->columns, columns = part.to - part.from;
     const uint8_t *above = work->above && nested ? work->above + 4 * (line / work->above_run) : work->above;
     int64_t left = nested ? work->above_run - line % work->above_run : lines;
-    const uint8_t *codes = work->codes + (line * work->columns + begin) / each;
+    const uint8_t *codes = work->codes + line * work->columns / each;
     Lanes lanes = {0};
-    for (; column < columns; line++, left--, begin = 0) {
+    for (int64_t end = line + lines; line < end; line++, left--) {
         if (!left) above += 4, left = work->above_run;
-        int64_t block = line / work->block_rows * work->across + begin / width;
-        for (int64_t count; begin < work->columns && column < columns; begin += count, block += 1 + halves) {
-            int64_t rest = work->columns - begin, most = halves ? LANES : width - begin % width;
-            rest = rest < columns - column ? rest : columns - column;
+        int64_t block = line / work->block_rows * work->across;
+        for (int64_t begin = 0, count; begin < work->columns; begin += count, block += 1 + halves) {
+            int64_t rest = work->columns - begin, most = halves ? LANES : width;
             float low = scale_at(work, above, block), high = halves ? scale_at(work, above, block + 1) : low;
             count = rest < most ? rest : most;
             int strange = kind == FP8 && !(are_numbers(codes, count) && is_finite(256 * low) && is_finite(256 * high));
             for (int64_t at = 0; at < count; at += LANES, codes += LANES / each, column += LANES) {
-                fetch(codes + part.ahead, LANES / each);
+                fetch(codes + AHEAD, LANES / each);
                 Lanes values = strange ? of_strange(codes, low, high) : of_scaled(kind, codes, all->values, low, high);
                 add_values(way, &lanes, values, given_at(way, given, column));
             }
@@ -1005,8 +994,8 @@ INLINE float row_of_scaled(int way, const Product *all, Stretch part, int64_t ki
 
 /* Functions of their own, which a compiler does well by: all in one it may run out of registers. */
 #define SCALED_ROW(name, kind, way)                                                                                    \
-    static __attribute__((noinline)) float name##_##way(const Product *all, Stretch part, const void *given) {        \
-        return row_of_scaled(way, all, part, kind, given);                                                             \
+    static __attribute__((noinline)) float name##_##way(const Product *all, int64_t row, const void *given) {         \
+        return row_of_scaled(way, all, row, kind, given);                                                             \
     }
 
 #define SCALED_ROWS(way)                                                                        \
@@ -1015,12 +1004,12 @@ INLINE float row_of_scaled(int way, const Product *all, Stretch part, int64_t ki
     SCALED_ROW(row_of_nibbles, FP4, way)                                                        \
     SCALED_ROW(row_of_table, TABLE, way)                                                        \
                                                                                                 \
-    static float scaled_row_##way(const Product *all, Stretch part, const void *given) {        \
+    static float scaled_row_##way(const Product *all, int64_t row, const void *given) {         \
         switch (all->work->kind) {                                                              \
-            case FP8: return fp8_row_##way(all, part, given);                                   \
-            case INT8: return int8_row_##way(all, part, given);                                 \
-            case TABLE: return row_of_table_##way(all, part, given);                            \
-            default: return row_of_nibbles_##way(all, part, given);                             \
+            case FP8: return fp8_row_##way(all, row, given);                                    \
+            case INT8: return int8_row_##way(all, row, given);                                  \
+            case TABLE: return row_of_table_##way(all, row, given);                             \
+            default: return row_of_nibbles_##way(all, row, given);                              \
         }                                                                                       \
     }
 
@@ -1029,7 +1018,7 @@ SCALED_ROWS(KEPT)
 WITH_PAIRS(SCALED_ROWS(PAIRS))
 WITH_PAIRS(SCALED_ROWS(KEPT_PAIRS))
 
-static float (*const SCALED_ROW_OF[WAYS])(const Product *all, Stretch part, const void *given) = {
+static float (*const SCALED_ROW_OF[WAYS])(const Product *all, int64_t row, const void *given) = {
     [FLOATS] = scaled_row_FLOATS, [KEPT] = scaled_row_KEPT,
     WITH_PAIRS([PAIRS] = scaled_row_PAIRS, [KEPT_PAIRS] = scaled_row_KEPT_PAIRS)
 };
@@ -1038,7 +1027,7 @@ static float (*const SCALED_ROW_OF[WAYS])(const Product *all, Stretch part, cons
 static void multiply_rows(const Product *all, int64_t row, int64_t some, const void *given, float *made) {
     const Work *work = all->work;
     if (all->family == SCALED) {
-        for (int64_t at = 0; at < some; at++) made[at] = SCALED_ROW_OF[all->way](all, whole(all, row + at), given);
+        for (int64_t at = 0; at < some; at++) made[at] = SCALED_ROW_OF[all->way](all, row + at, given);
         return;
     }
     int64_t width = work->columns * FORMAT[work->kind].bytes;
@@ -1047,19 +1036,16 @@ static void multiply_rows(const Product *all, int64_t row, int64_t some, const v
     if (side && some == SIDE)
         side(packed, width, work->columns, given, made);
     else
-        for (int64_t at = 0; at < some; at++) one(packed + at * width, AHEAD, work->columns, given, made + at);
+        for (int64_t at = 0; at < some; at++) one(packed + at * width, width, work->columns, given, made + at);
 }
 
-static void unpack_stretch(const Product *all, Stretch part, char *room) {
+static void unpack_row(const Product *all, int64_t row, char *room) {
     const Work *work = all->work;
-    int64_t way = (all->way & PAIRS) | KEPT;
-    if (all->family == SCALED) {
-        SCALED_ROW_OF[way](all, part, room);
-        return;
-    }
-    Format form = FORMAT[work->kind];
-    const uint8_t *packed = work->codes + (part.row * work->columns + part.from / form.values) * form.bytes;
-    ROW[way][work->kind](packed, part.ahead, (part.to - part.from) / form.values, room, 0);
+    int64_t way = (all->way & PAIRS) | KEPT, width = work->columns * FORMAT[work->kind].bytes;
+    if (all->family == SCALED)
+        SCALED_ROW_OF[way](all, row, room);
+    else
+        ROW[way][work->kind](work->codes + row * width, width, work->columns, room, 0);
 }
 
 /* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
@@ -1216,7 +1202,7 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, cha
     if (all->count >= AT_ONCE)
         for (int64_t first = begin, last; first < end; first = last) {
             last = first + rows_of(all, apart) < end ? first + rows_of(all, apart) : end;
-            for (int64_t row = first; row < last; row++) unpack_stretch(all, whole(all, row), room + (row - first) * apart);
+            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * apart);
             multiply_unpacked(all, first, last, room);
         }
     else
@@ -1242,7 +1228,7 @@ typedef struct {
 } Tiles;
 
 #if HAS_TILES
-enum { TILE = 16, TILE_BYTES = 1024, LINE = 64, STRIPS = 4, CHUNK = 2048 };
+enum { TILE = 16, TILE_BYTES = 1024, LINE = 64, STRIPS = 4 };
 
 INLINE void set_tiles(const Tiles *all) { __asm__ volatile("ldtilecfg %0" : : "m"(*all)); }
 
@@ -1435,109 +1421,39 @@ static void keep_tile(const Product *all, int64_t row, int64_t end, int64_t firs
     for (int64_t given = 0; given < across; given++) keep_line(all, first + given, row, some, turned[given]);
 }
 
-INLINE int64_t bytes_of_columns(const Product *all, int64_t columns) {
-    if (all->family == SCALED) return all->work->kind >= FP4 ? columns / 2 : columns;
-    return columns / FORMAT[all->work->kind].values * FORMAT[all->work->kind].bytes;
-}
-
-/* Steps of a strip of sixteen rows that are still to be multiplied: of tile 0 or 1, by what is laid out from a column on. */
-typedef struct {
-    Side left, right;
-    int64_t steps, row, ends;
-    int tile;
-} Steps;
-
-/* Do steps until so many are left. The last ones end a strip. */
-INLINE void do_steps(const Product *all, Steps *these, int64_t left, int64_t end) {
-    if (these->steps > left) settle();
-    for (; these->steps > left; these->steps--) {
-        _tile_loadd(4, these->left.at, these->left.line);
-        _tile_loadd(6, these->right.at, these->right.line);
-        if (these->tile)
-            _tile_dpbf16ps(1, 4, 6);
+/* Rows of a weight, unpacked to room, times some rows given, from one on: those of one tile of the right, or of two. */
+INLINE void multiply_strips(const Product *all, int64_t begin, int64_t end, const char *room, int64_t given, int64_t across,
+                            int two) {
+    int64_t apart = apart_of(PAIRS, all->columns), steps = all->columns / LANES, rows = two ? 2 : STRIPS;
+    Sums sums[STRIPS] __attribute__((aligned(LINE)));
+    Side right = laid_at(all, given, across);
+    for (int64_t row = begin; row < end; row += rows * TILE) {
+        Side left = {room + (row - begin) * apart, apart, LINE, TILE * apart};
+        clear_sums();
+        if (two)
+            add_two_by_two(left, right, steps);
         else
-            _tile_dpbf16ps(0, 4, 6);
-        these->left.at += these->left.step, these->right.at += these->right.step;
-    }
-    if (these->steps || !these->ends) return;
-    Sums sums __attribute__((aligned(LINE)));
-    if (these->tile) {
-        _tile_stored(1, sums, 4 * (size_t)all->count);
-        _tile_zero(1);
-    }
-    else {
-        _tile_stored(0, sums, 4 * (size_t)all->count);
-        _tile_zero(0);
-    }
-    keep_tile(all, these->row, end, 0, all->count, (const float *)sums);
-    these->ends = 0;
-}
-
-/* Rows of a weight times sixteen rows given or fewer: some columns of sixteen rows are unpacked, which a core's second cache
-   holds, and between one row and the next some of what was unpacked before is multiplied. Of each row what is to be unpacked
-   next is fetched meanwhile. */
-static void multiply_few_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
-    int64_t apart = apart_of(PAIRS, CHUNK), turn = 0;
-    Steps these = {.steps = 0};
-    shape_tiles(TILE, all->count);
-    clear_sums();
-    for (int64_t first = begin; first < end; first += TILE) {
-        int64_t some = end - first < TILE ? end - first : TILE;
-        Side right = laid_at(all, 0, all->count);
-        for (int64_t from = 0, to; from < all->columns; from = to, turn = !turn) {
-            to = from + CHUNK < all->columns ? from + CHUNK : all->columns;
-            char *own = room + turn * TILE * apart;
-            int64_t last = to == all->columns, steps = (to - from) / LANES, before = these.steps;
-            int64_t ahead = bytes_of_columns(all, last ? TILE * all->columns - from : to - from);
-            for (int64_t row = 0; row < some; row++) {
-                unpack_stretch(all, (Stretch){first + row, from, to, ahead}, own + row * apart);
-                do_steps(all, &these, before * (TILE - 1 - row) / TILE, end);
-            }
-            do_steps(all, &these, 0, end);
-            these = (Steps){{own, apart, LINE, 0}, right, steps, first, last, first / TILE % 2};
-            right.at += steps * right.step;
+            add_strips(left, right, steps, (end - row + TILE - 1) / TILE);
+        store_sums(sums, across);
+        for (int64_t at = 0; at < STRIPS; at++) {
+            int64_t own = row + (two ? at / 2 : at) * TILE, first = given + (two ? at % 2 : 0) * TILE;
+            if (own < end) keep_tile(all, own, end, first, across, (const float *)sums[at]);
         }
     }
-    do_steps(all, &these, 0, end);
 }
 
-/* Times more of them: what is unpacked of some rows, whole ones, serves all that is given. */
-static void multiply_many_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
-    int64_t apart = apart_of(PAIRS, all->columns), most = all->room * 4 / apart / (2 * TILE) * (2 * TILE);
-    int64_t steps = all->columns / LANES, whole_ones = all->count / TILE * TILE;
-    Sums sums[4] __attribute__((aligned(LINE)));
+/* Rows of a weight in tiles: as many as there is room for are unpacked, whole ones, and serve all that is given. */
+static void multiply_rows_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
+    int64_t apart = apart_of(PAIRS, all->columns), most = all->room * 4 / apart, whole = all->count / TILE * TILE;
     for (int64_t first = begin, last; first < end; first = last) {
         last = first + most < end ? first + most : end;
-        for (int64_t row = first; row < last; row++) unpack_stretch(all, whole(all, row), room + (row - first) * apart);
-        shape_tiles(TILE, TILE);
-        for (int64_t given = 0; given < whole_ones; given += 2 * TILE) {
-            Side right = laid_at(all, given, TILE);
-            int64_t two = given + TILE < whole_ones, rows = two ? 2 : STRIPS;
-            for (int64_t row = first; row < last; row += rows * TILE) {
-                Side left = {room + (row - first) * apart, apart, LINE, TILE * apart};
-                clear_sums();
-                if (two)
-                    add_two_by_two(left, right, steps);
-                else
-                    add_strips(left, right, steps, (last - row + TILE - 1) / TILE);
-                store_sums(sums, TILE);
-                for (int64_t at = 0; at < 4; at++) {
-                    int64_t own = row + (two ? at / 2 : at) * TILE;
-                    if (own < last) keep_tile(all, own, last, given + (two ? at % 2 : 0) * TILE, TILE, (const float *)sums[at]);
-                }
-            }
-        }
-        int64_t across = all->count - whole_ones;
-        if (!across) continue;
-        shape_tiles(TILE, across);
-        for (int64_t row = first; row < last; row += STRIPS * TILE) {
-            clear_sums();
-            add_strips((Side){room + (row - first) * apart, apart, LINE, TILE * apart}, laid_at(all, whole_ones, across), steps,
-                       (last - row + TILE - 1) / TILE);
-            store_sums(sums, across);
-            for (int64_t own = row, at = 0; own < last && at < STRIPS; own += TILE, at++)
-                keep_tile(all, own, last, whole_ones, across, (const float *)sums[at]);
-        }
+        for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * apart);
+        if (whole) shape_tiles(TILE, TILE);
+        for (int64_t given = 0; given < whole; given += 2 * TILE)
+            multiply_strips(all, first, last, room, given, TILE, given + TILE < whole);
+        if (whole == all->count) continue;
+        shape_tiles(TILE, all->count - whole);
+        multiply_strips(all, first, last, room, whole, all->count - whole, 0);
     }
 }
 #else
@@ -1702,11 +1618,17 @@ static void multiply_tile(const Product *all, const Group *groups, int64_t first
 }
 
 #ifdef __AVX512BF16__
-/* The same in pairs: of each row the values of two inputs lie side by side. */
-static void multiply_tile_in_pairs(const Product *all, const Group *groups, int64_t first, int64_t wide, int64_t from,
-                                   int64_t some) {
+/* Of sixteen rows from one on the values of a pair of inputs, rounded, side by side. */
+INLINE __m512i side_by_side(float (*values)[WIDE], int64_t pair, int64_t row) {
     const __m512i beside = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                             20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    Lanes two = {_mm512_loadu_ps(values[2 * pair] + row), _mm512_loadu_ps(values[2 * pair + 1] + row)};
+    return _mm512_permutexvar_epi16(beside, rounded(two));
+}
+
+/* The same in pairs. */
+static void multiply_tile_in_pairs(const Product *all, const Group *groups, int64_t first, int64_t wide, int64_t from,
+                                   int64_t some) {
     float lanes[GIVEN][LANES][WIDE], values[LANES][WIDE] = {{0}};
     memset(lanes, 0, (size_t)some * sizeof *lanes);
     for (int64_t input = 0; input < all->columns; input += LANES) {
@@ -1714,8 +1636,7 @@ static void multiply_tile_in_pairs(const Product *all, const Group *groups, int6
         int64_t half = input / LANES % 2 * (LANES / 2);
         for (int pair = 0; pair < LANES / 2; pair++)
             for (int row = 0; row < WIDE; row += 16) {
-                Lanes two = {_mm512_loadu_ps(values[2 * pair] + row), _mm512_loadu_ps(values[2 * pair + 1] + row)};
-                __m512i both = _mm512_permutexvar_epi16(beside, rounded(two));
+                __m512i both = side_by_side(values, pair, row);
                 for (int64_t at = 0; at < some; at++) {
                     int32_t these;
                     memcpy(&these, given_at(PAIRS, all->given, (from + at) * all->columns + input + 2 * pair), sizeof these);
@@ -1769,15 +1690,11 @@ static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, 
 /* Weights that rest in columns, in tiles: what is given is on the left as it lies, and values of two inputs of a row lie side
    by side as they are unpacked. Of 64 rows all is unpacked, to serve all that is given. */
 static void unpack_to_tiles(const Product *all, const Group *groups, int64_t first, int64_t wide, int64_t input, char *made) {
-    const __m512i beside = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     float values[LANES][WIDE] = {{0}};
     values_of_columns(all->work, groups, input, first, wide, values);
     for (int64_t pair = 0; pair < LANES / 2; pair++)
-        for (int64_t row = 0; row < WIDE; row += TILE) {
-            Lanes two = {_mm512_loadu_ps(values[2 * pair] + row), _mm512_loadu_ps(values[2 * pair + 1] + row)};
-            _mm512_storeu_si512(made + row / TILE * TILE_BYTES + pair * LINE, _mm512_permutexvar_epi16(beside, rounded(two)));
-        }
+        for (int64_t row = 0; row < WIDE; row += TILE)
+            _mm512_storeu_si512(made + row / TILE * TILE_BYTES + pair * LINE, side_by_side(values, pair, row));
 }
 
 static void multiply_columns_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
@@ -1814,10 +1731,8 @@ static void multiply_columns_in_tiles(const Product *all, int64_t begin, int64_t
 static void multiply_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
     if (all->family == GROUPED)
         multiply_columns_in_tiles(all, begin, end, room);
-    else if (all->count <= TILE)
-        multiply_few_in_tiles(all, begin, end, room);
     else
-        multiply_many_in_tiles(all, begin, end, room);
+        multiply_rows_in_tiles(all, begin, end, room);
 }
 #else
 static void multiply_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {

@@ -47,9 +47,9 @@ _PADDING = 64
 """How many bytes further apart than they are long rows lie that were unpacked."""
 _WIDE, _MANY = 64, 12
 """How many rows of a weight in columns are multiplied side by side; from how many rows given on it is unpacked."""
-_TILE, _CHUNK, _TILES_VALUES = 16, 2048, 2**19
-"""Of products in tiles: up to so many rows given, so many columns at a time are unpacked; of more, the whole of rows,
-of so many values at most, which a core's second cache holds.
+_TILE, _TILES_VALUES = 16, 2**19
+"""Of products in tiles: for up to so many rows given, few rows of a weight are unpacked at a time; for more, rows of so
+many values at most, which a core's second cache holds.
 """
 _SHARES = 4
 """In so many steps each thread takes rows: one that another process holds up has fewer."""
@@ -146,9 +146,7 @@ class Product:
         if way == "tiles":
             if self._in_columns:
                 return _WIDE, self._room + _WIDE * (self.columns if count > _TILE else LANES) // 2
-            if count <= _TILE:
-                return _WIDE, 2 * _TILE * (2 * _CHUNK + _PADDING) // 4
-            most = min(_TILES_VALUES // self.columns, self.rows // (4 * threads))
+            most = min(_TILES_VALUES // self.columns, self.rows // (4 * threads)) if count > _TILE else _WIDE
             together = _WIDE * max(1, most // _WIDE)
             return together, together * line
         together, unpacks = (_WIDE, count >= _MANY) if self._in_columns else (_TOGETHER, count >= _AT_ONCE)
