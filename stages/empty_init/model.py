@@ -50,7 +50,29 @@ def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
     if folder is not None:
         add_adapter(model, folder)
     built: nn.Module = model.eval().requires_grad_(False)
+    _fold_rows(built)
     return built
+
+
+def _fold_rows(model: nn.Module) -> None:
+    """Have the head of ``model`` multiply all rows that it is given at once.
+
+    It is given the last position of each sequence, of which torch makes a product for each sequence with a copy of the
+    weight in its memory, unless the weight learns: the plain model's does, and these have the bits of its product.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Module):
+        head.register_forward_pre_hook(_as_rows)
+
+
+def _as_rows(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``arguments`` of a head, the first with its rows one after the other: copied where they weren't."""
+    rows = arguments[0] if arguments else None
+    if not isinstance(rows, torch.Tensor) or all(
+        rows.stride(axis) == rows.stride(axis + 1) * rows.shape[axis + 1] for axis in range(rows.dim() - 2)
+    ):
+        return arguments
+    return (rows.clone(memory_format=torch.contiguous_format), *arguments[1:])
 
 
 def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:

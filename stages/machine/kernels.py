@@ -33,9 +33,8 @@ Kernels = Mapping[str, tuple[float, ...]]
 
 ``mm bfloat16`` is a product of two matrices. ``bmm bfloat16`` is a batch of them, by the bytes of one of the batch,
 since each thread computes one at a time. ``strided bmm bfloat16`` is a batch of which an operand is neither contiguous
-nor plainly transposed, by the bytes of such operands: the weight of a head that gets the last position of each sequence
-is one, once for each of them. ``grouped_mm`` is a mixture's experts, ``convolution`` any. One that isn't listed takes
-nothing.
+nor plainly transposed, by the bytes of such operands. ``grouped_mm`` is a mixture's experts, ``convolution`` any. One
+that isn't listed takes nothing.
 """
 
 NOMINAL: Kernels = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
-from offstage.stages.empty_init.skeleton import CacheSpec, Moment
+from offstage.stages.empty_init.skeleton import CacheSpec
 from offstage.stages.inputs.generate_options import KEPT_POSITIONS
 from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.plan.outline import Outline
@@ -127,8 +127,8 @@ def memory_needs(
     layers = {"": max(1, geometry.layers)}  # of what isn't known by blocks
     calls = request.members * request.forwards
     copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // calls
-    moments = _moments(outline, geometry, request, width=width)
-    peaks = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
+    rehearsed = outline.skeleton.moments
+    peaks = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in rehearsed]
     if not peaks:
         tokens = request.sequences * max(request.prompt, request.length)
         peaks = [
@@ -156,17 +156,6 @@ def memory_needs(
         request.all_assistant_bytes,
         caches=caches,
     )
-
-
-def _moments(outline: Outline, geometry: Geometry, request: Request, *, width: int) -> list[Moment]:
-    """Return the moments of the rehearsal's forward that one of ``request`` has too.
-
-    Where one forward is all, and gives the logits of all positions, none has a head that is given the last one alone.
-    """
-    moments, head = list(outline.skeleton.moments), geometry.hidden * geometry.vocabulary * width
-    if request.length or request.positions == 1:
-        return moments
-    return [one for one in moments if not (one.kernel.startswith("strided ") and one.right_bytes(1, 1) == head)]
 
 
 def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:
@@ -210,8 +199,7 @@ def _scratch_bytes(outline: Outline, kernels: Kernels) -> int:
     copied = (
         tensor.bytes // math.prod(tensor.shape[:-2]) * kernels[kernel][1]
         for tensor in matrices
-        for kernel in (f"mm {tensor.dtype}", f"strided bmm {tensor.dtype}")
-        if kernel in kernels
+        if (kernel := f"mm {tensor.dtype}") in kernels
     )
     return round(max(copied, default=0))
 

@@ -2,9 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from offstage.pipeline.errors import CheckpointError, ConfigError, OffstageError
 from offstage.stages.empty_init.model import build_model
@@ -33,6 +36,38 @@ def test_the_class_is_the_one_that_is_named(
     architecture: str | None, override: str | None, expected: str, tmp_path: Path
 ) -> None:
     assert type(build_model(node(tmp_path, architecture, override), "float32")).__name__ == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_heads_product_for_the_last_positions_of_a_batch_is_one_and_has_the_plain_models_bits(
+    dtype: str, tmp_path: Path
+) -> None:
+    """Else torch makes one for each sequence, with a copy of the weight in bfloat16, and other bits in float32."""
+    shape = {"hidden_size": 96, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM._from_config(LlamaConfig(vocab_size=4099, **shape), dtype=getattr(torch, dtype)).eval()
+    plain.save_pretrained(tmp_path)
+    model = build_model({"kind": "pretrained", "path": str(tmp_path), "trust_remote_code": False}, dtype)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    model.requires_grad_(False)
+    prompts = torch.arange(4 * 7).reshape(4, 7)
+    with torch.no_grad(), CalledOperators() as called:
+        logits = model(prompts, logits_to_keep=1).logits
+        assert torch.ops.aten.bmm.default not in called.operators
+        assert torch.equal(logits, plain(prompts, logits_to_keep=1).logits)
+        assert model.lm_head(torch.zeros(96)[None].to(logits.dtype)).shape == (1, 4099)
+
+
+class CalledOperators(TorchDispatchMode):
+    """The operators that are called while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 WRONG = [
