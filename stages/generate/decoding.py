@@ -91,7 +91,7 @@ class Decoding:
         samples = any(batch[0].options.get("do_sample", True) for batch in left.values())
         with (
             tqdm(total=steps or None, desc=title, unit="token", disable=None, leave=False) as bar,
-            SeededRows() if samples else nullcontext(),
+            SeededRows(self._dispatched.model) if samples else nullcontext(),
         ):
 
             def answer(number: int) -> list[TimedBatch]:

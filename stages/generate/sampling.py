@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils.hooks import RemovableHandle
 
 
 class _Rows:
@@ -38,6 +40,8 @@ class _Rows:
 
 _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
 """Those of the batch that is answered now: each of several in lockstep has a context of its own."""
+_left: ContextVar[bool] = ContextVar("left", default=False)
+"""Whether ``SeededRows`` was left for a forward that is under way."""
 
 
 @contextmanager
@@ -65,8 +69,37 @@ class SeededRows(TorchFunctionMode):
     """While entered, ``torch.multinomial`` draws the rows of each prompt from a generator with its seed.
 
     The rows of a prompt stand together, as many for each: its copies, or its beams. Without ``seeded_rows`` it draws as
-    torch does.
+    torch does. While the ``model`` computes it is left: it would answer each operator there, of which none draws.
     """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model, self._hooks = model, list[RemovableHandle]()
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._leave),
+            self._model.register_forward_hook(self._come_back, always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _leave(self, *_: object) -> None:
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        is_last = bool(modes) and modes[-1] is self
+        _left.set(is_last)
+        if is_last:
+            _pop_mode()  # type: ignore[no-untyped-call]
+
+    def _come_back(self, *_: object) -> None:
+        if _left.get():
+            _left.set(False)
+            _push_mode(self)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, rows = kwargs or {}, _rows.get()

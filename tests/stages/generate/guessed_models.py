@@ -99,7 +99,7 @@ def answer(
         asked |= {"prompt_lookup_num_tokens": guesses} if assistant is None else {}
     ids = torch.tensor([list(prompt)])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with torch.no_grad(), SeededRows(), seeded_rows([3]):
+    with torch.no_grad(), SeededRows(model), seeded_rows([3]):
         tokens = decode_with_transformers(
             model, inputs, asked, device=torch.device("cpu"), clock=Clock(), logprobs=logprobs, loop=loop
         )[0].tolist()

@@ -23,7 +23,7 @@ def llama() -> LlamaForCausalLM:
 
 def sampled(llama: LlamaForCausalLM, prompts: list[list[int]], seeds: list[int], **options: object) -> list[list[int]]:
     batch = make_batch(prompts, pad=0, side="left")
-    with SeededRows(), seeded_rows(seeds):
+    with SeededRows(llama), seeded_rows(seeds):
         return llama.generate(batch.input_ids, attention_mask=batch.attention_mask, **SAMPLED, **options).tolist()
 
 
