@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from offstage.stages.machine import probes
-from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights, decoding_speed, narrow_speed
+from offstage.stages.machine.decoding_probe import decoding_speed, narrow_speed
 from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.own_process import measure_apart
+from offstage.stages.machine.product_probe import OF_FILES, HostWeights
 from offstage.stages.units import DeviceId, parse_size, tier
 
 FILE_NAME = "rates.json"
@@ -173,7 +174,7 @@ def host_rates(folder: Path, weights: HostWeights) -> dict[str, int]:
 
     It hangs on what chooses the kernels, and on how many threads run them. None where it can't be measured.
     """
-    key, probe = f"wide decoder of {weights.name}; {identity()}", partial(decoding_speed, weights)
+    key, probe = f"decoder of {weights.name}; {identity()}", partial(decoding_speed, weights)
     return dict(KeptFigure(DECODING_NAME, key, probe, nominal={}, of_user=True).get(folder))
 
 

@@ -8,7 +8,9 @@ are measured in a moment.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -20,14 +22,16 @@ from offstage.stages.checkpoints.codec_rates import mean_rate, multiplying_rates
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
 from offstage.stages.empty_init.identity import declared_dtype
-from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
+from offstage.stages.empty_init.skeleton import TensorSpec
 from offstage.stages.machine.expandable_segments import turn_on
 from offstage.stages.machine.hardware import Hardware, hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from offstage.stages.machine.process_memory import begin_process_memory, process_memory
+from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape, product_rate
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from offstage.stages.machine.row_products import exact_dtypes
+from offstage.stages.plan.expert_slots import SINGLE
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import read_geometry
 from offstage.stages.plan.request.requests import asking
@@ -38,6 +42,9 @@ _LIGHT_SHARE = 1 / 3
 _NOMINAL = Rates()
 _CALLS_A_LAYER = 9
 """Of modules that hold weights: seven products, as most decoders have, and two norms."""
+_MOST_SHAPES, _LEAST_SIDE = 16, 64
+"""Of how many shapes of weights products are measured, and how small a side of them may be. What is left out is read
+like the rest."""
 _MULTIPLIED_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -164,6 +171,9 @@ def machine_rates(
     rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light, weights=weights)
     if outline is None:
         return rates
+    if not light and "host" not in pinned:
+        host = product_rate(cache / MEASURED, weights, _read_bytes(outline, weights))
+        rates = rates if host is None else replace(rates, host=coarse_rate(host))
     unpacked = {name: packed.codec for name, packed in outline.packed.items()}
     quantised = {"dequantising": (unpacked, unpacking_rates), "multiplying": (outline.multiplied, multiplying_rates)}
     means = {rate: getattr(rates, rate) for rate in quantised}
@@ -178,11 +188,32 @@ def machine_rates(
 
 def _host_weights(outline: Outline) -> HostWeights:
     """Return what most weights of ``outline`` are to products that read them as numbers."""
-    sizes: Counter[tuple[str, bool]] = Counter()
-    for spec in outline.skeleton.unique:
-        if spec.dtype in _MULTIPLIED_DTYPES and spec.name not in outline.tables:
-            sizes[spec.dtype, spec.packed is not None] += spec.bytes
-    return HostWeights(*max(sizes, key=sizes.__getitem__)) if sizes else OF_FILES
+    sizes: Counter[HostWeights] = Counter()
+    for spec in _numbers(outline):
+        sizes[HostWeights(spec.dtype, spec.packed is not None)] += spec.bytes
+    return max(sizes, key=sizes.__getitem__, default=OF_FILES)
+
+
+def _read_bytes(outline: Outline, weights: HostWeights) -> dict[Shape, float]:
+    """Return what a token reads of such ``weights`` of ``outline``, by the shape of those that it multiplies by."""
+    read: Counter[Shape] = Counter()
+    for spec in _numbers(outline):
+        if HostWeights(spec.dtype, spec.packed is not None) == weights and _is_matrix(spec.shape):
+            share, (rows, columns) = SINGLE.share(outline.routed.get(spec.name)), spec.shape[-2:]
+            together = round(math.prod(spec.shape[:-2]) * share)  # of experts those of a token, by one operator
+            read[together * rows, columns] += spec.bytes * share  # type: ignore[assignment]
+    return dict(read.most_common(_MOST_SHAPES))
+
+
+def _is_matrix(shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor of ``shape`` is a matrix or stacked ones, of experts; no kernel of a convolution is."""
+    return len(shape) in (2, 3) and min(shape[-2:]) >= _LEAST_SIDE
+
+
+def _numbers(outline: Outline) -> Iterator[TensorSpec]:
+    """Return the tensors of ``outline`` that products read as numbers."""
+    multiplied = (spec for spec in outline.skeleton.unique if spec.name not in outline.tables)
+    return (spec for spec in multiplied if spec.dtype in _MULTIPLIED_DTYPES and spec.name not in outline.multiplied)
 
 
 def host_kernels(config: Config, cache: Path) -> Kernels:

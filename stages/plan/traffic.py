@@ -29,7 +29,7 @@ from offstage.stages.plan.token_time import (
 )
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
-_CALLS_A_MIXTURE, _CALLS_AN_EXPERT = 4, 1.5
+_CALLS_A_MIXTURE, _CALLS_AN_EXPERT = 4, 0.5
 """In the time of so many calls of modules the host sorts tokens by the stacked experts of a layer, and calls one of
 these. Nominal."""
 

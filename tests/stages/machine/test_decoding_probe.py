@@ -10,8 +10,9 @@ import torch
 
 from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.stages.machine import decoding_probe
-from offstage.stages.machine.decoding_probe import HostWeights, decoding_speed, launch_speed, measure, narrow_speed
+from offstage.stages.machine.decoding_probe import decoding_speed, launch_speed, measure, narrow_speed
 from offstage.stages.machine.kernels import identity
+from offstage.stages.machine.product_probe import HostWeights
 from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates
 
 SPEED = '{"host": 18000000000, "calls": 12345, "loops": 600}'
@@ -32,8 +33,8 @@ def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, printed: str) -> Path:
     return asked
 
 
-def test_a_wide_decoder_and_a_narrow_one_tell_what_is_read_from_what_is_called_and_what_is_around() -> None:
-    host, calls, loops = measure("float16", "0", 1, 3).values()
+def test_a_decoder_and_its_products_tell_what_is_read_from_what_is_called_and_what_is_around() -> None:
+    host, calls, loops = measure("float16", "0", "1", 3).values()
     assert 10**8 < host < 10**12, "bytes a second"
     assert 500 < calls < 10**6
     assert loops < calls, "what is around a token's layers takes longer than a call"
@@ -75,7 +76,7 @@ def test_what_was_measured_is_kept_for_the_user_and_taken_over_by_other_caches(
     for name in ("one", "another"):
         rates = local_rates(tmp_path / name, None)
         assert (rates.host, rates.calls, rates.loops) == tuple(map(coarse_rate, (18 * 10**9, 12345, 600)))
-        kept = {f"wide decoder of bfloat16; {identity()}": {"host": 18 * 10**9, "calls": 12345, "loops": 600}}
+        kept = {f"decoder of bfloat16; {identity()}": {"host": 18 * 10**9, "calls": 12345, "loops": 600}}
         assert read_sealed(tmp_path / name / DECODING_NAME) == kept
     assert asked.read_text() == "\n"
 
@@ -87,7 +88,7 @@ def test_weights_of_another_dtype_or_from_another_place_on_have_figures_of_their
     for weights in (HostWeights(), HostWeights("float32", aligned=True), HostWeights("float32", aligned=True)):
         local_rates(tmp_path / "one", None, weights=weights)
     kept = read_sealed(tmp_path / "one" / DECODING_NAME)
-    assert [*kept] == [f"wide decoder of {name}; {identity()}" for name in ("bfloat16", "float32, aligned")]
+    assert [*kept] == [f"decoder of {name}; {identity()}" for name in ("bfloat16", "float32, aligned")]
     assert asked.read_text() == "\n\n"
 
 
@@ -103,6 +104,6 @@ def test_where_nothing_is_said_the_nominal_rates_stand(
 
 def test_nothing_is_measured_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(tmp_path, monkeypatch, SPEED)
-    monkeypatch.setattr(decoding_probe, "BYTES", 1 << 62)
+    monkeypatch.setattr(decoding_probe, "memory_bytes", lambda: 1 << 62)
     assert decoding_speed() is None
     assert not asked.read_text()

@@ -1,0 +1,166 @@
+"""Measuring how fast the host's products read weights that lie in its memory, for each shape of weight.
+
+Decoding multiplies one row by each weight, which no cache holds until the next token. How many bytes a second it reads
+hangs on the weight's shape: a product takes a while to begin, and kernels have ways of their own for many columns, some
+of them half as fast. No rule says where; so the shapes that a model has are measured, all in one process of their own,
+and each is kept: most models have five or six.
+
+Weights begin where those of most safetensors files do, at a multiple of eight bytes and no larger one: from there
+products read them up to a fifth slower than from a cache line's beginning, where dequantised ones begin.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING
+
+from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kernels import identity
+from offstage.stages.machine.own_process import measure_apart
+from offstage.stages.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("offstage")
+
+FILE_NAME = "products.json"
+Shape = tuple[int, int]
+"""A weight's rows and columns."""
+
+_OFFSET = 8
+_LEAST_BYTES, _CACHES = 320 * 2**20, 2
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+_ROUNDS, _MOST_SECONDS = 24, 0.25
+"""How often a shape is measured, at the most, and for how long."""
+_LEAST_ROUNDS, _CACHE_LINE = 4, 64
+_DISTURBED = 1.5
+"""By how much something takes longer than half of its kind only where something else had the processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWeights:
+    """The weights that a host's products read: their ``dtype``, and whether they are ``aligned``, as dequantised ones
+    are.
+    """
+
+    dtype: str = "bfloat16"
+    aligned: bool = False
+
+    @property
+    def offset(self) -> int:
+        """How far after a cache line's beginning they begin, in bytes."""
+        return 0 if self.aligned else _OFFSET
+
+    @property
+    def name(self) -> str:
+        """What figures of them are kept under."""
+        return f"{self.dtype}{', aligned' if self.aligned else ''}"
+
+
+OF_FILES = HostWeights()
+"""Those of most safetensors files."""
+
+
+def product_rate(folder: Path, weights: HostWeights, read: Mapping[Shape, float]) -> int | None:
+    """Return the bytes a second at which products read ``weights`` of which so many bytes are ``read`` by shape: as
+    ``folder`` or this user keeps each shape's, or as it is measured now. Null where one can't be measured.
+    """
+    rates = _rates(folder, weights, read)
+    if not rates or rates.keys() != read.keys():
+        return None
+    return round(sum(read.values()) / sum(count / rates[shape] for shape, count in read.items()))
+
+
+def _rates(folder: Path, weights: HostWeights, shapes: Collection[Shape]) -> dict[Shape, int]:
+    """Return the rates of ``shapes``; all that aren't kept are measured in one process."""
+    keys = {shape: f"product of {_named(shape)} of {weights.name}; {identity()}" for shape in shapes}
+
+    def probe(shape: Shape, measured: Callable[[], dict[str, int]]) -> int | None:
+        return measured().get(_named(shape))
+
+    measured = lru_cache(partial(_measured_apart, weights, shapes))
+    figures = {
+        shape: KeptFigure(FILE_NAME, key, partial(probe, shape, measured), of_user=True) for shape, key in keys.items()
+    }
+    found = {shape: figure.get(folder) for shape, figure in figures.items()}
+    return {shape: rate for shape, rate in found.items() if rate}
+
+
+def _measured_apart(weights: HostWeights, shapes: Collection[Shape]) -> dict[str, int]:
+    _log.info("measures how fast the host multiplies by weights of these shapes: a moment")
+    asked = [weights.dtype, str(weights.offset), *map(_named, shapes)]
+    measured: dict[str, int] | None = measure_apart("machine.product_probe", *asked, beside=memory_bytes())
+    return measured or {}
+
+
+def _named(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def measure(dtype: str, offset: str, *shapes: str) -> dict[str, int]:
+    """Return the bytes a second that a product of one row reads of a weight of each of ``shapes``, by it."""
+    rows_and_columns = [(int(rows), int(columns)) for rows, columns in (shape.split("x") for shape in shapes)]
+    seconds = product_seconds(dtype, int(offset), rows_and_columns)
+    width = DTYPE_BYTES[dtype]
+    return {_named(shape): round(shape[0] * shape[1] * width / taken) for shape, taken in seconds.items()}
+
+
+def product_seconds(dtype: str, offset: int, shapes: Collection[Shape]) -> dict[Shape, float]:
+    """Return how long a product of one row takes with a weight of each of ``shapes``.
+
+    Of one that is larger than the memory which is taken for it as many rows are measured as that holds. Each lies where
+    nothing was read for the longest.
+    """
+    import torch
+
+    from offstage.stages.machine.aligned_memory import room_for
+
+    kind: torch.dtype = getattr(torch, dtype)
+    room = room_for((memory_bytes() // kind.itemsize,), kind, offset=offset)
+    memory = room.tensor.fill_(0.01)  # the system has one page for all memory never written to
+    begin, line, seconds = 0, _CACHE_LINE // kind.itemsize, dict[Shape, float]()
+    for shape in shapes:
+        rows = min(shape[0], len(memory) // shape[1])
+        size, taken = rows * shape[1], list[float]()
+        while (len(taken) <= _ROUNDS and sum(taken) < _MOST_SECONDS) or len(taken) < _LEAST_ROUNDS:
+            begin = 0 if begin + size > len(memory) else begin
+            taken.append(seconds_with(memory[begin : begin + size].view(rows, shape[1])))
+            begin += -(-size // line) * line
+        seconds[shape] = typical(taken[1:]) * shape[0] / rows
+    return seconds
+
+
+def seconds_with(weight: torch.Tensor) -> float:
+    """Return how long the product of one row and ``weight`` takes now."""
+    import torch
+    from torch.nn import functional
+
+    row = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype)
+    with torch.inference_mode():
+        begun = time.perf_counter()
+        functional.linear(row, weight)
+        return time.perf_counter() - begun
+
+
+def typical(taken: Sequence[float]) -> float:
+    """Return the mean of what was ``taken``, but for what took much longer than half of it."""
+    least = _DISTURBED * median(taken)
+    return mean([seconds for seconds in taken if seconds <= least])
+
+
+def memory_bytes() -> int:
+    """Return what weights lie in that are measured, one after the other: more than caches hold of one after the others.
+
+    Of the last one a machine has some MB, or some hundred.
+    """
+    with suppress(OSError, ValueError):
+        return max(_LEAST_BYTES, _CACHES * int(_LAST_CACHE.read_text().strip().removesuffix("K")) * 2**10)
+    return _LEAST_BYTES
