@@ -3,8 +3,12 @@
 By default the C library keeps freed blocks of up to 32 MB for later, in heaps that it can't shrink from the middle.
 A long prompt's activations are of that size, and what is kept of them stood for a fifth of a process's peak: memory
 that nobody uses, that no plan can predict, and that a memory cap kills for. Blocks of a MiB or more are mapped instead.
-A token's own activations are smaller, so decoding doesn't pay for it. It must be said before much was allocated: what
-a heap has already grown to is filled again before anything is mapped.
+It must be said before much was allocated: what a heap has already grown to is filled again before anything is mapped.
+
+A token's own activations are smaller, but with each a layer's keys and values are made anew, one token longer, and the
+old ones freed: at a thousand tokens most of a token's time went into pages of memory that had just been given back.
+While tokens are decoded one after the other, what is freed so is taken again; that it is little longer each time leaves
+no more than a layer's keys and values unused. It is all given back as the next prompt begins.
 
 A product in half precision is computed by code that is made for the very shape of its operands, of 0.4 to 0.7 MB, and
 kept in two caches, oneDNN's and torch's own, each of 1024. Where shapes repeat that is little. But a prompt of another
@@ -22,9 +26,12 @@ import ctypes
 import os
 import sys
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 
 MAPPED_BYTES = 2**20
 """Blocks from this size on are mapped one by one, and unmapped when they are freed."""
+MAPPED_IN_DECODING = 32 * 2**20
+"""The same while tokens are decoded: the most that the C library takes."""
 KEPT_BYTES = 16 * 2**20
 """How much may be free at the end of the heap before it shrinks."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -37,6 +44,16 @@ _CACHES = (("LRU_CACHE_CAPACITY",), ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PR
 
 WITHOUT_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 """The variable that has torch take its other kernels of attention first; of torch 2.11 and later."""
+
+
+@dataclass(slots=True)
+class _Heap:
+    """What this process's C library was told: from which size on blocks are ``mapped``; 0 where it wasn't."""
+
+    mapped: int = 0
+
+
+_heap = _Heap()
 
 
 def keep_little() -> None:
@@ -54,13 +71,30 @@ def return_heap() -> None:
 
 def return_freed_memory() -> bool:
     """Have the C library give large freed blocks back at once; return whether it can (glibc)."""
-    if not sys.platform.startswith("linux"):
-        return False
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        return False
-    options = ((_M_MMAP_THRESHOLD, MAPPED_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES))
-    return all(bool(set_option(option, size)) for option, size in options)
+    _heap.mapped = (
+        MAPPED_BYTES if _set_options((_M_MMAP_THRESHOLD, MAPPED_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES)) else 0
+    )
+    return bool(_heap.mapped)
+
+
+def take_again(decodes: bool) -> None:
+    """Have freed blocks be taken again from now on while the process ``decodes``, or be given back: those of now too.
+
+    Nothing changes where it was never told to give them back, or can't.
+    """
+    mapped = MAPPED_IN_DECODING if decodes else MAPPED_BYTES
+    if _heap.mapped in (0, mapped):
+        return
+    _heap.mapped = mapped
+    _set_options((_M_MMAP_THRESHOLD, mapped))
+    if not decodes:
+        return_heap()
+
+
+def _set_options(*options: tuple[int, int]) -> bool:
+    """Have the C library go by ``options``; return whether it does."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    return set_option is not None and all(bool(set_option(option, size)) for option, size in options)
 
 
 def bound_kernel_caches(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offstage.pipeline.kept_memory import take_again
 from offstage.stages.dispatch.streaming.lanes import Grouping, Task
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Shared, Turns
 from offstage.stages.dispatch.streaming.module_state import LockstepError, ModuleState
@@ -29,6 +30,10 @@ from offstage.stages.hosts.stand_ins import Borders
 from offstage.stages.hosts.wire import FailedCallError
 from offstage.stages.units import Position
 
+_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""What a model is given its tokens as, (sequences, length, …): the first of these."""
+_DECODED_AT_ONCE = 16
+"""A pass of no more tokens of each sequence is one of decoding, in which some may be guessed."""
 _QUEUE = "queue"
 _OF_PASSES = ("pass", "after")
 """What calls are named after that no lockstep has: the pass that they make, or the one that they come after."""
@@ -80,6 +85,7 @@ class ModelPasses:
     def hook(self) -> Iterator[Callable[[], None]]:
         """Hook the model; yield what unhooks it."""
         model = self._model
+        yield model.register_forward_pre_hook(uncompiled(_note_length), with_kwargs=True).remove
         yield model.register_forward_pre_hook(uncompiled(self._before), prepend=True).remove
         yield model.register_forward_hook(uncompiled(self._after)).remove
         yield model.register_forward_hook(uncompiled(self._whatever_happened), always_call=True).remove
@@ -227,3 +233,10 @@ class ModelPasses:
 def _is_nested(model: nn.Module) -> bool:
     """Return whether a call of ``model`` is under way around the one that asks."""
     return sum(called is model for called in calls_on(sys._getframe())) > 1
+
+
+def _note_length(_module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Have memory be kept for the pass that begins as it needs it: one of decoding, or a longer one."""
+    given: Any = next((kwargs[name] for name in _TOKENS if kwargs.get(name) is not None), args[0] if args else None)
+    is_sequence = isinstance(given, torch.Tensor) and given.dim() > 1
+    take_again(is_sequence and given.shape[1] <= _DECODED_AT_ONCE and not torch.is_grad_enabled())
