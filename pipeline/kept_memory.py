@@ -8,7 +8,8 @@ It must be said before much was allocated: what a heap has already grown to is f
 A token's own activations are smaller, but with each a layer's keys and values are made anew, one token longer, and the
 old ones freed: at a thousand tokens most of a token's time went into pages of memory that had just been given back.
 While tokens are decoded one after the other, what is freed so is taken again; that it is little longer each time leaves
-no more than a layer's keys and values unused. It is all given back as the next prompt begins.
+no more than a layer's keys and values unused. It is all given back as the next prompt begins. So it is with a prompt's
+own activations, which take half of its time, where they are so little of all that what is unused of them is, too.
 
 A product in half precision is computed by code that is made for the very shape of its operands, of 0.4 to 0.7 MB, and
 kept in two caches, oneDNN's and torch's own, each of 1024. Where shapes repeat that is little. But a prompt of another
@@ -30,8 +31,8 @@ from dataclasses import dataclass
 
 MAPPED_BYTES = 2**20
 """Blocks from this size on are mapped one by one, and unmapped when they are freed."""
-MAPPED_IN_DECODING = 32 * 2**20
-"""The same while tokens are decoded: the most that the C library takes."""
+REUSED_BYTES = 32 * 2**20
+"""The same while those that are freed are taken again: the most that the C library takes."""
 KEPT_BYTES = 16 * 2**20
 """How much may be free at the end of the heap before it shrinks."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -48,9 +49,12 @@ WITHOUT_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
 @dataclass(slots=True)
 class _Heap:
-    """What this process's C library was told: from which size on blocks are ``mapped``; 0 where it wasn't."""
+    """What this process's C library was told: from which size on blocks are ``mapped``; 0 where it wasn't. And whether
+    the process ``decodes``.
+    """
 
     mapped: int = 0
+    decodes: bool = False
 
 
 _heap = _Heap()
@@ -77,17 +81,20 @@ def return_freed_memory() -> bool:
     return bool(_heap.mapped)
 
 
-def take_again(decodes: bool) -> None:
-    """Have freed blocks be taken again from now on while the process ``decodes``, or be given back: those of now too.
+def take_again(again: bool, *, decodes: bool) -> None:
+    """Have freed blocks be taken ``again`` from now on, or be given back at once. As a process begins or ends that it
+    ``decodes``, all that is free is given back.
 
     Nothing changes where it was never told to give them back, or can't.
     """
-    mapped = MAPPED_IN_DECODING if decodes else MAPPED_BYTES
-    if _heap.mapped in (0, mapped):
+    if not _heap.mapped:
         return
-    _heap.mapped = mapped
-    _set_options((_M_MMAP_THRESHOLD, mapped))
-    if not decodes:
+    mapped = REUSED_BYTES if again else MAPPED_BYTES
+    if mapped != _heap.mapped:
+        _heap.mapped = mapped
+        _set_options((_M_MMAP_THRESHOLD, mapped))
+    if decodes != _heap.decodes:
+        _heap.decodes = decodes
         return_heap()
 
 

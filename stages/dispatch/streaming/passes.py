@@ -60,7 +60,8 @@ class ModelPasses:
 
     Both are lists that whoever made them may change between passes. ``recover`` is called before the first pass after
     one that was interrupted, and before one where ``is_left`` says that a call outside of all passes was. Calls that go
-    together share a pass. Threads have them by turns, by ``lock``.
+    together share a pass. Threads have them by turns, by ``lock``. Those that ``reuses`` are of a prompt take the
+    memory again that they free, as all do that decode.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class ModelPasses:
         end: Sequence[Callable[[], object]],
         recover: Callable[[], None],
         is_left: Callable[[], bool],
+        reuses: bool = False,
     ) -> None:
         self._model, self._begin, self._end = model, begin, end
-        self._recover, self._is_left = recover, is_left
+        self._recover, self._is_left, self._reuses = recover, is_left, reuses
         self._depth, self._ended_well = 0, False  # passes around each other: a model may call itself
         self._calls = 0  # of parts of the model, inside a pass or outside of all
         self.lock = PassLock(model)
@@ -85,7 +87,7 @@ class ModelPasses:
     def hook(self) -> Iterator[Callable[[], None]]:
         """Hook the model; yield what unhooks it."""
         model = self._model
-        yield model.register_forward_pre_hook(uncompiled(_note_length), with_kwargs=True).remove
+        yield model.register_forward_pre_hook(uncompiled(self._note_length), with_kwargs=True).remove
         yield model.register_forward_pre_hook(uncompiled(self._before), prepend=True).remove
         yield model.register_forward_hook(uncompiled(self._after)).remove
         yield model.register_forward_hook(uncompiled(self._whatever_happened), always_call=True).remove
@@ -194,6 +196,13 @@ class ModelPasses:
         self._depth = self._calls = 0
         self._recover()
 
+    def _note_length(self, _module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Have memory be kept for the pass that begins as it needs it: one of decoding, or a longer one."""
+        given: Any = next((kwargs[name] for name in _TOKENS if kwargs.get(name) is not None), args[0] if args else None)
+        is_sequence = isinstance(given, torch.Tensor) and given.dim() > 1 and not torch.is_grad_enabled()
+        decodes = is_sequence and given.shape[1] <= _DECODED_AT_ONCE
+        take_again(decodes or self._reuses, decodes=decodes)
+
     def _before(self, _module: nn.Module, _args: Any) -> None:
         self.lock.enter()
         if not self.turns.begin_pass():
@@ -233,10 +242,3 @@ class ModelPasses:
 def _is_nested(model: nn.Module) -> bool:
     """Return whether a call of ``model`` is under way around the one that asks."""
     return sum(called is model for called in calls_on(sys._getframe())) > 1
-
-
-def _note_length(_module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Have memory be kept for the pass that begins as it needs it: one of decoding, or a longer one."""
-    given: Any = next((kwargs[name] for name in _TOKENS if kwargs.get(name) is not None), args[0] if args else None)
-    is_sequence = isinstance(given, torch.Tensor) and given.dim() > 1
-    take_again(is_sequence and given.shape[1] <= _DECODED_AT_ONCE and not torch.is_grad_enabled())
