@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -75,9 +76,9 @@ def test_a_budget_is_the_sum_of_its_terms_and_what_they_leave_is_left() -> None:
         assert unused(plan) >= 0
 
 
-@pytest.mark.parametrize("model", [wide(), sparse()], ids=["dense", "mixture"])
-def test_a_larger_host_is_used_and_no_slower(model: Outline) -> None:
-    plans = [planned(model, megabytes) for megabytes in CAPS]
+@pytest.mark.parametrize("model", [wide, sparse], ids=["dense", "mixture"])
+def test_a_larger_host_is_used_and_no_slower(model: Callable[[], Outline]) -> None:
+    plans = [planned(model(), megabytes) for megabytes in CAPS]
     seconds = [plan.forecast["seconds_per_token"] for plan in plans]
     assert all(later <= SLOWER * min(seconds[: at + 1]) for at, later in enumerate(seconds[1:]))
     for megabytes, plan in zip(CAPS, plans, strict=True):
