@@ -31,15 +31,11 @@ from tests.unsynced import leave_unsynced
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
-    "offstage.pipeline.commands", "offstage.pipeline.app", "offstage.pipeline.hydra_composing", "offstage.pipeline.job",
-    "offstage.pipeline.runner", "offstage.pipeline.sweeps.local_jobs", "offstage.pipeline.sweeps.results",
-    "offstage.pipeline.sweeps.search", "offstage.pipeline.tracking.trackers", "offstage.stages.plan.stage",
-    "offstage.stages.checkpoints.bulk_reader", "offstage.stages.shard_load.stage", "offstage.stages.shard_load.place",
-    "offstage.stages.shard_load.stored_weights", "offstage.stages.dispatch.stage",
-    "offstage.stages.dispatch.streaming.streamer", "offstage.stages.finetune.stage", "offstage.stages.forward.stage",
-    "offstage.stages.generate.stage", "offstage.stages.generate.generation", "offstage.stages.score.stage",
-    "hydra._internal.hydra", "hydra._internal.core_plugins.importlib_resources_config_source",
-    "hydra._internal.logging_config", "antlr4.LL1Analyzer", "rich._emoji_codes", "transformers.conversion_mapping",
+    "offstage.pipeline.app", "offstage.pipeline.sweeps.local_jobs", "offstage.pipeline.job", "offstage.pipeline.runner",
+    "offstage.pipeline.sweeps.results", "offstage.stages.plan.stage", "offstage.stages.shard_load.stage",
+    "offstage.stages.dispatch.stage", "offstage.stages.dispatch.streaming.streamer", "offstage.stages.generate.stage",
+    "offstage.stages.generate.generation", "hydra._internal.hydra",
+    "hydra._internal.core_plugins.importlib_resources_config_source", "rich._emoji_codes",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
@@ -211,7 +207,7 @@ def serve(control: int) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     leave_unsynced()
-    _find_out_once()
+    imported_packages()  # what is installed is looked through once, and not by each fork
     made = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.collect()
     gc.freeze()  # a fork's collections then leave the pages alone that it shares with the server
@@ -243,16 +239,6 @@ def serve(control: int) -> None:
             for stream in streams:
                 os.close(stream)
             running[os.pidfd_open(pid)] = pid, answers
-
-
-def _find_out_once() -> None:
-    """Have what each fork would find out anew be found out here: what is installed, and all that weights convert by."""
-    from hydra.core.plugins import Plugins
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    imported_packages()
-    Plugins.instance()
-    get_checkpoint_conversion_mapping("llama")  # a thousand patterns are compiled for the first of any kind
 
 
 def _leave(codes: Sequence[int]) -> None:
