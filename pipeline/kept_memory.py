@@ -75,10 +75,9 @@ def return_heap() -> None:
 
 def return_freed_memory() -> bool:
     """Have the C library give large freed blocks back at once; return whether it can (glibc)."""
-    _heap.mapped = (
-        MAPPED_BYTES if _set_options((_M_MMAP_THRESHOLD, MAPPED_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES)) else 0
-    )
-    return bool(_heap.mapped)
+    is_told = _set_options((_M_MMAP_THRESHOLD, MAPPED_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES))
+    _heap.mapped = MAPPED_BYTES if is_told else 0
+    return is_told
 
 
 def take_again(again: bool, *, decodes: bool) -> None:

@@ -188,7 +188,7 @@ def _host_weights(outline: Outline) -> HostWeights:
     """Return what most weights of ``outline`` are to products that read them as numbers."""
     sizes: Counter[HostWeights] = Counter()
     for spec in _numbers(outline):
-        sizes[HostWeights(spec.dtype, spec.packed is not None)] += spec.bytes
+        sizes[_as_read(spec)] += spec.bytes
     return max(sizes, key=sizes.__getitem__, default=OF_FILES)
 
 
@@ -196,11 +196,16 @@ def _read_bytes(outline: Outline, weights: HostWeights) -> dict[Shape, float]:
     """Return what a token reads of such ``weights`` of ``outline``, by the shape of those that it multiplies by."""
     read: Counter[Shape] = Counter()
     for spec in _numbers(outline):
-        if HostWeights(spec.dtype, spec.packed is not None) == weights and _is_matrix(spec.shape):
+        if _as_read(spec) == weights and _is_matrix(spec.shape):
             share, (rows, columns) = SINGLE.share(outline.routed.get(spec.name)), spec.shape[-2:]
             together = round(math.prod(spec.shape[:-2]) * share)  # of experts those of a token, by one operator
             read[together * rows, columns] += spec.bytes * share  # type: ignore[assignment]
     return dict(read.most_common(_MOST_SHAPES))
+
+
+def _as_read(spec: TensorSpec) -> HostWeights:
+    """Return what the tensor is to products that read it: what rests packed is dequantised for them."""
+    return HostWeights(spec.dtype, spec.packed is not None)
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:

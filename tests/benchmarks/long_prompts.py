@@ -24,20 +24,6 @@ from tests.benchmarks.offload import say
 SIDES = ("plain", "offstage")
 
 
-class _Times:
-    """When each token came: a streamer of transformers."""
-
-    def __init__(self) -> None:
-        self.at = [time.perf_counter()]
-
-    def put(self, *_: object) -> None:
-        """Note that tokens are here: the prompt's first."""
-        self.at.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Do nothing."""
-
-
 def measure(side: str, checkpoint: Path, dtype: str, shape: tuple[int, int], tokens: int) -> dict[str, float]:
     """Return seconds to the first token and of each later one, and the peak in bytes, of this process."""
     model = _model(side, checkpoint, dtype)
@@ -49,15 +35,15 @@ def measure(side: str, checkpoint: Path, dtype: str, shape: tuple[int, int], tok
         "pad_token_id": 0,
     }
     for _ in range(2):  # kernels are compiled in the first
-        times = _Times()
-        if len(ids) == 1:
-            model.generate(ids, attention_mask=torch.ones_like(ids), streamer=times, **options)
-        else:  # no streamer has more than one sequence
-            times.put()
-            handle = model.register_forward_hook(times.put)
-            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            handle.remove()
-    begun, _, first, *later = times.at
+        times = [time.perf_counter()]
+
+        def note(*_: object, times: list[float] = times) -> None:
+            times.append(time.perf_counter())
+
+        handle = model.register_forward_hook(note)
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        handle.remove()
+    begun, first, *later = times
     spans = [after - before for before, after in zip([first, *later], later, strict=False)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"first": first - begun, "token": statistics.median(spans), "peak": peak}

@@ -60,8 +60,8 @@ class ModelPasses:
 
     Both are lists that whoever made them may change between passes. ``recover`` is called before the first pass after
     one that was interrupted, and before one where ``is_left`` says that a call outside of all passes was. Calls that go
-    together share a pass. Threads have them by turns, by ``lock``. Those that ``reuses`` are of a prompt take the
-    memory again that they free, as all do that decode.
+    together share a pass. Threads have them by turns, by ``lock``. Where it ``reuses`` memory those of a prompt
+    take again what they free, as all do that decode.
     """
 
     def __init__(
