@@ -28,7 +28,7 @@ from offstage.stages.machine.hardware import Hardware, hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from offstage.stages.machine.process_memory import begin_process_memory, process_memory
-from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape, product_rate
+from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan.expert_slots import SINGLE
@@ -166,12 +166,10 @@ def machine_rates(
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}
     weights = weights if outline is None else _host_weights(outline)
-    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light, weights=weights)
+    read = {} if outline is None else _read_bytes(outline, weights)
+    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light, weights=weights, read=read)
     if outline is None:
         return rates
-    if not light and "host" not in pinned:
-        host = product_rate(cache / MEASURED, weights, _read_bytes(outline, weights))
-        rates = rates if host is None else replace(rates, host=coarse_rate(host))
     unpacked = {name: packed.codec for name, packed in outline.packed.items()}
     quantised = {"dequantising": (unpacked, unpacking_rates), "multiplying": (outline.multiplied, multiplying_rates)}
     means = {rate: getattr(rates, rate) for rate in quantised}
