@@ -34,6 +34,7 @@ MODELS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 WINDOW = 24
 GIVEN = ("stages=finetune", "model=pretrained", f"model.tokenizer={EMBEDDED}", "finetune.text_file=text.txt")
+SIGNS = ("checkpoint", "checkpoint/*.safetensors", "finetune.json", "manifest.json")
 SMALL = (f"finetune.window={WINDOW}", "finetune.batch_size=2", "finetune.learning_rate=0.003")
 
 
@@ -251,9 +252,6 @@ def test_killed_as_its_weights_are_saved_it_has_no_step_to_take_again(
     assert resumed.record["metrics"]["taken_steps"] == 0
     assert resumed.record["outputs"] == whole.record["outputs"]
     assert not list(artifact(resumed).rglob("stray.bin"))
-
-
-SIGNS = ("checkpoint", "checkpoint/*.safetensors", "finetune.json", "manifest.json")
 
 
 @pytest.mark.parametrize("sign", in_ci("checkpoint", "manifest.json", of=SIGNS))

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.pipeline.stage import MEASURED
 from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
-from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.figures import declared_weights, is_light
+from offstage.stages.machine.hardware import hardware
+from offstage.stages.machine.kernels import identity
+from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate
+from offstage.stages.plan.figures import _CACHED_BYTES, declared_weights, is_light, machine_rates
 from offstage.stages.plan.outline import Outline
 from tests.stages.plan.skeletons import outline
 from tests.stages.plan.test_stage import config, two_accelerators
@@ -41,6 +45,19 @@ def test_a_model_is_light_whose_calls_take_far_longer_than_reading_its_weights()
 )
 def test_none_is_light_that_is_trained_or_that_an_accelerator_computes(given: dict[str, Any]) -> None:
     assert not light(**given)
+
+
+def test_of_a_host_calls_alone_are_measured_for_a_model_that_caches_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    small, heavy = (outline({"l.0.w": count}) for count in (_CACHED_BYTES - 1, _CACHED_BYTES))
+    given = {"hardware": {}, "model": {"kind": "pretrained", "path": str(tmp_path)}, "stages": ["finetune"]}
+    known = {f"decoder of bfloat16; {identity()}": {"host": 3 * 10**9, "calls": 5, "loops": 7}}
+    (tmp_path / MEASURED).mkdir()
+    write_sealed(tmp_path / MEASURED / DECODING_NAME, known)
+    assert machine_rates(given, hardware(given), tmp_path, small).host == NOMINAL.host
+    assert machine_rates(given, hardware(given), tmp_path, heavy).host == coarse_rate(3 * 10**9)
 
 
 def test_before_a_sweep_the_host_is_measured_by_weights_as_the_model_has_them(tmp_path: Path) -> None:
