@@ -19,7 +19,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
 from offstage.stages.checkpoints.packed import rest_bytes
 from offstage.stages.checkpoints.readers import open_reader
-from offstage.stages.empty_init.packed_modules import PackedEmbedding, PackedLinear, packed_modules
+from offstage.stages.empty_init.packed_modules import PackedEmbedding, PackedLinear, keep_packed, packed_modules
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.kernels import has_tiles
 from offstage.stages.shard_load.stage import ShardLoadStage
@@ -312,6 +312,9 @@ def test_models_that_have_nothing_to_multiply_so_are_refused(tmp_path: Path) -> 
         )
     devices = [{"name": "small", "memory": "400MB"}]
     (tmp_path / "llama").mkdir()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, **HEADS), dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"quantized\.tiles: true is of no use, .* multiply float32; add"):
+        keep_packed(model, open_checkpoint(made(tmp_path / "llama", "llama")), tiles=True)
     with pytest.raises(ConfigError, match="multiplies on the host alone, and by this plan accelerator 0 computes"):
         offstage.load(
             made(tmp_path / "llama", "llama"),
