@@ -32,7 +32,7 @@ from offstage.stages.checkpoints.codecs.packed_matrices import (
 )
 from offstage.stages.checkpoints.codecs.products import multiply_packed
 from offstage.stages.checkpoints.codecs.scaled_codes import ScaledCodes
-from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import AtRest, Codec, PackedTensor
 from offstage.stages.checkpoints.readers import open_reader
@@ -281,12 +281,10 @@ def keep_packed(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in a format with products, in "
             f"whole runs of {LANES} columns; take 'exact'"
         )
-    computes = {parameter.dtype for parameter in named.values()} if how.compute is None else {how.compute}
-    if tiles and torch.bfloat16 not in computes:
-        given = " and ".join(sorted(map(dtype_name, computes)))
+    if tiles and torch.bfloat16 not in ({how.compute} if how.compute else {each.dtype for each in named.values()}):
         raise ConfigError(
-            f"quantized.tiles: true is of no use, tiles are of bfloat16, and linear layers of {checkpoint.path} "
-            f"multiply {given}; add quantized.compute_dtype=bfloat16, or take false"
+            f"quantized.tiles: true is of no use, of the linear layers of {checkpoint.path} none multiplies bfloat16; "
+            "add quantized.compute_dtype=bfloat16, or take false"
         )
 
 

@@ -313,7 +313,7 @@ def test_models_that_have_nothing_to_multiply_so_are_refused(tmp_path: Path) -> 
     devices = [{"name": "small", "memory": "400MB"}]
     (tmp_path / "llama").mkdir()
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, **HEADS), dtype=torch.float32)
-    with pytest.raises(ConfigError, match=r"quantized\.tiles: true is of no use, .* multiply float32; add"):
+    with pytest.raises(ConfigError, match=r"quantized\.tiles: true is of no use, .* none multiplies bfloat16; add"):
         keep_packed(model, open_checkpoint(made(tmp_path / "llama", "llama")), tiles=True)
     with pytest.raises(ConfigError, match="multiplies on the host alone, and by this plan accelerator 0 computes"):
         offstage.load(
