@@ -228,11 +228,7 @@ def _shares(index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _multiply(
-    given: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    matrix_text: str,
-    bias: torch.Tensor | None,
-    how: Arithmetic,
+    given: torch.Tensor, parts: Sequence[torch.Tensor], matrix_text: str, bias: torch.Tensor | None, how: Arithmetic
 ) -> torch.Tensor:
     """Return the products of ``given`` […, columns] with what rests in ``parts``, and the ``bias``."""
     if given.requires_grad and torch.is_grad_enabled():
