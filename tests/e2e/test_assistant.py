@@ -57,6 +57,7 @@ def test_the_tokens_are_the_models_own_one_prompt_at_a_time(offstage_here: Run, 
     assert other.tokens == plain.tokens, "a bad adviser costs time and no word"
 
 
+@pytest.mark.long_form
 def test_it_lies_on_a_simulated_accelerator_too(offstage_here: Run, assistant: Path) -> None:
     asked = (*ASKED, "max_memory.0=3MB", "hardware.devices=[{memory: 1GB}]")
     plain = offstage_here(*asked, "generate.exact=true")

@@ -148,6 +148,7 @@ def test_a_budget_that_cannot_hold_its_reserve_is_refused_before_a_weight_is_rea
     assert "shard_load" not in done.cached
 
 
+@pytest.mark.long_form
 def test_hydra_full_error_shows_it_all(offstage: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "environment", lambda: environment({"HYDRA_FULL_ERROR": "1"}))
     done = offstage("dtype=float8")

@@ -157,6 +157,7 @@ def test_what_no_bundle_can_be_made_of_is_refused(project: Path, tmp_path: Path)
     assert not target.exists()
 
 
+@pytest.mark.long_form
 @pytest.mark.usefixtures("as_another_user")
 def test_a_whole_sweep_is_given_away(offstage_here: Run, replay: Replay, tmp_path: Path) -> None:
     done = offstage_here("-m", "max_memory.cpu=3MB,8MB", "generate.max_new_tokens=2")

@@ -93,6 +93,7 @@ def test_a_folder_without_a_cache_is_named(cache: Command) -> None:
     assert "outputs/cache: no cache here" in err
 
 
+@pytest.mark.long_form
 def test_what_a_running_job_uses_is_kept(cache: Command, tmp_path: Path) -> None:
     job = start(tmp_path, "max_memory.cpu=1.9MB", "dtype=bfloat16", "generate.max_new_tokens=100")
     wait_for(lambda: list(tmp_path.glob("outputs/cache/dispatch/*/manifest.json")), job)

@@ -94,6 +94,7 @@ def test_a_prefix_runs_and_reads_no_weights(offstage_here: Run) -> None:
     assert list(offstage_here("stages=plan_only").cached.values()) == [True, True]
 
 
+@pytest.mark.long_form
 def test_sampling_with_one_seed_gives_one_text(offstage_here: Run) -> None:
     options = ("generate=sample", "generate.max_new_tokens=12")
     first, again, other = (offstage_here(*options, *more) for more in ((), ("max_memory.cpu=6MB",), ("seed=1",)))
@@ -206,6 +207,7 @@ def test_shell_completion_knows_the_config(tmp_path: Path) -> None:
     assert "generate=sample" in done.stdout, done.stderr
 
 
+@pytest.mark.long_form
 def test_two_processes_on_an_empty_cache_share_one_artifact_a_key(tmp_path: Path) -> None:
     both = [start(tmp_path, "generate.max_new_tokens=4") for _ in range(2)]
     errors = [process.communicate(timeout=300)[1] for process in both]

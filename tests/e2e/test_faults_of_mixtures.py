@@ -64,6 +64,7 @@ def start_answering(folder: Path, checkpoint: Path) -> Any:
     return process
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("checkpoint", ["Mixtral"], indirect=True)
 def test_a_run_that_is_killed_while_experts_stream_gives_the_same_tokens_when_run_again(
     checkpoint: Path, fresh_folder: Path

@@ -267,6 +267,7 @@ def test_killed_in_its_last_moments_it_ends_with_the_same_weights(
     assert resumed.record["outputs"] == whole
 
 
+@pytest.mark.long_form
 def test_a_training_that_was_killed_twice_tells_each_step_once(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offstage_here: Run
 ) -> None:
@@ -336,6 +337,7 @@ def losses_of(finished: Finished) -> list[dict[str, Any]]:
     return [output for output in finished.record["outputs"] if output["name"].startswith("step")]
 
 
+@pytest.mark.long_form
 def test_what_is_offloaded_changes_no_bit(checkpoint: Path, tmp_path: Path, offstage_here: Run) -> None:
     write_text(tmp_path)
     given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=2", "finetune.batch_size=8")
@@ -387,6 +389,7 @@ def test_a_ratio_left_open_is_the_least_that_fits(deep: tuple[str, ...], offstag
     assert "a training step takes" in refused.err
 
 
+@pytest.mark.long_form
 @pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 @pytest.mark.skipif(not can_cap(), reason="may not make memory cgroups")
 def test_a_training_lives_under_what_was_predicted_of_it(deep: tuple[str, ...], offstage: Run) -> None:

@@ -199,6 +199,7 @@ def test_hosts_with_different_configs_end_and_say_which_key_differs(fresh_folder
     assert {record["status"] for record in records_in(fresh_folder).values()} == {"failed"}
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("is_exact", in_ci(True, False, of=[True, False]))
 def test_hosts_with_unlike_kernels_are_told_or_refused_where_exact_ones_are_asked_for(
     fresh_folder: Path, *, is_exact: bool

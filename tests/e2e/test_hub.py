@@ -116,6 +116,7 @@ def test_a_tokenizer_may_come_from_the_hub(offstage: Run, offstage_here: Run, hu
     assert done.tokens == offstage_here(f"model.path={TINY}", *run[2:]).tokens
 
 
+@pytest.mark.long_form
 def test_the_files_of_every_tokenizer_come_with_the_config(offstage: Run, online: FakeHub, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "served")
     kinds = {"source.spm", "target.spm", "bpe.codes", "vocab", "tokenizer.bin"}
@@ -203,6 +204,7 @@ def test_a_run_after_the_plan_downloads_the_weights_and_keeps_the_skeleton(
         assert online.sent[file.name] == size_of_header(file) + file.stat().st_size
 
 
+@pytest.mark.long_form
 @pytest.mark.from_nothing
 def test_a_plain_checkpoint_is_planned_quantised_by_its_headers_and_runs_so(offstage: Run, online: FakeHub) -> None:
     asked = (*RUN, "model.quantize=q8_0")

@@ -134,6 +134,7 @@ def test_what_depends_on_a_change_is_remade(change: str, model_folder: Path, run
     assert (second.tokens != first.tokens) or not tells
 
 
+@pytest.mark.long_form
 def test_variables_that_choose_kernels_are_in_the_key_of_a_generation(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +251,7 @@ def test_variables_of_one_s_own_change_a_key_only_through_what_is_made_of_them(o
     assert len(used.tokens[0]) == len(other.tokens[0]) + 1
 
 
+@pytest.mark.long_form
 def test_accelerators_of_other_links_or_names_are_another_plan_with_the_same_answer(offstage_here: Run) -> None:
     given = (RATES, "+hardware.host.memory=8GB", "generate.max_new_tokens=3")
     devices = ["{memory: 60MB}", "{memory: 60MB, host_to_device: 1GB}", "{memory: 60MB, name: RTX 3060}"]

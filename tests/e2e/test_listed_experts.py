@@ -114,6 +114,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int
     return folder, answer[0, len(PROMPT) :].tolist()
 
 
+@pytest.mark.long_form
 @pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 def test_a_token_reads_the_experts_of_remote_code_that_it_is_routed_to(
     checkpoint: tuple[Path, list[int]],

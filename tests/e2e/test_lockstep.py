@@ -46,6 +46,7 @@ def test_answers_are_those_of_each_prompt_alone(sampled: str, offstage_here: Run
     )
 
 
+@pytest.mark.long_form
 def test_what_a_model_keeps_of_one_prompt_no_other_sees(offstage_here: Run, fresh_folder: Path) -> None:
     plain = saved(fresh_folder / "checkpoint", "recurrent_gemma")
     prompts = [[5], [*range(3, 20)], [5]]  # one token alone is added to what is there

@@ -180,6 +180,7 @@ def test_values_that_mean_nothing_are_refused(key: str, value: str, words: str, 
     assert words in run.err
 
 
+@pytest.mark.long_form
 def test_samples_are_artifacts_like_others(measured: Run, fresh_folder: Path) -> None:
     measured("measure.repeats=2")
     (folder,) = fresh_folder.glob("outputs/cache/repeats/*/")

@@ -84,6 +84,7 @@ BEAMS = 6
 SEVERAL: dict[str, type[PretrainedConfig]] = {"bart": BartConfig, "pegasus": PegasusConfig, "marian": MarianConfig}
 
 
+@pytest.mark.long_form
 @OF_THE_PROCESS
 @pytest.mark.parametrize(
     "name", ["bart", *(pytest.param(name, marks=pytest.mark.long_form) for name in ("pegasus", "marian"))]
@@ -113,6 +114,7 @@ def test_the_beams_that_a_checkpoint_asks_for_are_planned_for(
     assert plan == asked.record["stages"][1]["key"], "it is the same whoever asks for them"
 
 
+@pytest.mark.long_form
 @OF_THE_PROCESS
 @pytest.mark.parametrize("name", ["llava", pytest.param("whisper", marks=pytest.mark.long_form)])
 def test_what_encoders_of_images_and_audio_hold_is_predicted(

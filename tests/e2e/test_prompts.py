@@ -45,6 +45,7 @@ def plain(prompts: list[list[int]], new: int) -> list[list[int]]:
 SAMPLED = ("generate.do_sample=true", "seed=5")
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize(
     ("options", "kills"),
     [pytest.param((), (1, 16), marks=pytest.mark.long_form), (SAMPLED, (1, 16))],

@@ -33,6 +33,7 @@ def stored(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("outputs/cache/offload/*/*.dat")}
 
 
+@pytest.mark.long_form
 @pytest.mark.usefixtures("jobs_fork")
 def test_a_sweep_says_what_each_format_costs_and_quantises_once(offstage_here: Run, tmp_path: Path) -> None:
     sweep = ("-m", "stages=score", TEXTS, *RATES, "model.quantize=null,q8_0,fp8")

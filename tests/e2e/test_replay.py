@@ -84,6 +84,7 @@ def test_on_the_same_machine_it_is_the_same_and_really_runs_again(
     assert not list(tmp_path.glob("outputs/runs/*/*/.cache"))
 
 
+@pytest.mark.long_form
 def test_outputs_that_were_moved_are_used_where_they_are_and_their_cache_is_not_needed(
     run_path: Path, replay: Replay, tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_weight_that_changed_is_named_with_its_file_though_the_time_was_set_ba
     assert f"{checkpoint}: {IN}: {WEIGHT} has other bytes than in that run; restore the files" in err
 
 
+@pytest.mark.long_form
 def test_other_times_and_other_inodes_are_no_matter(
     run_path: Path, replay: Replay, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +216,7 @@ def test_the_same_tensors_in_other_files_are_taken_and_said_to_be(
     assert f"{holder.name}: {WEIGHT} has other bytes than in that run" in err
 
 
+@pytest.mark.long_form
 def test_without_what_was_seen_of_each_tensor_files_are_named(run_path: Path, replay: Replay, checkpoint: Path) -> None:
     run_path.with_name("weights.json").write_text("{")
     assert replay(run_path)[0] == 0
@@ -252,6 +255,7 @@ def test_verify_full_finds_what_no_sample_meets_and_takes_no_other_files(
     assert "part-0.safetensors is no file of that run; all its samples are the same" in err
 
 
+@pytest.mark.long_form
 def test_a_record_without_digests_of_its_weights_says_that_they_were_compared_with_nothing(
     run_path: Path, replay: Replay
 ) -> None:

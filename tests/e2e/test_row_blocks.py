@@ -13,6 +13,7 @@ import offstage
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.machine.row_products import measure as is_exact_by_rows
 from offstage.stages.shard_load import stored_weights
+from tests.long_form import in_ci
 
 WORDS = 5003
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS}
@@ -77,7 +78,7 @@ def test_under_a_budget_below_its_head_a_model_has_the_plain_models_bits(
         assert streamed.traffic.overflow_bytes == 0
 
 
-@pytest.mark.parametrize("waits", ["cpu", "disk"])
+@pytest.mark.parametrize("waits", in_ci("disk", of=["cpu", "disk"]))
 def test_blocks_come_to_an_accelerator_from_wherever_the_weight_waits(waits: str, tmp_path: Path) -> None:
     plain = saved("llama", torch.float32, tmp_path)
     head = WORDS * 64 * 4

@@ -18,7 +18,7 @@ ARCHITECTURES = [*CONFIGS, "mixtral"]
 ROWS = [[5, 6, 7, 8, 9], [11, 12], [3, 4, 5], [40]]
 
 
-@pytest.fixture(scope="module", params=in_ci("gpt2", "mixtral", of=ARCHITECTURES))
+@pytest.fixture(scope="module", params=in_ci("gpt2", of=ARCHITECTURES))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "mixtral":

@@ -135,6 +135,7 @@ def killed_after(folder: Path, lines: int, *options: str) -> bool:
     return kill_when(scored, start(folder, *options))
 
 
+@pytest.mark.long_form
 def test_killed_again_and_again_no_window_is_scored_twice(tmp_path: Path, offstage_here: Run) -> None:
     write_text(tmp_path)
     whole = offstage_here(SCORE, *LONG)
@@ -160,6 +161,7 @@ def test_killed_again_and_again_no_window_is_scored_twice(tmp_path: Path, offsta
     assert told["scores_sha256"] == whole.record["outputs"][0]["scores_sha256"]
 
 
+@pytest.mark.long_form
 def test_windows_of_a_batch_are_told_and_exact_ones_are_scored_alone(tmp_path: Path, offstage_here: Run) -> None:
     write_text(tmp_path)
     alone, exact, together = (

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from offstage.pipeline.plain_data import printable
 from tests.e2e.conftest import enter, finish, records_in, start
 from tests.e2e.terminals import Terminal
@@ -85,6 +87,7 @@ def test_an_error_stands_alone_on_a_terminal(fresh_folder: Path) -> None:
     assert end == ""
 
 
+@pytest.mark.long_form
 def test_loading_storing_and_hashing_have_bars_that_are_gone_when_they_are_done(fresh_folder: Path) -> None:
     """Another dtype than the checkpoint's has what lies on disk stored before it can stream."""
     terminal = Terminal(fresh_folder, "dtype=float32", "verify=full", "check_finite=true", "max_memory.cpu=8MB")

@@ -84,6 +84,7 @@ def test_a_number_that_no_job_comes_to_ends_the_search_at_the_first(offstage_her
     assert "objective.at_most: this run's record has no number 'decode_seconds_per_token'" in done.err
 
 
+@pytest.mark.long_form
 @pytest.mark.usefixtures("jobs_fork")
 def test_a_job_without_the_number_that_others_have_ends_no_search(offstage_here: Run, tmp_path: Path) -> None:
     """A run of one token has no seconds of decoding: its search goes on with the others."""

@@ -48,6 +48,7 @@ def test_four_simulated_accelerators_give_the_tokens_of_the_cpu_within_their_bud
         assert done.record["metrics"]["simulated_accelerators"] == DEVICES
 
 
+@pytest.mark.long_form
 @pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 def test_the_host_is_predicted_with_what_the_simulated_accelerators_hold(
     tmp_path: Path, offstage: Callable[..., Finished]

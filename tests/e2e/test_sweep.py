@@ -193,6 +193,7 @@ def greedy(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.long_form
 @pytest.mark.skipif(not can_cap(), reason="this process may not make memory groups")
 def test_a_job_that_needs_more_than_its_plan_is_ended_by_its_cap(offstage_here: Run, greedy: list[str]) -> None:
     done = offstage_here("-m", "hydra/launcher=basic", "max_memory.cpu=1MB", *greedy)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import offstage
+from tests.long_form import in_ci
 
 ROOT = Path(__file__).parents[2]
 STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
@@ -123,7 +124,7 @@ def test_the_installed_command_runs_in_an_empty_folder(installed: Path, tmp_path
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("kind", in_ci("wheel", of=["wheel", "editable"]))
 def test_a_user_s_own_files_of_the_same_names_hide_nothing(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import offstage
 from offstage.pipeline.stage_chain import StageChain
 from offstage.stages.empty_init.stage import EmptyInitStage
+from tests.long_form import in_ci
 from tests.python_api.rates import RATES
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def artifact(loaded: offstage.LoadedModel, name: str, keys: dict[str, Any]) -> P
     return run.artifacts[name].folder
 
 
-@pytest.mark.parametrize("sizes", [{}, {"lockstep": 1}, {"lockstep": 3}])
+@pytest.mark.parametrize("sizes", in_ci({}, of=[{}, {"lockstep": 1}, {"lockstep": 3}]))
 def test_tokens_are_those_of_the_plain_model(sizes: dict[str, Any], loaded: offstage.LoadedModel, plain: Any) -> None:
     answers = loaded.generate(PROMPTS, max_new_tokens=6, chat=False, **sizes)
     for prompt, answer in zip(PROMPTS, answers, strict=True):

@@ -170,7 +170,7 @@ def test_an_error_of_one_call_is_its_own(opened: Open, alone: list[list[int]]) -
     assert [call.result(60)[0].tolist() for call in sound] == alone[:4]
 
 
-@pytest.mark.parametrize("concurrency", ["queue", "lockstep"])
+@pytest.mark.parametrize("concurrency", in_ci("lockstep", of=["queue", "lockstep"]))
 def test_clients_who_sample_one_prompt_have_answers_of_their_own_unless_they_seed(
     concurrency: str, opened: Open
 ) -> None:

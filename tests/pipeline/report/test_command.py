@@ -212,6 +212,7 @@ def test_tokens_are_compared_in_words(
     assert list(compare_runs(*runs).sections[-1].notes) == lines
 
 
+@pytest.mark.long_form
 def test_a_thousand_runs_take_seconds(tmp_path: Path) -> None:
     sweep = write_many(tmp_path, 1000)
     done = subprocess.run(

@@ -54,7 +54,7 @@ def answers(model: Any) -> list[torch.Tensor]:
         return [model(TOKENS).logits, model.generate(TOKENS, max_new_tokens=4, do_sample=False)]
 
 
-@pytest.mark.parametrize("accelerators", [1, 2])
+@pytest.mark.parametrize("accelerators", in_ci(1, of=[1, 2]))
 def test_links_bring_packed_bytes_within_every_budget(checkpoint, cache, expected, accelerators: int) -> None:
     kind = checkpoint.name.rstrip("0123456789")
     chance, unpacked = random.Random(f"{kind} {accelerators}"), 0

@@ -110,6 +110,7 @@ def test_parameters_without_data_that_are_added_later_are_refused_at_the_first_c
     assert torch.equal(model(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("way", in_ci(loaded, of=WAYS))
 def test_a_compiled_model_is_cut_at_its_hooks_and_answers(way: Way, checkpoint: Path, tmp_path: Path) -> None:
     model = way(checkpoint, tmp_path)

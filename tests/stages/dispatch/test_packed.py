@@ -17,6 +17,7 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.expert_rows import locate_rows
 from offstage.stages.units import DeviceId
+from tests.long_form import in_ci
 from tests.stages.dispatch.experts.mixtures import mixture, waiting_experts
 from tests.stages.dispatch.experts.test_expert_stack import answers, equal
 from tests.stages.dispatch.placed_models import LAYOUTS, ROOM, Setup, X, net, score_for
@@ -100,7 +101,7 @@ def test_what_waits_packed_in_memory_crosses_the_link_from_there(codec: TorchSca
 
 
 @pytest.mark.parametrize("waits", ["disk", "memory"])
-@pytest.mark.parametrize(("name", "turned"), [("gpt-oss", True), ("Mixtral", False)])
+@pytest.mark.parametrize(("name", "turned"), in_ci(("gpt-oss", True), of=[("gpt-oss", True), ("Mixtral", False)]))
 def test_experts_are_unpacked_in_their_slots_where_the_accelerator_can(
     name: str, turned: bool, waits: str, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from offstage.stages.finetune import CPUOffload
+from tests.long_form import in_turn
 from tests.stages.dispatch.adapted_llama import TOKENS, adapted_llama, equal, on_stage, trained
 from tests.stages.dispatch.late_link import LateLink
 from tests.stages.dispatch.placed_models import LAYOUTS, Setup, X, net
@@ -46,8 +47,7 @@ def expected_training(checkpointing: str | None) -> list[torch.Tensor]:
     return trained(adapted_llama(checkpointing), STEPS)
 
 
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "other"])
-@pytest.mark.parametrize("where", ["disk", "accelerators"])
+@pytest.mark.parametrize(("checkpointing", "where"), in_turn([None, "reentrant", "other"], ["disk", "accelerators"]))
 def test_adapters_learn_the_same_bits_in_a_budget_that_is_kept(where, checkpointing, tmp_path) -> None:
     model = adapted_llama(checkpointing)
     stage = on_stage(model, where, tmp_path, staging_bytes=STAGING)
@@ -318,8 +318,7 @@ class Looking(nn.Module):
         return x if is_fake(self.weight) else Looked.apply(x, self.weight, self.link, self.expected)
 
 
-@pytest.mark.parametrize("pauses", [(0.002, 0.0), (0.0, 0.005)], ids=["slow copies", "slow computing"])
-@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize(("pauses", "where"), in_turn([(0.002, 0.0), (0.0, 0.005)], ["cpu", "disk"]))
 def test_a_backward_keeps_the_order_of_a_late_accelerator(where: str, pauses: tuple[float, float], tmp_path) -> None:
     link = LateLink(copy_pause=pauses[0], compute_pause=pauses[1])
     model = nn.Sequential(*(Looking(link, 3000 + 1000 * (place % 3)) for place in range(10))).requires_grad_(False)

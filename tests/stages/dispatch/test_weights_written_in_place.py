@@ -38,6 +38,7 @@ def rescaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, rwkv(folder / "rwkv", rescale_every=1, layers=2)
 
 
+@pytest.mark.long_form
 def test_a_rescaled_rwkv_is_right_where_it_is_resident(rescaled: tuple[Path, Any]) -> None:
     folder, wanted = rescaled
     with load(folder / "rwkv", cache=folder / "outputs/cache", device_map="cpu") as first, torch.no_grad():
@@ -57,6 +58,7 @@ def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(rescaled: tuple
             dispatched_model(folder / "rwkv", folder / "outputs", device_map="disk", storage={"io": io})
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("rescale_every", in_ci(100, of=[0, 100]))
 def test_an_rwkv_whose_weights_it_leaves_as_they_are_streams(rescale_every: int, tmp_path: Path) -> None:
     """It leaves them where it divides none of them, and where it divides each by one, as it has few layers."""

@@ -16,6 +16,7 @@ from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.rehearsal import rehearse
 from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton
+from tests.long_form import in_ci
 from tests.stages.listed_experts import EXPERTS, LAYERS, STYLES, TOP, Block, HitExperts, Mixture, mixture
 
 LISTS = [f"layers.{layer}.mlp.experts" for layer in range(LAYERS)]
@@ -66,7 +67,7 @@ NLLB = NllbMoeConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("rehearsed", [True, False])
+@pytest.mark.parametrize("rehearsed", in_ci(True, of=[True, False]))
 @pytest.mark.parametrize(
     ("kind", "config", "lists"),
     [

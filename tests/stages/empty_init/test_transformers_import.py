@@ -45,6 +45,7 @@ def test_the_package_of_models_has_the_list_that_it_would_make_and_reads_no_sour
     run(_TAKEN_OVER)
 
 
+@pytest.mark.long_form
 def test_scipys_optimizers_are_imported_as_a_loss_calls_one() -> None:
     pytest.importorskip("scipy")
     run(_WITHOUT_OPTIMIZERS)

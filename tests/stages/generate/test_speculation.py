@@ -66,7 +66,7 @@ def test_a_pass_brings_the_weights_once_for_all_guesses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "assists"),
-    in_ci(("llama", False), ("t5", True), of=product(["llama", "gemma3", "mixtral", "t5"], [False, True])),
+    in_ci(("t5", True), of=product(["llama", "gemma3", "mixtral", "t5"], [False, True])),
 )
 def test_prompts_in_lockstep_guess_too_and_share_passes(name: str, assists: bool, tmp_path: Path) -> None:
     plain = save_model(tmp_path, name, torch.float32)

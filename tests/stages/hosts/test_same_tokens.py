@@ -11,7 +11,7 @@ from tests.e2e.forked_hosts import run_alike
 from tests.long_form import in_ci
 from tests.stages.hosts.divided_models import CONFIGS, WAYS, main
 
-SHORT = ("llama", "tied", "gemma2", "mixtral", "t5", "mamba")
+SHORT = ("llama", "gemma2", "mixtral", "t5")
 NAMES = in_ci(*SHORT, of=CONFIGS)
 
 

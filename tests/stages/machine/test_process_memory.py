@@ -79,6 +79,7 @@ def test_a_process_is_measured_and_what_it_holds_is_kept_for_the_user_too(tmp_pa
         assert not (folder / DECODING_NAME).exists(), "no rate was asked for"
 
 
+@pytest.mark.long_form
 def test_what_one_of_several_hosts_measures_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -22,6 +22,7 @@ from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import render
 from offstage.stages.plan.traffic import calls
 from offstage.stages.units import CPU, DISK, DeviceId
+from tests.long_form import in_turn
 from tests.stages.plan.mixtures import mixture, token_bytes
 from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import at_rest
@@ -116,8 +117,7 @@ def test_all_experts_of_a_token_have_a_slot_before_weights_that_every_token_need
     assert of(less, "reserve"), "a part of what every token needs is read for each"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "policy"), in_turn(NAMES, POLICIES))
 @many
 @given(data=st.data())
 def test_a_plan_fits_its_budgets_or_is_refused_in_one_line(name: str, policy: str, data: st.DataObject) -> None:

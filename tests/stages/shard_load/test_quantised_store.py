@@ -18,6 +18,7 @@ import offstage
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints import quantised_copy
 from tests.e2e.quantised_twins import plain_tensors, save_plain
+from tests.long_form import in_ci
 from tests.stages.shard_load.test_offload_store import flipped
 
 HARDWARE = {"devices": [], "rates": {"storage": "1GB", "host": "10GB", "dequantising": "1GB"}}
@@ -99,7 +100,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "fp8"])
+@pytest.mark.parametrize("kind", in_ci("q8_0", of=["q8_0", "fp8"]))
 def test_memory_is_that_of_a_few_bands_however_large_a_weight(kind: str, tmp_path: Path) -> None:
     for name, rows in (("small", 128), ("large", 2**14)):
         (tmp_path / name).mkdir()

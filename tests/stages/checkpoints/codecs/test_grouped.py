@@ -24,6 +24,7 @@ from offstage.stages.checkpoints.codecs.grouped_weights import fold_grouped
 from offstage.stages.checkpoints.packed import PackedTensor, in_dtype
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init.identity import quantization_fault
+from tests.long_form import in_turn
 
 MODULE = "model.layers.0.mlp.up_proj"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -117,8 +118,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (2080, 1056)], ids=["small", "of several blocks"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shape"), in_turn(KINDS, [(64, 128), (2080, 1056)]))
 def test_weights_are_unpacked_by_the_formats_arithmetic(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
     for dtype in DTYPES:
         parts, weight = packed(KINDS[kind], shape, dtype=DTYPES[dtype])

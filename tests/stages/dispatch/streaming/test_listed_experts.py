@@ -17,7 +17,7 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
 from offstage.stages.units import CPU, DeviceId
-from tests.long_form import in_ci
+from tests.long_form import in_ci, in_turn
 from tests.stages.dispatch.placed_models import to_disk
 from tests.stages.listed_experts import LAYERS, STYLES, TOP, WORDS, HitExperts, Mixture, SortedExperts, mixture
 from tests.stages.packed_models import ScaledRows, quantised, to_packed
@@ -232,8 +232,9 @@ def test_a_backward_brings_the_experts_again_that_were_called(computes, listed) 
     assert stage.streamer.traffic.overflow_bytes == 0
 
 
-@pytest.mark.parametrize("computes", ["cpu", 0])
-@pytest.mark.parametrize("codec", [ScaledRows(block_rows=40), ScaledRows(turned=True)], ids=["in rows", "turned"])
+@pytest.mark.parametrize(
+    ("codec", "computes"), in_turn([ScaledRows(block_rows=40), ScaledRows(turned=True)], ["cpu", 0])
+)
 def test_experts_that_rest_packed_are_read_in_their_bytes_at_rest(
     codec: ScaledRows, computes: DeviceId, listed: Callable[..., Listed]
 ) -> None:

@@ -77,6 +77,7 @@ def test_errors_thrown_anywhere_in_one_call_leave_the_model_callable(loaded: Loa
     assert loaded.traffic.overflow_bytes == 0
 
 
+@pytest.mark.long_form
 def test_many_rounds_leave_memory_files_and_threads_as_they_were(loaded: LoadedModel) -> None:
     model, process = loaded.model, psutil.Process()
 
