@@ -37,6 +37,7 @@ from offstage.stages.inference.tokens import check_words
 from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED, decoder_start
 from offstage.stages.inputs.prompt_processor import PromptProcessor
 from offstage.stages.inputs.prompts import MOST, prompt_inputs
+from offstage.stages.inputs.quantized_cache import CACHE_CONFIG
 
 _log = logging.getLogger("offstage")
 
@@ -306,6 +307,8 @@ class Decoding:
         call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
         if self._assistant is not None and speculation is None:
             call["assistant_model"] = self._assistant.for_prompt(given)
+        if call.get(CACHE_CONFIG) is not None:  # transformers changes the one that it is given
+            call[CACHE_CONFIG] = dict(call[CACHE_CONFIG])
         loop = speculation.decode if speculation is not None else None
         with (
             torch.no_grad(),

@@ -16,7 +16,7 @@ from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.expandable_segments import are_on
 from offstage.stages.machine.hardware import Accelerator, Hardware
-from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
+from offstage.stages.machine.host_memory import CACHE_LIBRARY_BYTES, PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.hosts import host_count
 from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.process_memory import STEP_BYTES
@@ -161,7 +161,7 @@ def gather_inputs(
     again = partial(gather_inputs, outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=skeleton)
     plain = again(measured=measured) if packing and given.storage.codec == "auto" else None
     outline = with_copies(outline, packing)
-    library, whole = PEFT_BYTES if with_adapter(config) else 0, read_request(config)
+    library = _library_bytes(config, whole := read_request(config))
     requests, notes = _requests(whole, outline, config)
     apart = [media_request(config, measured)] if isinstance(measured, MediaDemand) else []
     ratio, demands = None, list[Demand]()
@@ -196,6 +196,12 @@ def gather_inputs(
         kernel_identity=identity() if outline.exact else "",
         notes=(*notes, *_assumed_of_host(config)),
     )
+
+
+def _library_bytes(config: Config, whole: Request) -> int:
+    """Return what libraries take of the host's process that the ``whole`` request under ``config`` alone needs."""
+    of_cache = CACHE_LIBRARY_BYTES[whole.cache_bits.backend] if whole.cache_bits is not None else 0
+    return of_cache + (PEFT_BYTES if with_adapter(config) else 0)
 
 
 def _requests(whole: Request, outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
