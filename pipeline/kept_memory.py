@@ -3,8 +3,13 @@
 By default the C library keeps freed blocks of up to 32 MB for later, in heaps that it can't shrink from the middle.
 A long prompt's activations are of that size, and what is kept of them stood for a fifth of a process's peak: memory
 that nobody uses, that no plan can predict, and that a memory cap kills for. Blocks of a MiB or more are mapped instead.
-A token's own activations are smaller, so decoding doesn't pay for it. It must be said before much was allocated: what
-a heap has already grown to is filled again before anything is mapped.
+It must be said before much was allocated: what a heap has already grown to is filled again before anything is mapped.
+
+A token's own activations are smaller, but with each a layer's keys and values are made anew, one token longer, and the
+old ones freed: at a thousand tokens most of a token's time went into pages of memory that had just been given back.
+While tokens are decoded one after the other, what is freed so is taken again; that it is little longer each time leaves
+no more than a layer's keys and values unused. It is all given back as the next prompt begins. So it is with a prompt's
+own activations, which take half of its time, where they are so little of all that what is unused of them is, too.
 
 A product in half precision is computed by code that is made for the very shape of its operands, of 0.4 to 0.7 MB, and
 kept in two caches, oneDNN's and torch's own, each of 1024. Where shapes repeat that is little. But a prompt of another
@@ -22,9 +27,12 @@ import ctypes
 import os
 import sys
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 
 MAPPED_BYTES = 2**20
 """Blocks from this size on are mapped one by one, and unmapped when they are freed."""
+REUSED_BYTES = 32 * 2**20
+"""The same while those that are freed are taken again: the most that the C library takes."""
 KEPT_BYTES = 16 * 2**20
 """How much may be free at the end of the heap before it shrinks."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -37,6 +45,19 @@ _CACHES = (("LRU_CACHE_CAPACITY",), ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PR
 
 WITHOUT_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 """The variable that has torch take its other kernels of attention first; of torch 2.11 and later."""
+
+
+@dataclass(slots=True)
+class _Heap:
+    """What this process's C library was told: from which size on blocks are ``mapped``; 0 where it wasn't. And whether
+    the process ``decodes``.
+    """
+
+    mapped: int = 0
+    decodes: bool = False
+
+
+_heap = _Heap()
 
 
 def keep_little() -> None:
@@ -54,13 +75,32 @@ def return_heap() -> None:
 
 def return_freed_memory() -> bool:
     """Have the C library give large freed blocks back at once; return whether it can (glibc)."""
-    if not sys.platform.startswith("linux"):
-        return False
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        return False
-    options = ((_M_MMAP_THRESHOLD, MAPPED_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES))
-    return all(bool(set_option(option, size)) for option, size in options)
+    is_told = _set_options((_M_MMAP_THRESHOLD, MAPPED_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES))
+    _heap.mapped = MAPPED_BYTES if is_told else 0
+    return is_told
+
+
+def take_again(again: bool, *, decodes: bool) -> None:
+    """Have freed blocks be taken ``again`` from now on, or be given back at once. As a process begins or ends that it
+    ``decodes``, all that is free is given back.
+
+    Nothing changes where it was never told to give them back, or can't.
+    """
+    if not _heap.mapped:
+        return
+    mapped = REUSED_BYTES if again else MAPPED_BYTES
+    if mapped != _heap.mapped:
+        _heap.mapped = mapped
+        _set_options((_M_MMAP_THRESHOLD, mapped))
+    if decodes != _heap.decodes:
+        _heap.decodes = decodes
+        return_heap()
+
+
+def _set_options(*options: tuple[int, int]) -> bool:
+    """Have the C library go by ``options``; return whether it does."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    return set_option is not None and all(bool(set_option(option, size)) for option, size in options)
 
 
 def bound_kernel_caches(environment: MutableMapping[str, str] = os.environ) -> None:

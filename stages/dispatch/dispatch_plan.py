@@ -17,6 +17,9 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Serving, is_streamed
 from offstage.stages.units import CPU, DeviceId
 
+_LITTLE = 1 / 64
+"""Of what is held: about twice as much was found to be left unused."""
+
 FILE_NAME = "dispatch.json"
 _AT_ONCE = 4
 """So many parts that were put together have room at once, at least."""
@@ -63,7 +66,7 @@ class DispatchPlan:
     are the bytes for experts on each device that computes some which lie elsewhere; they are divided for passes of
     ``pass_tokens``. ``unpacking`` are those in which an accelerator dequantises what streams to it; on one that isn't
     listed nothing is. ``host_peak_bytes`` is the predicted peak of a host that stands in for accelerators, null where
-    none is simulated.
+    none is simulated. Where a pass ``reuses`` the host's memory, what it frees is taken again and not given back.
     """
 
     main_device: DeviceId
@@ -78,6 +81,7 @@ class DispatchPlan:
     pass_tokens: int = 1
     unpacking: Mapping[DeviceId, int] = field(default_factory=dict)
     together: Mapping[str, str] = field(default_factory=dict)
+    reuses: bool = False
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
@@ -121,7 +125,16 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         pass_tokens=plan.pass_tokens,
         unpacking={device: one.dequantising for device, one in devices if one.dequantising},
         together=_together(skeleton, parts, {**reserves, CPU: staging_bytes}),
+        reuses=not simulated and _is_little(plan.devices[CPU].ledger),
     )
+
+
+def _is_little(ledger: Mapping[str, int]) -> bool:
+    """Return whether what a pass computes with is so little of what ``ledger`` has that what the C library leaves
+    unused in taking it again makes no peak another one. Of a ledger that has nothing it isn't known.
+    """
+    computed = sum(ledger.get(part, 0) for part in ("activations", "scratch"))
+    return 0 < computed <= _LITTLE * sum(ledger.values())
 
 
 @dataclass(slots=True)

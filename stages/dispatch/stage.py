@@ -61,7 +61,7 @@ class DispatchStage(Stage[DispatchInputs]):
 
     name = "dispatch"
     doing = "has the rest stream"
-    version = 10
+    version = 11
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig
 

@@ -40,8 +40,8 @@ class _Rows:
 
 _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
 """Those of the batch that is answered now: each of several in lockstep has a context of its own."""
-_left: ContextVar[bool] = ContextVar("left", default=False)
-"""Whether ``SeededRows`` was left for a forward that is under way."""
+_left: ContextVar[SeededRows | None] = ContextVar("left", default=None)
+"""Which one was left for a forward that is under way."""
 
 
 @contextmanager
@@ -85,20 +85,22 @@ class SeededRows(TorchFunctionMode):
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
+        if self._is_innermost():  # an interrupt in a forward has no hook called after it
+            super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _is_innermost(self) -> bool:
+        return _get_current_function_mode_stack()[-1:] == [self]  # type: ignore[no-untyped-call, no-any-return]
 
     def _leave(self, *_: object) -> None:
-        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        is_last = bool(modes) and modes[-1] is self
-        _left.set(is_last)
-        if is_last:
+        if self._is_innermost():
+            _left.set(self)
             _pop_mode()  # type: ignore[no-untyped-call]
 
     def _come_back(self, *_: object) -> None:
-        if _left.get():
-            _left.set(False)
+        if _left.get() is self:
+            _left.set(None)
             _push_mode(self)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,12 +34,13 @@ class Ledger:
     """The bytes of tensors on one simulated accelerator: ``allocated`` now, ``peak`` so far, at most ``capacity``.
 
     A copy is counted until its storage dies: a view of it keeps it on the device, as it would on a real one. What torch
-    would have reserved there for what is counted, ``allocator`` says; it gives as much as it is asked for.
+    would have reserved there for what is counted, ``allocator`` says; it gives as much as it is asked for, of segments
+    that expand where it ``expands``.
     """
 
-    def __init__(self, device: DeviceId, capacity: int) -> None:
+    def __init__(self, device: DeviceId, capacity: int, *, expands: bool = False) -> None:
         self.device, self.capacity, self.peak = device, capacity, 0
-        self.allocator = caching_allocator()
+        self.allocator = caching_allocator(expands=expands)
         self._counted: dict[int, Block] = {}  # address → the block of what is counted there
         self._allocated = 0
         # (address, block, bytes) of storages that died: in any thread, and in the middle of any statement
@@ -114,10 +115,14 @@ class Ledger:
 
 
 class Devices:
-    """The devices of one run. ``ledgers`` has the capacity of each simulated accelerator, in bytes."""
+    """The devices of one run. ``ledgers`` has the capacity of each simulated accelerator, in bytes.
 
-    def __init__(self, ledgers: Mapping[DeviceId, int] | None = None) -> None:
-        self._ledgers = {device: Ledger(device, capacity) for device, capacity in (ledgers or {}).items()}
+    What a simulated one would have reserved is told of segments that expand where the plan says that it ``expands``.
+    """
+
+    def __init__(self, ledgers: Mapping[DeviceId, int] | None = None, *, expands: bool = False) -> None:
+        given = ledgers or {}
+        self._ledgers = {device: Ledger(device, capacity, expands=expands) for device, capacity in given.items()}
 
     def torch_device(self, device: DeviceId) -> torch.device:
         """Return the torch device that computes for ``device``."""

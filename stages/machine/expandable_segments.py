@@ -6,8 +6,8 @@ use: the last block grows, and a segment of its own has nobody. A block's rest i
 
 Not each accelerator can do it (a share of one under a virtual machine, Jetson, WSL2), and there the first allocation
 fails: a process of its own tries, once a machine. Where it works, and where nobody has a setting of torch's allocator
-in the environment, it is set for this process before anything lies on an accelerator, and in the environment, by which
-plans, simulated accelerators and processes that are started later go.
+in the environment, plans go by it, and say so. It is set for the process that places their weights, just before the
+first lies on an accelerator, and in its environment, by which processes that it starts go.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def are_on() -> bool:
     return settings[-1:] == [SETTING]
 
 
-def turn_on() -> bool:
-    """Have segments of this process expand; return whether they do from now on.
+def would_expand(*, can: bool = True) -> bool:
+    """Return whether segments of this process expand once they are turned on, where they ``can``. Nothing is changed.
 
     Where the environment has settings these stay as they are, and so they do where something lies on an accelerator.
     """
@@ -48,10 +48,16 @@ def turn_on() -> bool:
 
     if allocator_settings() is not None:
         return are_on()
-    if any(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())):
+    return can and not any(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
+
+
+def turn_on() -> bool:
+    """Have segments of this process expand where ``would_expand`` says so; return whether they do from now on."""
+    if not would_expand():
         return False
-    _set(SETTING)
-    os.environ[ALLOCATOR_SETTINGS[0]] = SETTING
+    if not are_on():
+        _set(SETTING)
+        os.environ[ALLOCATOR_SETTINGS[0]] = SETTING
     return True
 
 
@@ -177,9 +183,9 @@ class ExpandableAllocator(CachingAllocator):
             self.reserved -= block.size
 
 
-def caching_allocator(capacity: int | None = None) -> CachingAllocator:
-    """Return the model of torch's allocator as it is set."""
-    return ExpandableAllocator(capacity) if are_on() else CachingAllocator(capacity)
+def caching_allocator(*, expands: bool) -> CachingAllocator:
+    """Return the model of torch's allocator, with segments that expand or without."""
+    return ExpandableAllocator() if expands else CachingAllocator()
 
 
 def _in_pages(pool: Pool, size: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from offstage.pipeline.environment import has_accelerator_driver
 from offstage.pipeline.process_setup import on_one_machine
+from offstage.stages.machine.expandable_segments import are_on
 from offstage.stages.machine.host_memory import Host, host_memory
 from offstage.stages.machine.hosts import host_count
 from offstage.stages.units import CPU, DeviceId, parse_size
@@ -28,7 +29,8 @@ class Accelerator:
 
     ``ledger_bytes``, where a simulated one has them, are the weights that it really takes, whatever the plan goes by.
     ``has_context`` says whether a context of this process is taken from what is free already, and ``process_bytes``
-    are what libraries take of it where it computes.
+    are what libraries take of it where it computes. ``expands`` says whether segments of torch's allocator expand there
+    once weights are placed.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Accelerator:
     ledger_bytes: int | None = None
     has_context: bool = True
     process_bytes: int = 0
+    expands: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class Hardware:
             return self.host.available_bytes if self.host.limit else coarse(self.host.available_bytes)
         accelerator = self.accelerators[int(device)]
         return accelerator.free_bytes if accelerator.simulated else coarse(accelerator.free_bytes)
+
+    @property
+    def expands(self) -> bool:
+        """Whether segments of torch's allocator expand, which is a setting of the process, for all of them."""
+        return any(device.expands for device in self.accelerators)
 
     @property
     def process_bytes(self) -> dict[DeviceId, int]:
@@ -83,7 +91,9 @@ def simulated(device: Mapping[str, Any]) -> Accelerator:
     """
     size, ledger = parse_size(device["memory"]), device.get("ledger")
     capacity = None if ledger is None else parse_size(ledger)
-    return Accelerator(str(device.get("name") or UNNAMED), size, size, simulated=True, ledger_bytes=capacity)
+    return Accelerator(
+        str(device.get("name") or UNNAMED), size, size, simulated=True, ledger_bytes=capacity, expands=are_on()
+    )
 
 
 def given_names(machine: Hardware) -> dict[DeviceId, str]:
@@ -121,7 +131,9 @@ def local_accelerators(root: Path = Path("/")) -> tuple[Accelerator, ...]:
         holds = torch.cuda.memory_reserved(index) > 0
         free = None if holds else driver_free_bytes(index)
         free_bytes = torch.cuda.mem_get_info(index)[0] if free is None else free
-        accelerators.append(Accelerator(about.name, about.total_memory, free_bytes, has_context=free is None))
+        accelerators.append(
+            Accelerator(about.name, about.total_memory, free_bytes, has_context=free is None, expands=are_on())
+        )
     return tuple(accelerators)
 
 

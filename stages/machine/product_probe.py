@@ -37,6 +37,7 @@ Shape = tuple[int, int]
 
 _OFFSET = 8
 _LEAST_BYTES, _CACHES = 320 * 2**20, 2
+"""The least memory that weights lie in which are measured, and how many times the last cache it is."""
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _ROUNDS, _MOST_SECONDS = 24, 0.25
 """How often a shape is measured, at the most, and for how long."""
@@ -80,7 +81,7 @@ def product_rate(folder: Path, weights: HostWeights, read: Mapping[Shape, float]
 
 
 def _rates(folder: Path, weights: HostWeights, shapes: Collection[Shape]) -> dict[Shape, int]:
-    """Return the rates of ``shapes``; all that aren't kept are measured in one process."""
+    """Return the rates of ``shapes``. Where one isn't kept all are measured, in one process."""
     keys = {shape: f"product of {_named(shape)} of {weights.name}; {identity()}" for shape in shapes}
 
     def probe(shape: Shape, measured: Callable[[], dict[str, int]]) -> int | None:
@@ -152,14 +153,14 @@ def seconds_with(weight: torch.Tensor) -> float:
 
 def typical(taken: Sequence[float]) -> float:
     """Return the mean of what was ``taken``, but for what took much longer than half of it."""
-    least = _DISTURBED * median(taken)
-    return mean([seconds for seconds in taken if seconds <= least])
+    most = _DISTURBED * median(taken)
+    return mean([seconds for seconds in taken if seconds <= most])
 
 
 def memory_bytes() -> int:
-    """Return what weights lie in that are measured, one after the other: more than caches hold of one after the others.
+    """Return what weights lie in that are measured: more than caches hold of one once the others were read.
 
-    Of the last one a machine has some MB, or some hundred.
+    The last cache has some MB, or some hundred.
     """
     with suppress(OSError, ValueError):
         return max(_LEAST_BYTES, _CACHES * int(_LAST_CACHE.read_text().strip().removesuffix("K")) * 2**10)

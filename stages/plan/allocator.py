@@ -36,13 +36,15 @@ Asked = tuple[int, int]
 """So many bytes, asked for by a stream."""
 
 
-def reserved_beside(asked: Iterable[Asked], activation_bytes: int) -> int:
+def reserved_beside(asked: Iterable[Asked], activation_bytes: int, *, expands: bool) -> int:
     """Return what is reserved beyond the bytes that are ``asked`` for, one after the other, and those of activations.
 
-    >>> reserved_beside([(3 * 2**20, COMPUTING)], 0) // 2**20
+    ``expands`` says whether segments do.
+
+    >>> reserved_beside([(3 * 2**20, COMPUTING)], 0, expands=False) // 2**20
     17
     """
-    allocator, wanted = caching_allocator(), 0
+    allocator, wanted = caching_allocator(expands=expands), 0
     for size, stream in asked:
         if size:
             allocator.allocate(size, stream)
@@ -83,16 +85,18 @@ def piece_for(count: int) -> int:
     return room
 
 
-def allocator_bytes(layout: Layout, device: DeviceId, *, caches: Iterable[BlockCache], activation_bytes: int) -> int:
+def allocator_bytes(
+    layout: Layout, device: DeviceId, *, caches: Iterable[BlockCache], activation_bytes: int, expands: bool
+) -> int:
     """Return what the accelerator ``device`` has reserved at its peak beyond what its ledger counts, in bytes.
 
-    ``caches`` are those of the blocks that it computes.
+    ``caches`` are those of the blocks that it computes, and ``expands`` says whether its segments do.
     """
     room = layout.rooms[device]
     asked = [(line.bytes, COMPUTING) for line in layout.lines if line.home == device and line.name == line.leader]
     asked += [(room.reserve, COMPUTING), (room.expert_cache, COMPUTING), (room.dequantising, COMPUTING)]
     asked += _tensors(caches)
-    return reserved_beside([*asked, *_in_pool_apart(room.dequantising)], activation_bytes)
+    return reserved_beside([*asked, *_in_pool_apart(room.dequantising)], activation_bytes, expands=expands)
 
 
 def _tensors(caches: Iterable[BlockCache]) -> list[Asked]:
@@ -132,10 +136,10 @@ class AllocatorCost:
         return self.fixed + min(self.whole, round(left * self.share / (1 + self.share)))
 
 
-def allocator_cost(outline: Outline, needs: MemoryNeeds) -> AllocatorCost:
+def allocator_cost(outline: Outline, needs: MemoryNeeds, *, expands: bool) -> AllocatorCost:
     """Return what torch's allocator takes beside weights of the model, and beside a request that ``needs`` so much."""
     sizes = [(outline.sizes[spec.name], COMPUTING) for spec in outline.skeleton.unique]
     weights = sum(size for size, _ in sizes)
-    whole = reserved_beside(sizes, 0)
-    fixed = reserved_beside(_tensors(needs.caches), needs.activation_bytes)
+    whole = reserved_beside(sizes, 0, expands=expands)
+    fixed = reserved_beside(_tensors(needs.caches), needs.activation_bytes, expands=expands)
     return AllocatorCost(fixed, whole / max(1, weights), whole)

@@ -23,7 +23,7 @@ from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
 from offstage.stages.empty_init.identity import declared_dtype
 from offstage.stages.empty_init.skeleton import TensorSpec
-from offstage.stages.machine.expandable_segments import turn_on
+from offstage.stages.machine.expandable_segments import would_expand
 from offstage.stages.machine.hardware import Hardware, hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
@@ -93,16 +93,13 @@ def known_machine(config: Config, cache: Path) -> Hardware:
 
     Of another host nothing is measured here: what its process holds is the nominal figure. An accelerator that is
     there has less for weights by the context, and by the workspaces of the threads that compute: a backward pass has
-    one of its own. Each accelerator beyond the first is taken to cost the host as much as that one. Segments of torch's
-    allocator expand from now on, where they can.
+    one of its own. Each accelerator beyond the first is taken to cost the host as much as that one.
     """
     machine = hardware(config)
     accelerator = _asked_of(machine, config)
     if accelerator is None:
         return machine
     measured = process_memory(cache / MEASURED, accelerator=accelerator)
-    if measured.expands:
-        turn_on()
     machine = hardware(config)  # once more: the process that is measured holds memory meanwhile
     threads = 2 if asking(config) == "finetune" else 1
     real = [device for device in machine.accelerators if not device.simulated]
@@ -111,6 +108,7 @@ def known_machine(config: Config, cache: Path) -> Hardware:
             device,
             free_bytes=max(0, device.free_bytes - (0 if device.has_context else measured.context)),
             process_bytes=measured.device * threads,
+            expands=would_expand(can=measured.expands),
         )
         for device in real
     )
@@ -190,7 +188,7 @@ def _host_weights(outline: Outline) -> HostWeights:
     """Return what most weights of ``outline`` are to products that read them as numbers."""
     sizes: Counter[HostWeights] = Counter()
     for spec in _numbers(outline):
-        sizes[HostWeights(spec.dtype, spec.packed is not None)] += spec.bytes
+        sizes[_as_read(spec)] += spec.bytes
     return max(sizes, key=sizes.__getitem__, default=OF_FILES)
 
 
@@ -198,11 +196,16 @@ def _read_bytes(outline: Outline, weights: HostWeights) -> dict[Shape, float]:
     """Return what a token reads of such ``weights`` of ``outline``, by the shape of those that it multiplies by."""
     read: Counter[Shape] = Counter()
     for spec in _numbers(outline):
-        if HostWeights(spec.dtype, spec.packed is not None) == weights and _is_matrix(spec.shape):
+        if _as_read(spec) == weights and _is_matrix(spec.shape):
             share, (rows, columns) = SINGLE.share(outline.routed.get(spec.name)), spec.shape[-2:]
             together = round(math.prod(spec.shape[:-2]) * share)  # of experts those of a token, by one operator
             read[together * rows, columns] += spec.bytes * share  # type: ignore[assignment]
     return dict(read.most_common(_MOST_SHAPES))
+
+
+def _as_read(spec: TensorSpec) -> HostWeights:
+    """Return what the tensor is to products that read it: what rests packed is dequantised for them."""
+    return HostWeights(spec.dtype, spec.packed is not None)
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:

@@ -14,7 +14,6 @@ from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.inputs.finetune_options import Learns
-from offstage.stages.machine.expandable_segments import are_on
 from offstage.stages.machine.hardware import Accelerator, Hardware
 from offstage.stages.machine.host_memory import CACHE_LIBRARY_BYTES, PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.hosts import host_count
@@ -97,12 +96,12 @@ class PlanInputs:
     offload_ratio: float | None
     simulated: tuple[Accelerator | None, ...]
     process_bytes: Mapping[DeviceId, int]
+    expandable: bool
     rates: Rates
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
     geometry: Geometry = field(compare=False)
     kernels: Kernels = field(compare=False)
-    expandable: bool = field(default_factory=are_on)
     packing: LosslessPacking | None = None
     plain: PlanInputs | None = None
     kernel_identity: str = ""
@@ -164,7 +163,7 @@ def gather_inputs(
     library = _library_bytes(config, whole := read_request(config))
     requests, notes = _requests(whole, outline, config)
     apart = [media_request(config, measured)] if isinstance(measured, MediaDemand) else []
-    ratio, demands = None, list[Demand]()
+    ratio, demands, chosen = None, list[Demand](), None not in requests
     for size, request in requests.items():
         asked, step = (request, *apart), _step(outline, geometry, request)
         if isinstance(measured, TrainingDemand):
@@ -172,7 +171,6 @@ def gather_inputs(
         else:
             needs = _needs(outline, geometry, asked, kernels, library)
         demands.append(replace(_demand(outline, given, machine, needs, step), size=size, requests=asked))
-    chosen = None not in requests
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
@@ -186,6 +184,7 @@ def gather_inputs(
         offload_ratio=ratio,
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
         process_bytes=machine.process_bytes,
+        expandable=machine.expands,
         rates=rates,
         outline=outline,
         machine=machine,
@@ -256,7 +255,7 @@ def _waiting(outline: Outline, geometry: Geometry, request: Request) -> tuple[Bl
 def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: MemoryNeeds, step: Step) -> Demand:
     """Return what a request comes to whose ``needs`` are known."""
     on_device = needs.device_cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
-    allocator = allocator_cost(outline, needs) if machine.accelerators else NO_COST
+    allocator = allocator_cost(outline, needs, expands=machine.expands) if machine.accelerators else NO_COST
     host_computes = given.execution == options.FASTEST or not machine.accelerators
     allowance = allow(
         given.max_memory,

@@ -143,6 +143,9 @@ class Plan(TensorTable):
     they stay so. ``block_rows`` has the weights of linear layers that are brought by blocks of so many rows, since not
     even the reserve can hold one of them whole.
 
+    ``expandable`` says whether segments of torch's allocator expand on accelerators: what is reserved there is reckoned
+    so, and they are turned on where its weights are placed.
+
     Where the model is divided among ``hosts``, it is the plan of one ``host``, for what that computes by the
     ``partition``; seconds are then those of a token on all of them.
     """
@@ -160,6 +163,7 @@ class Plan(TensorTable):
     offload_ratio: float | None = None
     pass_tokens: int = 1
     codec: str | None = None
+    expandable: bool = False
     block_rows: Mapping[str, int] = field(default_factory=dict)
     partition: Partition | None = None
     host: int = 0

@@ -40,7 +40,8 @@ def predict(
 
     A token stands for a ``step`` of decoding. Of each device the process takes ``process_bytes`` for itself.
     """
-    expected, ledgers = forecast(layout, step, rates), ledger(layout, needs, process_bytes=process_bytes)
+    expected = forecast(layout, step, rates)
+    ledgers = ledger(layout, needs, process_bytes=process_bytes, expands=plan.expandable)
     simulated = [device for device in ledgers if plan.devices[device].simulated is not None]
     ledgers[CPU] |= _held_for(simulated, ledgers, needs) if simulated else {}
     devices = {
@@ -58,11 +59,17 @@ def predict(
     )
 
 
-def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceId, int] = NOMINAL_PROCESS) -> ByPart:
+def ledger(
+    layout: Layout,
+    needs: MemoryNeeds,
+    *,
+    process_bytes: Mapping[DeviceId, int] = NOMINAL_PROCESS,
+    expands: bool = False,
+) -> ByPart:
     """Return what each device holds at its peak beside a request that ``needs`` so much, by what it is for.
 
     What lies on disk is there without a part of a request. The process takes ``process_bytes`` of the host, and of an
-    accelerator that computes.
+    accelerator that computes; ``expands`` says whether segments of torch's allocator do.
     """
     main = layout.placement.main
     caches = cache_bytes(needs.caches, layout.block_device)
@@ -84,7 +91,10 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: Mapping[DeviceI
         parts |= {"process": process_bytes[device]} if device in computed and process_bytes.get(device) else {}
         if device != CPU:
             mine = [cache for cache in needs.caches if layout.block_device(cache.block) == device]
-            parts[ALLOCATOR] = allocator_bytes(layout, device, caches=mine, activation_bytes=parts["activations"])
+            activations = parts["activations"]
+            parts[ALLOCATOR] = allocator_bytes(
+                layout, device, caches=mine, activation_bytes=activations, expands=expands
+            )
     host, staged, bounced = ledgers[CPU], _staged_bytes(layout), _bounced(layout)
     host["reserve"] = staged.pop(CPU, 0)
     host |= {"staging": min(sum(staged.values()), PINNED_BYTES)} if main != CPU else {}

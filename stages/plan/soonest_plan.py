@@ -194,7 +194,7 @@ def _plan_for(inputs: PlanInputs, placed: _Placed, demand: Demand) -> PlanOption
     codec, trains = inputs.packing.codec if inputs.packing else None, inputs.offload_ratio is not None
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if trains else 0)
     plan = plan.with_devices(simulated=listed, names=given_names(inputs.machine))
-    plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
+    plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec, expandable=inputs.expandable)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     needs = inputs.needs(demand, block_sizes(outline, plan.block_rows))
     plan = predict(layout, plan, needs, inputs.rates, step=demand.step, process_bytes=inputs.process_bytes)

@@ -191,9 +191,13 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         With ``verify=full`` the files must still have the bytes that they had when the artifact was made.
         """
         from offstage.stages.machine.devices import Devices
+        from offstage.stages.machine.expandable_segments import turn_on
         from offstage.stages.shard_load.place import host_block, joined, place
 
-        tables, devices = _prepare(inputs, context), Devices(inputs.ledgers)
+        tables, plan = _prepare(inputs, context), inputs.plan
+        devices = Devices(inputs.ledgers, expands=plan.expandable)
+        if plan.expandable and any(isinstance(one, int) and one not in inputs.ledgers for one in plan.devices):
+            turn_on()  # before the first weight lies there
         borders = _divide(context.live("empty_init"), inputs.plan)
         base_bytes = held_bytes()
         for load, _ in tables if inputs.config.verify == "full" else ():

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import tests.e2e.conftest as harness
-from offstage.pipeline.cache import user_cache
 from offstage.stages.checkpoints.hub_headers import FOLDER
 from tests.e2e.conftest import Finished, another_server, environment
 from tests.e2e.fake_hub import COMMIT, FakeHub, serving, tag, without_ranges
 from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
+from tests.known_machine import copy_known
 
 Run = Callable[..., Finished]
 TINY = Path(str(resources.files("offstage.conf") / "checkpoints" / "tiny"))
@@ -29,11 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's cache for all of these tests, with what is known of the machine; headers that are kept are theirs."""
-    folder = tmp_path_factory.mktemp("user") / user_cache().name
-    for known in ("hardware", "code"):
-        if (user_cache() / known).is_dir():
-            shutil.copytree(user_cache() / known, folder / known)
-    return folder
+    return copy_known(tmp_path_factory.mktemp("user"))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def _exact() -> None:
 def saved(name: str, dtype: torch.dtype, folder: Path) -> Any:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def load(folder: Path, budget: int, **options: Any) -> Any:
@@ -95,7 +95,7 @@ def test_what_is_cast_for_blocks_is_never_whole_in_memory_and_has_the_same_value
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved("llama", torch.float32, tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval().requires_grad_(False)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     monkeypatch.setattr(stored_weights, "LARGE_BYTES", 1)
     monkeypatch.setattr(stored_weights, "PIECE_BYTES", 100_000)
     monkeypatch.setattr(stored_weights, "make_tensors", lambda load, tensors, *_, **__: [*map(pytest.fail, tensors)])

@@ -1,4 +1,4 @@
-"""A user's cache of these tests' own, in which this machine is measured once, and rehearsals that are made once."""
+"""A user's cache of these tests' own, which knows this machine, and rehearsals that are made once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.known_machine import copy_known
 from tests.rehearsals import rehearsing_once
 
 
 @pytest.fixture(scope="session")
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    home = tmp_path_factory.mktemp("cache")
+    copy_known(home)
+    return home
 
 
 @pytest.fixture(autouse=True, scope="module")

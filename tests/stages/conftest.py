@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.known_machine import copy_known
 from tests.rehearsals import keeping_operators
 
 
@@ -23,6 +24,7 @@ def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from offstage.stages.checkpoints.codecs import loops
 
     folder = tmp_path_factory.mktemp("compiled")
+    copy_known(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         loops.build()

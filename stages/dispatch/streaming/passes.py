@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offstage.pipeline.kept_memory import take_again
 from offstage.stages.dispatch.streaming.lanes import Grouping, Task
 from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Shared, Turns
 from offstage.stages.dispatch.streaming.module_state import LockstepError, ModuleState
@@ -29,6 +30,10 @@ from offstage.stages.hosts.stand_ins import Borders
 from offstage.stages.hosts.wire import FailedCallError
 from offstage.stages.units import Position
 
+_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""What a model is given its tokens as, (sequences, length, …): the first of these."""
+_DECODED_AT_ONCE = 16
+"""A pass of no more tokens of each sequence is one of decoding, in which some may be guessed."""
 _QUEUE = "queue"
 _OF_PASSES = ("pass", "after")
 """What calls are named after that no lockstep has: the pass that they make, or the one that they come after."""
@@ -55,7 +60,8 @@ class ModelPasses:
 
     Both are lists that whoever made them may change between passes. ``recover`` is called before the first pass after
     one that was interrupted, and before one where ``is_left`` says that a call outside of all passes was. Calls that go
-    together share a pass. Threads have them by turns, by ``lock``.
+    together share a pass. Threads have them by turns, by ``lock``. Where it ``reuses`` memory those of a prompt
+    take again what they free, as all do that decode.
     """
 
     def __init__(
@@ -66,9 +72,10 @@ class ModelPasses:
         end: Sequence[Callable[[], object]],
         recover: Callable[[], None],
         is_left: Callable[[], bool],
+        reuses: bool = False,
     ) -> None:
         self._model, self._begin, self._end = model, begin, end
-        self._recover, self._is_left = recover, is_left
+        self._recover, self._is_left, self._reuses = recover, is_left, reuses
         self._depth, self._ended_well = 0, False  # passes around each other: a model may call itself
         self._calls = 0  # of parts of the model, inside a pass or outside of all
         self.lock = PassLock(model)
@@ -80,6 +87,7 @@ class ModelPasses:
     def hook(self) -> Iterator[Callable[[], None]]:
         """Hook the model; yield what unhooks it."""
         model = self._model
+        yield model.register_forward_pre_hook(uncompiled(self._note_length), with_kwargs=True).remove
         yield model.register_forward_pre_hook(uncompiled(self._before), prepend=True).remove
         yield model.register_forward_hook(uncompiled(self._after)).remove
         yield model.register_forward_hook(uncompiled(self._whatever_happened), always_call=True).remove
@@ -187,6 +195,13 @@ class ModelPasses:
         """Take everything back from a pass that was interrupted."""
         self._depth = self._calls = 0
         self._recover()
+
+    def _note_length(self, _module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Have memory be kept for the pass that begins as it needs it: one of decoding, or a longer one."""
+        given: Any = next((kwargs[name] for name in _TOKENS if kwargs.get(name) is not None), args[0] if args else None)
+        is_sequence = isinstance(given, torch.Tensor) and given.dim() > 1 and not torch.is_grad_enabled()
+        decodes = is_sequence and given.shape[1] <= _DECODED_AT_ONCE
+        take_again(decodes or self._reuses, decodes=decodes)
 
     def _before(self, _module: nn.Module, _args: Any) -> None:
         self.lock.enter()

@@ -144,6 +144,7 @@ class Streamer:
             end=self._at_end,
             recover=self._recover,
             is_left=lambda: self._saved.in_calls,
+            reuses=plan.reuses,
         )
         if borders is not None:
             self.passes.meet(borders, part_positions(plan))

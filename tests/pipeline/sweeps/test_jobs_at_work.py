@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Timer
 
@@ -29,25 +30,40 @@ from offstage.pipeline.record import RunRecord
 record = RunRecord.load(Path(sys.argv[1]))
 print("at work", flush=True)
 try:
-    time.sleep(record.config["seconds"])
+    while not Path(record.config["awaits"]).exists():
+        time.sleep(0.01)
 except KeyboardInterrupt as error:
     record.finish("interrupted", error=error)
     sys.exit(130)
 record.finish("completed")
 """
+NEVER = 99
+"""More jobs than there are."""
 
 
 @pytest.fixture(autouse=True)
 def small_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a job's process sleep for as long as its config says, and complete then."""
+    """Have a job's process wait for the file that its config names, and complete then."""
     monkeypatch.setattr(job_process, "own_command", lambda _, *given: [sys.executable, "-c", WORK, *given])
 
 
 def run(
-    folder: Path, seconds: Sequence[float], *, at_once: int, faults: Sequence[int] = ()
-) -> tuple[dict[int, int | None], list[str]]:
-    """Run jobs that take so many ``seconds``; return the codes in the order in which they ended, and the statuses."""
-    record, ended = sweep_of(len(seconds)), dict[int, int | None]()
+    folder: Path, jobs_ended: Sequence[int], *, at_once: int, faults: Sequence[int] = (),
+    when_one_ends: Callable[[], object] = lambda: None,
+) -> tuple[dict[int, int | None], list[str]]:  # fmt: skip
+    """Run jobs of which each ends once so many have, as ``jobs_ended`` says, and call ``when_one_ends`` the first time.
+
+    Return the codes in the order in which they ended, and the statuses.
+    """
+    record, ended = sweep_of(len(jobs_ended)), dict[int, int | None]()
+    folder.joinpath("0 ended").touch()
+
+    def note(job: ComposedJob, code: int | None) -> None:
+        ended[job.known.number] = code
+        folder.joinpath(f"{len(ended)} ended").touch()
+        if len(ended) == 1:
+            when_one_ends()
+
     jobs = [
         ComposedJob(
             known,
@@ -56,7 +72,7 @@ def run(
                 overrides=known.overrides,
                 sweep=str(folder),
                 folder=str(folder / known.folder),
-                config={"enforce_memory": False, "seconds": seconds[known.number]},
+                config={"enforce_memory": False, "awaits": str(folder / f"{jobs_ended[known.number]} ended")},
                 fault="dtype: 'none' is no dtype" if known.number in faults else "",
                 logging={"version": 1, "root": None},
                 variables={"OF_A_JOB": "1"},
@@ -70,7 +86,7 @@ def run(
     config = OmegaConf.create({"hydra": {"launcher": {"n_jobs": at_once}, "hydra_logging": quiet, "verbose": False}})
     local, sweep = LocalJobs(config), Sweep(folder, record)
     try:
-        local.run(jobs, SweepProgress(sweep), lambda job, code: ended.update({job.known.number: code}))
+        local.run(jobs, SweepProgress(sweep), note)
     finally:
         sweep.close()
         statuses = [RunRecord.load(path).run.status for path in sorted(folder.glob("*/run.json"))]
@@ -78,7 +94,7 @@ def run(
 
 
 def test_a_job_that_is_faulty_is_told_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ended, statuses = run(tmp_path, [0.0, 0.0, 0.0], at_once=1, faults=[1])
+    ended, statuses = run(tmp_path, [0, 0, 0], at_once=1, faults=[1])
     assert ended == {0: 0, 1: 2, 2: 0}
     assert statuses == ["completed", "failed", "completed"]
     assert capsys.readouterr().err == "offstage: dtype: 'none' is no dtype\n"
@@ -87,7 +103,7 @@ def test_a_job_that_is_faulty_is_told_and_the_others_go_on(tmp_path: Path, capsy
 
 
 def test_a_short_job_makes_room_for_the_next_while_a_long_one_works(tmp_path: Path) -> None:
-    ended, statuses = run(tmp_path, [6.0, 0.0, 0.0], at_once=2)
+    ended, statuses = run(tmp_path, [2, 0, 0], at_once=2)
     assert list(ended) == [1, 2, 0]
     assert statuses == ["completed"] * 3
 
@@ -101,7 +117,7 @@ def test_an_interrupt_ends_those_at_work_and_none_begins(at_once: int, tmp_path:
 
     Timer(0, interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, [60.0, 60.0, 60.0], at_once=at_once)
+        run(tmp_path, [NEVER, NEVER, NEVER], at_once=at_once)
     records = [RunRecord.load(path).run.status for path in sorted(tmp_path.glob("*/run.json"))]
     assert records == ["interrupted"] * at_once
 
@@ -109,7 +125,6 @@ def test_an_interrupt_ends_those_at_work_and_none_begins(at_once: int, tmp_path:
 def test_a_job_that_somebody_is_at_is_waited_for_and_keeps_nobody_from_work(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     held = lock(tmp_path / "0" / ".job.lock")
-    Timer(3.0, os.close, [held]).start()
-    ended, statuses = run(tmp_path, [0.0, 0.0, 0.0], at_once=2)
+    ended, statuses = run(tmp_path, [0, 0, 0], at_once=2, when_one_ends=partial(os.close, held))
     assert (set(ended), next(iter(ended))) == ({0, 1, 2}, 1)
     assert statuses == ["completed"] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offstage.stages.generate.sampling import SeededRows, seeded_rows
@@ -43,3 +44,23 @@ def test_alone_it_draws_what_transformers_draws(llama: LlamaForCausalLM) -> None
     tokens = torch.tensor([PROMPTS[0]])
     theirs = llama.generate(tokens, attention_mask=torch.ones_like(tokens), **SAMPLED).tolist()
     assert sampled(llama, PROMPTS[:1], [11]) == theirs
+
+
+def test_the_mode_is_left_while_the_model_computes_and_after_an_interrupt_in_it(llama: LlamaForCausalLM) -> None:
+    tokens, seen = torch.tensor([PROMPTS[0]]), list[int]()
+
+    def interrupt(*_: object) -> None:
+        seen.append(len(_get_current_function_mode_stack()))
+        raise KeyboardInterrupt
+
+    before = len(_get_current_function_mode_stack())
+    with SeededRows(llama) as mode:
+        llama(tokens)
+        assert _get_current_function_mode_stack()[-1] is mode
+        hook = llama.model.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llama(tokens)
+    hook.remove()
+    assert seen == [before]
+    assert len(_get_current_function_mode_stack()) == before
+    assert not llama._forward_pre_hooks

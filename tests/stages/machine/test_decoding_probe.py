@@ -37,7 +37,7 @@ def test_a_decoder_and_its_products_tell_what_is_read_from_what_is_called_and_wh
     host, calls, loops = measure("float16", "0", "1", 3).values()
     assert 10**8 < host < 10**12, "bytes a second"
     assert 500 < calls < 10**6
-    assert loops < calls, "what is around a token's layers takes longer than a call"
+    assert loops <= calls, "what is around a token's layers takes no less than a call"
 
 
 def test_more_layers_take_as_much_longer_to_be_given_to_an_accelerator() -> None:

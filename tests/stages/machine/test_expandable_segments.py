@@ -18,6 +18,7 @@ from offstage.stages.machine.expandable_segments import (
     are_on,
     caching_allocator,
     turn_on,
+    would_expand,
 )
 
 MIB = 2**20
@@ -99,14 +100,22 @@ def test_they_are_on_as_the_first_of_torchs_variables_says(unset: pytest.MonkeyP
     assert not are_on()
     unset.setenv("PYTORCH_ALLOC_CONF", f"max_split_size_mb:64, {SETTING}")
     assert are_on()
-    assert isinstance(caching_allocator(), ExpandableAllocator)
     unset.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert not are_on()
 
 
+def test_the_model_is_of_segments_that_expand_where_it_is_told_so() -> None:
+    assert isinstance(caching_allocator(expands=True), ExpandableAllocator)
+    assert not isinstance(caching_allocator(expands=False), ExpandableAllocator)
+
+
 def test_they_are_turned_on_where_nobody_has_said_otherwise(unset: pytest.MonkeyPatch) -> None:
+    assert would_expand()
+    assert not would_expand(can=False)
+    assert not are_on(), "it is only asked"
     assert turn_on()
     assert are_on()
+    assert would_expand(can=False), "somebody has said so"
     unset.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     assert not turn_on()
     assert not are_on()

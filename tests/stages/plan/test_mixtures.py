@@ -357,4 +357,4 @@ def test_each_expert_that_the_host_computes_takes_it_calls_beside_those_of_its_m
     others = len(outline.skeleton.calls) - len(outline.experts)
     used = sum(spec.per_token for spec in outline.experts.values())
     assert calls(layout, SINGLE, on_host=False) == 0
-    assert calls(layout, SINGLE, on_host=True) == pytest.approx(others + 4 * len(outline.experts) + 1.5 * used)
+    assert calls(layout, SINGLE, on_host=True) == pytest.approx(others + 4 * len(outline.experts) + 0.5 * used)

@@ -68,3 +68,15 @@ def test_what_code_makes_counts_on_the_host_wherever_a_placement_has_it() -> Non
     assert mapped(model, {"a": "disk", "b": 0}, cpu="0", _0="24").homes["a.angles"] == CPU, (
         "that no weights lie there is kept"
     )
+
+
+def test_a_pass_takes_its_memory_again_where_what_it_computes_with_is_little_of_all() -> None:
+    plan = mapped(halves(), {"": "cpu"}, cpu="1GB")
+
+    def reuses(**ledger: int) -> bool:
+        devices = {**plan.devices, CPU: replace(plan.devices[CPU], ledger=ledger)}
+        return make_dispatch_plan(halves().skeleton, replace(plan, devices=devices)).reuses
+
+    assert reuses(weights=980, activations=10, scratch=5)
+    assert not reuses(weights=980, activations=10, scratch=10)
+    assert not reuses(weights=980), "nothing is known of what it computes with"

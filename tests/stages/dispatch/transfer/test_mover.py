@@ -293,12 +293,12 @@ def test_what_the_accelerator_unpacks_is_whole_before_it_is_used_and_crosses_the
 ORDERS = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1, 3, 5, 1, 3, 5], [4, 0, 2], [2, 5, 0, 3, 1, 4]]
 
 
-@pytest.mark.parametrize("unpack_pause", [0.0, 0.02])
+@pytest.mark.parametrize("unpack_pause", [0.0, 0.01])
 def test_what_is_unpacked_late_and_was_given_up_is_written_over_nothing_that_came_since(
     unpack_pause: float, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    link, traffic = LateLink(compute_pause=0.01, unpack_pause=unpack_pause), Traffic()
+    link, traffic = LateLink(compute_pause=0.005, unpack_pause=unpack_pause), Traffic()
     codec, file = TorchScaledRows(), PackedFile(tmp_path / "weights", TorchScaledRows())
     parts = [coded(torch.randn(100, 90), codec)[2] if part % 2 else torch.randn(80, 90) for part in range(6)]
     for number, tensor in enumerate(parts[1::2]):
