@@ -142,7 +142,8 @@ def check_served(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[F
         with foreign(ConfigError, "generate: transformers refuses these options"):
             refusals = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, given, model)]
             refusals += _untold(given, model)
-            faults = list(quantized_faults(effective, _architecture(model), folder))
+            quantises = effective.get(CACHE) == QUANTIZED
+            faults = list(quantized_faults(effective, _architecture(model), folder)) if quantises else []
     except (ConfigError, CheckpointError) as error:
         yield Fault("generate", str(error).removeprefix("generate: "), type(error))
         return

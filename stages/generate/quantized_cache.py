@@ -1,13 +1,18 @@
-"""What a quantised KV cache can't go with, told by name before weights are read."""
+"""What a quantised KV cache can't go with, told by name before weights are read; and how quanto unpacks one."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from torch.library import Library
 from transformers.cache_utils import DynamicLayer
 
 from offstage.pipeline.errors import Fault
@@ -23,11 +28,11 @@ _AXES = {"quanto": (0, -1), "hqq": (0, 1)}
 
 
 def quantized_faults(options: Mapping[str, Any], architecture: str, folder: Path) -> Iterator[Fault]:
-    """Yield why the model of the checkpoint ``folder`` can't decode with a quantised cache as ``options`` ask for it.
+    """Yield why the model of the checkpoint ``folder`` can't decode with a quantised cache, as ``options`` ask for it.
 
-    Nothing where they ask for none.
+    Nothing where they ask for no cache at all.
     """
-    if options.get(CACHE) != QUANTIZED or options.get("use_cache") is False:
+    if options.get("use_cache") is False:
         return
     faults = list(config_faults(options[CACHE_CONFIG])) if options.get(CACHE_CONFIG) is not None else []
     cache = read_cache_config(options)
@@ -88,3 +93,24 @@ def _why_not(architecture: str, folder: Path) -> str | None:
         return None
     strange = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), None)
     return f"{architecture} keeps what it has read as {strange}" if strange else None
+
+
+@cache
+def unpack_by_operators() -> Library:
+    """Have quanto unpack by torch's operators in this process, while what is returned lives.
+
+    Its own kernels are compiled at their first use, into the installed package: a minute of a processor, where there
+    are a compiler and ninja. The host's consists of the same operators.
+    """
+    import_module(_MODULES["quanto"])
+    library = Library("quanto", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # it tells of what is meant
+        for key in ("CPU", "CUDA"):
+            library.impl("unpack", _unpack, key, allow_override=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the numbers of so many ``bits`` in the bytes ``packed``: the lowest of each byte first, then the next."""
+    return torch.cat([(packed >> place).bitwise_and_(2**bits - 1) for place in range(0, 8, bits)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from transformers.cache_utils import QuantizedCache
 
 import offstage as package
 from offstage.stages.generate import quantized_cache
+from offstage.stages.generate.options import check_own_options, check_served
+from offstage.stages.inputs.generate_options import read_generate
+from offstage.stages.inputs.prompts import Prompt
 from tests.benchmarks.caps import can_cap
 from tests.e2e.conftest import Finished, Replay
 from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
-CONFIG_EXIT = 2
 PROMPTS = [[place % 90 + 3 for place in range(80)], [place * 7 % 90 + 3 for place in range(48)]]
 NEW = 13
 SIZES = {
@@ -57,9 +60,10 @@ def save(folder: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.floa
     return folder
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
+@pytest.fixture(scope="module", autouse=True)
+def no_compiler() -> None:
+    """Have quanto's kernels be torch's operators in transformers' own answers too: its are compiled for a minute."""
+    quantized_cache.unpack_by_operators()
 
 
 def config_node(config: Mapping[str, Any]) -> str:
@@ -86,9 +90,11 @@ WAYS = {
 }
 
 
-@pytest.mark.skipif(find_spec("optimum") is None, reason="quantises the cache")
-@pytest.mark.parametrize("way", in_ci("streamed", "in lockstep", of=list(WAYS)))
-def test_tokens_are_those_of_transformers_with_the_same_options(way: str, offstage_here: Run, checkpoint: Path) -> None:
+@pytest.mark.parametrize(("family", "way"), in_ci(("llama", "in lockstep"), of=product(FAMILIES, WAYS)))
+def test_tokens_are_those_of_transformers_with_the_same_options(
+    family: str, way: str, offstage_here: Run, tmp_path: Path
+) -> None:
+    checkpoint = save(tmp_path / "checkpoint", FAMILIES[family])
     options = {"cache_implementation": "quantized", "cache_config": dict(TWO_BITS)}
     expected = of_transformers(checkpoint, **options)
     assert expected != of_transformers(checkpoint), "two bits must show"
@@ -97,8 +103,9 @@ def test_tokens_are_those_of_transformers_with_the_same_options(way: str, offsta
     assert (done.record["metrics"]["streamed_bytes_per_token"] > 0) == (way != "in memory")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("new", in_ci(64, of=[8, 64, 112]))
+@pytest.mark.parametrize(
+    ("dtype", "new"), in_ci((torch.bfloat16, 64), of=product([torch.float32, torch.bfloat16], [8, 64, 112]))
+)
 @pytest.mark.parametrize("backend", ["quanto", "hqq"])
 def test_the_plan_has_the_bytes_that_the_cache_takes(
     dtype: torch.dtype, new: int, backend: str, offstage_here: Run, tmp_path: Path
@@ -137,26 +144,25 @@ def tensors_in(found: Any) -> list[torch.Tensor]:
     return [tensor for value in values for tensor in tensors_in(value)]
 
 
-@pytest.mark.skipif(find_spec("optimum") is None, reason="quantises the cache")
 def test_it_is_asked_for_from_python_too(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "checkpoint", FAMILIES["llama"])
     options = {"cache_implementation": "quantized", "cache_config": dict(TWO_BITS)}
     with package.load(checkpoint, max_memory={"cpu": "200kB"}, cache=tmp_path / "cache") as loaded:
-        answers = loaded.generate(PROMPTS, max_new_tokens=NEW, **options)
+        answers = loaded.generate(PROMPTS, max_new_tokens=NEW, batch_size=1, **options)
+        assert loaded.traffic.streamed_bytes > 0
     assert [list(answer.token_ids) for answer in answers] == of_transformers(checkpoint, **options)
     assert options["cache_config"] == TWO_BITS
 
 
-@pytest.mark.skipif(find_spec("optimum") is None, reason="quantises the cache")
+@pytest.mark.long_form
 def test_a_run_stays_within_its_plan_and_is_replayed(tmp_path: Path, offstage: Run, replay: Replay) -> None:
     wide = {**SIZES, "num_key_value_heads": 16, "num_attention_heads": 16, "max_position_embeddings": 4096}
     checkpoint = save(tmp_path / "checkpoint", LlamaConfig(**wide))
-    given = (
-        f"model.path={checkpoint}", f"generate.prompts=[{[7] * 1920}]", "generate.max_new_tokens=32", QUANTIZED,
+    done = offstage(
+        f"model.path={checkpoint}", f"generate.prompts=[{[7] * 1920}]", "generate.max_new_tokens=17", QUANTIZED,
         config_node({**TWO_BITS, "residual_length": 16}), "max_memory.cpu=1MB",
         f"enforce_memory={str(can_cap()).lower()}",
     )  # fmt: skip
-    done = offstage(*given)
     assert done.code == 0, done.err
     memory = done.record["memory"]
     assert memory["measured"]["cpu"] <= memory["predicted"]["cpu"], memory
@@ -172,29 +178,31 @@ def test_hqq_gives_transformers_tokens_too(offstage_here: Run, tmp_path: Path) -
     assert (done.code, done.tokens) == (0, expected), done.err
 
 
+def faults_of(folder: Path, **options: Any) -> list[str]:
+    """Return what a run with a quantised cache is refused for under these ``options``, once a config stands there."""
+    given = read_generate({"prompts": [[3, 4]], "cache_implementation": "quantized", **options})
+    return [str(fault) for fault in check_served(given, {"kind": "pretrained", "path": str(folder)})]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("+generate.cache_config={nbits: 7}", "generate.cache_config.nbits: 7"),
-        ("+generate.cache_config={nbits: 8}", "generate.cache_config.nbits: 8 isn't among quanto's; give one of 2, 4"),
-        ("+generate.cache_config={bits: 4}", "generate.cache_config.bits: unknown key (did you mean 'nbits'?)"),
-        ("+generate.cache_config=4", "generate.cache_config: 4 is no mapping"),
-        ("+generate.cache_config={backend: fp8}", "generate.cache_config.backend: 'fp8'"),
-        ("+generate.cache_config={axis_key: -1}", "generate.cache_config.axis_key: -1"),
-        ("+generate.cache_config={q_group_size: 48}", "48 doesn't divide the 128 numbers of a position's keys"),
-        ("generate.num_beams=2", "generate.num_beams: 2 reorders a cache"),
-        ("+generate.guidance_scale=1.5", "generate.guidance_scale: 1.5 has a second cache"),
-        ("+generate.prompt_lookup_num_tokens=3", "generate.cache_implementation: 'quantized' can't go with"),
+        ({"cache_config": {"nbits": 7}}, "generate.cache_config.nbits: 7"),
+        ({"cache_config": {"nbits": 8}}, "generate.cache_config.nbits: 8 isn't among quanto's; give one of 2, 4"),
+        ({"cache_config": {"bits": 4}}, "generate.cache_config.bits: unknown key (did you mean 'nbits'?)"),
+        ({"cache_config": 4}, "generate.cache_config: 4 is no mapping"),
+        ({"cache_config": {"backend": "fp8"}}, "generate.cache_config.backend: 'fp8'"),
+        ({"cache_config": {"axis_key": -1}}, "generate.cache_config.axis_key: -1"),
+        ({"cache_config": {"q_group_size": 48}}, "48 doesn't divide the 128 numbers of a position's keys"),
+        ({"num_beams": 2}, "generate.num_beams: 2 reorders a cache"),
+        ({"guidance_scale": 1.5}, "generate.guidance_scale: 1.5 has a second cache"),
+        ({"prompt_lookup_num_tokens": 3}, "generate.cache_implementation: 'quantized' can't go with"),
     ],
 )
-def test_what_it_cant_be_or_go_with_is_one_line_by_name(
-    given: str, message: str, offstage_here: Run, tmp_path: Path
-) -> None:
-    checkpoint = save(tmp_path / "checkpoint", FAMILIES["llama"])
-    done = offstage_here(f"model.path={checkpoint}", "generate.prompts=[[3, 4]]", QUANTIZED, given)
-    assert done.code == CONFIG_EXIT
-    assert message in done.err
-    assert len([line for line in done.err.splitlines() if line.startswith("offstage:")]) == 1, done.err
+def test_what_it_cant_be_or_go_with_is_one_line_by_name(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    FAMILIES["llama"].save_pretrained(tmp_path)
+    (fault,) = faults_of(tmp_path, **given)
+    assert message in fault
 
 
 @pytest.mark.parametrize(
@@ -207,30 +215,36 @@ def test_what_it_cant_be_or_go_with_is_one_line_by_name(
     ids=["mistral", "gemma2", "bart"],
 )
 def test_a_model_that_transformers_has_none_for_is_refused(
-    config: PreTrainedConfig, layer: str, offstage_here: Run, tmp_path: Path
+    config: PreTrainedConfig, layer: str, tmp_path: Path
 ) -> None:
     config.architectures = [{"bart": "BartForConditionalGeneration"}.get(config.model_type, "MistralForCausalLM")]
-    config.save_pretrained(tmp_path / "checkpoint")
-    faults = list(
-        quantized_cache.quantized_faults(
-            {"cache_implementation": "quantized"}, config.architectures[0], tmp_path / "checkpoint"
-        )
-    )
-    assert any(fault.key == "generate.cache_implementation" and layer in fault.message for fault in faults), faults
+    config.save_pretrained(tmp_path)
+    (fault,) = faults_of(tmp_path)
+    assert fault.startswith("generate.cache_implementation: 'quantized' asks for keys and values in fewer bits")
+    assert layer in fault
 
 
 def test_a_missing_library_says_how_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     FAMILIES["llama"].save_pretrained(tmp_path)
     monkeypatch.setattr(quantized_cache, "find_spec", lambda _: None)
-    options = {"cache_implementation": "quantized"}
-    (fault,) = quantized_cache.quantized_faults(options, "LlamaForCausalLM", tmp_path)
-    assert fault.key == "generate.cache_config.backend"
-    assert "pip install 'offstage-pipeline[quantized-cache]'" in fault.message
+    (fault,) = faults_of(tmp_path)
+    assert fault.startswith("generate.cache_config.backend: quanto isn't installed")
+    assert "pip install 'offstage-pipeline[quantized-cache]'" in fault
 
 
-def test_a_prompt_alone_has_no_other_kind_of_cache(offstage_here: Run, tmp_path: Path) -> None:
-    checkpoint = save(tmp_path / "checkpoint", FAMILIES["llama"])
-    prompts = "generate.prompts=[[3, 4], {token_ids: [3, 5], cache_implementation: quantized}]"
-    done = offstage_here(f"model.path={checkpoint}", prompts)
-    assert done.code == CONFIG_EXIT
-    assert "'quantized' is for all prompts or none" in done.err
+def test_quanto_unpacks_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from optimum.quanto.library.extensions import get_extension
+    from optimum.quanto.tensor.packed import PackedTensor
+
+    monkeypatch.setattr(type(get_extension("quanto_cpp")), "lib", property(lambda _: pytest.fail("compiles")))
+    for bits in (2, 4):
+        numbers = torch.arange(96, dtype=torch.uint8).view(32, 3) % 2**bits
+        assert torch.equal(PackedTensor.pack(numbers, bits).unpack(), numbers)
+
+
+def test_a_prompt_alone_has_no_other_kind_of_cache(tmp_path: Path) -> None:
+    FAMILIES["llama"].save_pretrained(tmp_path)
+    given = read_generate({"prompts": [[3, 4]]})
+    own = {"generate.prompts[0]": Prompt([3, 5], options={"cache_implementation": "quantized"})}
+    (fault,) = check_own_options(own, given, {"kind": "pretrained", "path": str(tmp_path)})
+    assert str(fault).startswith("generate.prompts[0].cache_implementation: 'quantized' is for all prompts or none")
