@@ -26,8 +26,8 @@ class BlockCache:
     """The bytes that ``block`` keeps of a request: after the prompts' forward, and in the end.
 
     The first may be more: a window's keys are a view of the whole prompt's until the next token comes. They are those
-    of so many ``tensors``, keys and values of each call. What ``grows``, or is an encoder's beside what does, may wait
-    on the host; what ``waits`` does, and comes to where the block computes for its attention.
+    of so many ``tensors``, keys and values of each call. What ``grows``, and isn't quantised, may wait on the host, or
+    what is an encoder's beside it; what ``waits`` does, and comes to where the block computes for its attention.
     """
 
     block: str
@@ -231,7 +231,7 @@ def block_caches(outline: Outline, geometry: Geometry, request: Request, *, widt
             prompted=round(sequences * prompted),
             finished=round(sequences * finished),
             tensors=2 * request.members * request.forwards,
-            grows=spec.keeps_all,
+            grows=spec.keeps_all and request.cache_bits is None,
             waits=waits,
         )
         for spec in specs
