@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 
 from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.hardware import Accelerator, Hardware
-from offstage.stages.machine.host_memory import CACHE_LIBRARY_BYTES, PEFT_BYTES, PROCESS_BYTES
+from offstage.stages.machine.host_memory import CACHE_LIBRARY_BYTES, DIFFUSERS_BYTES, PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.hosts import host_count
 from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.process_memory import STEP_BYTES
@@ -199,8 +200,11 @@ def gather_inputs(
 
 def _library_bytes(config: Config, whole: Request) -> int:
     """Return what libraries take of the host's process that the ``whole`` request under ``config`` alone needs."""
-    of_cache = CACHE_LIBRARY_BYTES[whole.cache_bits.backend] if whole.cache_bits is not None else 0
-    return of_cache + (PEFT_BYTES if with_adapter(config) else 0)
+    library = PEFT_BYTES if with_adapter(config) else 0
+    if (bits := whole.cache_bits) is not None:
+        imported = bits.backend == "quanto" and find_spec("diffusers") is not None
+        library += CACHE_LIBRARY_BYTES[bits.backend] + (DIFFUSERS_BYTES if imported else 0)
+    return library
 
 
 def _requests(whole: Request, outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
