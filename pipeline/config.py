@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from importlib import resources
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only these
 
@@ -68,10 +68,7 @@ def default_config() -> dict[str, Any]:
 
 def register() -> None:
     """Make the schema and the resolvers known to Hydra; calling it again changes nothing."""
-    node = OmegaConf.structured(_schema())
-    for kind in config_classes():  # a dotted override may add a key to a mapping: max_memory.1=3GB, generate.top_k=2
-        _open_mappings(node, defaults(kind))
-    ConfigStore.instance().store("schema", node)
+    ConfigStore.instance().store("schema", _schema(tuple(config_classes())))
     OmegaConf.register_new_resolver("offstage.pid", os.getpid, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("offstage.embedded", _embedded, replace=True)
 
@@ -98,15 +95,19 @@ def choose_stages(argument: str) -> str:
     return f"stages={choice}"
 
 
-def _schema() -> type[Any]:
-    """Return the class of the root that OmegaConf merges into. It knows mappings by their keys, and takes all else."""
+@lru_cache(maxsize=1)
+def _schema(kinds: tuple[type[Any], ...]) -> DictConfig:
+    """Return the root of ``kinds`` that OmegaConf merges into. It knows mappings by their keys, and takes all else."""
     schema_fields: list[tuple[str, Any, Any]] = []
-    for kind in config_classes():
+    for kind in kinds:
         plain = defaults(kind)
         for entry in fields(kind):
             hint = _mapping_of(entry.metadata.get(KEYS)) if plain[entry.name] == {} else Any
             schema_fields.append((entry.name, hint, field(default_factory=partial(deepcopy, plain[entry.name]))))
-    return make_dataclass("Schema", schema_fields)
+    node: DictConfig = OmegaConf.structured(make_dataclass("Schema", schema_fields))
+    for kind in kinds:  # a dotted override may add a key to a mapping: max_memory.1=3GB, generate.top_k=2
+        _open_mappings(node, defaults(kind))
+    return node
 
 
 def _mapping_of(keys: type[Enum] | None) -> Any:

@@ -228,11 +228,7 @@ def _shares(index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _multiply(
-    given: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    matrix_text: str,
-    bias: torch.Tensor | None,
-    how: Arithmetic,
+    given: torch.Tensor, parts: Sequence[torch.Tensor], matrix_text: str, bias: torch.Tensor | None, how: Arithmetic
 ) -> torch.Tensor:
     """Return the products of ``given`` […, columns] with what rests in ``parts``, and the ``bias``."""
     if given.requires_grad and torch.is_grad_enabled():
@@ -280,6 +276,11 @@ def keep_packed(
         raise ConfigError(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in a format with products, in "
             f"whole runs of {LANES} columns; take 'exact'"
+        )
+    if tiles and torch.bfloat16 not in ({how.compute} if how.compute else {each.dtype for each in named.values()}):
+        raise ConfigError(
+            f"quantized.tiles: true is of no use, of the linear layers of {checkpoint.path} none multiplies bfloat16; "
+            "add quantized.compute_dtype=bfloat16, or take false"
         )
 
 

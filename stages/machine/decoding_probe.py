@@ -19,7 +19,6 @@ from math import ceil
 from statistics import median
 from typing import Any
 
-from offstage.stages.machine.own_process import measure_apart
 from offstage.stages.machine.product_probe import OF_FILES, HostWeights, memory_bytes, seconds_with, typical
 from offstage.stages.units import DTYPE_BYTES
 
@@ -33,22 +32,17 @@ _ROUNDS, _TOKENS = 24, 5
 _MOST_SECONDS, _NARROW_SECONDS = 4.0, 0.5
 
 
-def decoding_speed(weights: HostWeights = OF_FILES) -> dict[str, int] | None:
-    """Return the bytes of such ``weights`` that products of the ``host`` read in a second, how many ``calls`` it makes,
-    and how many ``loops``.
-
-    Calls are of modules that hold weights, for all that these take beside reading; loops are those around tokens, for
-    all that one takes beside its calls. Null where memory is too short for a second process, or where that fails.
-    """
-    _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
-    asked = [weights.dtype, str(weights.offset)]
-    speed: dict[str, int] | None = measure_apart("machine.decoding_probe", *asked, beside=5 * memory_bytes() // 4)
-    return speed
+def question(weights: HostWeights) -> tuple[str, ...]:
+    """Return what a process of its own is asked for a decoder of such ``weights``; it answers as ``measure``."""
+    return "machine.decoding_probe", weights.dtype, str(weights.offset)
 
 
 def measure(dtype: str, offset: str, layers: str = "0", rounds: int = _ROUNDS) -> dict[str, int]:
-    """Return the figures of a decoder of so many ``layers``, or as many as no cache holds: its weights are of
-    ``dtype``, and begin so many bytes after a cache line's beginning.
+    """Return the bytes that products of the ``host`` read in a second, how many ``calls`` it makes, and ``loops``.
+
+    Calls are of modules that hold weights, for all that these take beside reading; loops are those around tokens, for
+    all that one takes beside its calls. The decoder has so many ``layers``, or as many as no cache holds: its weights
+    are of ``dtype``, and begin so many bytes after a cache line's beginning.
     """
     count = int(layers) or ceil(memory_bytes() / _LAYER_NUMBERS / DTYPE_BYTES[dtype])
     return _decode(_Spans(_decoder(_SHAPE, _WORDS, count, dtype=dtype, offset=int(offset))), rounds, _MOST_SECONDS)

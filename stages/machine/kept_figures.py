@@ -38,19 +38,29 @@ class KeptFigure:
         One process measures at a time: runs that start together must plan with the same figures. Where nothing can be
         kept each run measures for itself.
         """
+        figure = self._find(self._folders(folder))
+        return self.nominal if figure is None else figure
+
+    def is_kept(self, folder: Path) -> bool:
+        """Return whether it needn't be measured, as far as can be said before ``get`` has a lock."""
+        return any(self._kept_in(each) is not None for each in self._folders(folder))
+
+    def _folders(self, folder: Path) -> list[Path]:
+        """Return where it is looked for: in ``folder``, and in the user's own."""
         folders = [folder]
         with suppress(RuntimeError):  # a user without a home
             shared = user_cache() / MEASURED
             folders += [shared] if self.of_user and shared.resolve() != folder.resolve() else []
-        figure = self._find(folders)
-        return self.nominal if figure is None else figure
+        return folders
+
+    def _kept_in(self, folder: Path) -> Any:
+        with suppress(DamagedError, OSError):
+            return (read_sealed(folder / self.file) or {}).get(self.key)
 
     def _find(self, folders: Sequence[Path]) -> Any:
         path, others = folders[0] / self.file, folders[1:]
-        with suppress(DamagedError, OSError):
-            figures = read_sealed(path) or {}
-            if self.key in figures:
-                return figures[self.key]
+        if (kept := self._kept_in(folders[0])) is not None:
+            return kept
         with locked(path, work="measures this machine"):
             figures = _settle(path)
             if self.key in figures:

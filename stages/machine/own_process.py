@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -33,25 +33,41 @@ def measure_apart(
     Null where it fails. Where there is no memory for a second process and so many bytes ``beside``, it is what is found
     ``here``; null without.
     """
+    if here is not None and not has_room(beside):
+        return here()
+    (answer,) = measure_together([(module, *arguments)], beside=beside, folder=folder)
+    return answer
+
+
+def measure_together(
+    questions: Sequence[Sequence[str]], *, beside: int = 0, folder: Path | None = None
+) -> Sequence[Any]:
+    """Return what ``measure_apart`` does of each of ``questions``, a module and its arguments: all in one process, one
+    after the other.
+
+    All are null where one fails, or there is no memory for that process and so many bytes ``beside``.
+    """
+    nothing = [None] * len(questions)
     if not has_room(beside):
-        return here() if here is not None else None
-    command = [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), module, *arguments]
+        return nothing
+    command = [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), json.dumps(questions)]
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment_alone(), timeout=_SECONDS, check=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        return json.loads(done.stdout.splitlines()[-1])
+        answers = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError):
-        return None
+        return nothing
+    return answers if isinstance(answers, list) and len(answers) == len(questions) else nothing
 
 
 def answer() -> None:
-    """Be the process that is asked: print the answer, as JSON in the last line."""
-    be_expendable(parent=int(sys.argv.pop(1)))
-    module = sys.argv.pop(1)
-    result = import_module(f"offstage.stages.{module}").measure(*sys.argv[1:])
-    sys.stdout.write(f"\n{json.dumps(result)}\n")
+    """Be the process that is asked: print the answers, as JSON in the last line."""
+    be_expendable(parent=int(sys.argv[1]))
+    questions = json.loads(sys.argv[2])
+    answers = [import_module(f"offstage.stages.{module}").measure(*arguments) for module, *arguments in questions]
+    sys.stdout.write(f"\n{json.dumps(answers)}\n")
 
 
 def be_expendable(*, parent: int) -> None:

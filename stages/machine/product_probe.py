@@ -2,8 +2,8 @@
 
 Decoding multiplies one row by each weight, which no cache holds until the next token. How many bytes a second it reads
 hangs on the weight's shape: a product takes a while to begin, and kernels have ways of their own for many columns, some
-of them half as fast. No rule says where; so the shapes that a model has are measured, all in one process of their own,
-and each is kept: most models have five or six.
+of them half as fast. No rule says where; so the shapes that a model has are measured, all in one process that isn't the
+run's, and each is kept: most models have five or six.
 
 Weights begin where those of most safetensors files do, at a multiple of eight bytes and no larger one: from there
 products read them up to a fifth slower than from a cache line's beginning, where dequantised ones begin.
@@ -11,27 +11,20 @@ products read them up to a fifth slower than from a cache line's beginning, wher
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
-from offstage.stages.machine.own_process import measure_apart
 from offstage.stages.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger("offstage")
-
-FILE_NAME = "products.json"
 Shape = tuple[int, int]
 """A weight's rows and columns."""
 
@@ -70,39 +63,18 @@ OF_FILES = HostWeights()
 """Those of most safetensors files."""
 
 
-def product_rate(folder: Path, weights: HostWeights, read: Mapping[Shape, float]) -> int | None:
-    """Return the bytes a second at which products read ``weights`` of which so many bytes are ``read`` by shape: as
-    ``folder`` or this user keeps each shape's, or as it is measured now. Null where one can't be measured.
-    """
-    rates = _rates(folder, weights, read)
-    if not rates or rates.keys() != read.keys():
-        return None
-    return round(sum(read.values()) / sum(count / rates[shape] for shape, count in read.items()))
+def kept_as(shape: Shape, weights: HostWeights) -> str:
+    """Return what the rate of such ``weights`` of that ``shape`` is kept under."""
+    return f"product of {named(shape)} of {weights.name}; {identity()}"
 
 
-def _rates(folder: Path, weights: HostWeights, shapes: Collection[Shape]) -> dict[Shape, int]:
-    """Return the rates of ``shapes``. Where one isn't kept all are measured, in one process."""
-    keys = {shape: f"product of {_named(shape)} of {weights.name}; {identity()}" for shape in shapes}
-
-    def probe(shape: Shape, measured: Callable[[], dict[str, int]]) -> int | None:
-        return measured().get(_named(shape))
-
-    measured = lru_cache(partial(_measured_apart, weights, shapes))
-    figures = {
-        shape: KeptFigure(FILE_NAME, key, partial(probe, shape, measured), of_user=True) for shape, key in keys.items()
-    }
-    found = {shape: figure.get(folder) for shape, figure in figures.items()}
-    return {shape: rate for shape, rate in found.items() if rate}
+def question(weights: HostWeights, shapes: Collection[Shape]) -> tuple[str, ...]:
+    """Return what a process of its own is asked for the rates of ``shapes``; it answers as ``measure`` does."""
+    return "machine.product_probe", weights.dtype, str(weights.offset), *map(named, shapes)
 
 
-def _measured_apart(weights: HostWeights, shapes: Collection[Shape]) -> dict[str, int]:
-    _log.info("measures how fast the host multiplies by weights of these shapes: a moment")
-    asked = [weights.dtype, str(weights.offset), *map(_named, shapes)]
-    measured: dict[str, int] | None = measure_apart("machine.product_probe", *asked, beside=memory_bytes())
-    return measured or {}
-
-
-def _named(shape: Shape) -> str:
+def named(shape: Shape) -> str:
+    """Return the ``shape`` as it is written."""
     return "x".join(map(str, shape))
 
 
@@ -111,7 +83,7 @@ def measure(dtype: str, offset: str, *shapes: str) -> dict[str, int]:
     rows_and_columns = [(int(rows), int(columns)) for rows, columns in (shape.split("x") for shape in shapes)]
     seconds = product_seconds(dtype, int(offset), rows_and_columns)
     width = DTYPE_BYTES[dtype]
-    return {_named(shape): round(shape[0] * shape[1] * width / taken) for shape, taken in seconds.items()}
+    return {named(shape): round(shape[0] * shape[1] * width / taken) for shape, taken in seconds.items()}
 
 
 def product_seconds(dtype: str, offset: int, shapes: Collection[Shape]) -> dict[Shape, float]:

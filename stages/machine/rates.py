@@ -6,23 +6,28 @@ say how long a token takes.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from offstage.stages.machine import probes
-from offstage.stages.machine.decoding_probe import decoding_speed, narrow_speed
+from offstage.stages.machine import decoding_probe, probes, product_probe
+from offstage.stages.machine.decoding_probe import narrow_speed
 from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
-from offstage.stages.machine.own_process import measure_apart
-from offstage.stages.machine.product_probe import OF_FILES, HostWeights
+from offstage.stages.machine.own_process import measure_apart, measure_together
+from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape, kept_as, memory_bytes, named
 from offstage.stages.units import DeviceId, parse_size, tier
 
+_log = logging.getLogger("offstage")
+
 FILE_NAME = "rates.json"
-DECODING_NAME = "decoding.json"
+DECODING_NAME, PRODUCTS_NAME = "decoding.json", "products.json"
+_NO_SHAPES: Mapping[Shape, float] = MappingProxyType({})
 _STEPS_AN_OCTAVE = 16
 
 
@@ -138,6 +143,7 @@ def local_rates(
     pinned: Mapping[str, Any] | None = None,
     light: bool = False,
     weights: HostWeights = OF_FILES,
+    read: Mapping[Shape, float] = _NO_SHAPES,
 ) -> Rates:
     """Return this machine's rates, coarsely: those kept in ``folder``, or measured now and kept there.
 
@@ -146,7 +152,7 @@ def local_rates(
     how fast it is given work. What can't be measured keeps its nominal value; those that are ``pinned`` (``{storage:
     3GB}``) aren't measured, nor are loops where calls needn't be. For a ``light`` model, whose tokens are calls and
     little else, how many of them the host makes is measured in a moment, and how fast it reads is nominal; that of
-    others is how fast it reads such ``weights``.
+    others is how fast it reads such ``weights``, of which so many bytes are ``read`` by shape.
     """
     wanted: dict[str, tuple[str, Callable[[], int | None]]] = {}
     if sample is not None:
@@ -159,7 +165,7 @@ def local_rates(
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
     speeds = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
     if not given.keys() >= ({"calls"} if light else {"host", "calls"}):
-        speeds |= light_rates(folder) if light else host_rates(folder, weights)
+        speeds |= light_rates(folder) if light else host_rates(folder, weights, {} if "host" in given else read)
     measured = {name: coarse_rate(speed) for name, speed in speeds.items() if speed}
     return known_rates({**measured, **given}, {})
 
@@ -168,14 +174,40 @@ def _of(measured_apart: Callable[[], dict[str, int] | None], name: str) -> int |
     return (measured_apart() or {}).get(name)
 
 
-def host_rates(folder: Path, weights: HostWeights) -> dict[str, int]:
+def host_rates(folder: Path, weights: HostWeights, read: Mapping[Shape, float]) -> dict[str, int]:
     """Return how fast the host decodes with such ``weights``, by name: as ``folder`` or this user keeps it, or as it is
-    measured now.
+    measured now, in one process for all that isn't kept.
 
-    It hangs on what chooses the kernels, and on how many threads run them. None where it can't be measured.
+    It hangs on what chooses the kernels, and on how many threads run them. So many bytes are ``read`` by shape: by what
+    products read of each the host reads all of them; where nothing is said of shapes, as a decoder of its own does.
+    None where it can't be measured.
     """
-    key, probe = f"decoder of {weights.name}; {identity()}", partial(decoding_speed, weights)
-    return dict(KeptFigure(DECODING_NAME, key, probe, nominal={}, of_user=True).get(folder))
+
+    def product(shape: Shape) -> int | None:
+        return measured()[1].get(named(shape))
+
+    decoder = KeptFigure(DECODING_NAME, f"decoder of {weights.name}; {identity()}", lambda: measured()[0], {}, True)
+    products = {
+        shape: KeptFigure(PRODUCTS_NAME, kept_as(shape, weights), partial(product, shape), of_user=True)
+        for shape in read
+    }
+    lacking = [shape for shape, figure in products.items() if not figure.is_kept(folder)]
+    measured = lru_cache(partial(_measured_apart, weights, lacking, decodes=not decoder.is_kept(folder)))
+    rates = dict(decoder.get(folder))
+    found = {shape: figure.get(folder) for shape, figure in products.items()}
+    if found and all(found.values()):
+        rates["host"] = round(sum(read.values()) / sum(count / found[shape] for shape, count in read.items()))
+    return rates
+
+
+def _measured_apart(
+    weights: HostWeights, shapes: Sequence[Shape], *, decodes: bool
+) -> tuple[dict[str, int] | None, dict[str, int]]:
+    """Return the figures of a decoder of such ``weights``, if one ``decodes``, and the rates of ``shapes``."""
+    _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
+    asked = [decoding_probe.question(weights)] * decodes + [product_probe.question(weights, shapes)] * bool(shapes)
+    answers = iter(measure_together(asked, beside=memory_bytes() * 5 // 4))
+    return next(answers) if decodes else None, (next(answers) if shapes else None) or {}
 
 
 def light_rates(folder: Path) -> dict[str, int]:

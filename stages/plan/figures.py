@@ -28,7 +28,7 @@ from offstage.stages.machine.hardware import Hardware, hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from offstage.stages.machine.process_memory import begin_process_memory, process_memory
-from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape, product_rate
+from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan.expert_slots import SINGLE
@@ -45,6 +45,9 @@ _CALLS_A_LAYER = 9
 _MOST_SHAPES, _LEAST_SIDE = 16, 64
 """Of how many shapes of weights products are measured, and how small a side of them may be. What is left out is read
 like the rest."""
+_CACHED_BYTES = 2**26
+"""Of a model of fewer bytes the processor's last cache holds much from one token to the next: how fast memory is read
+says little of it."""
 _MULTIPLIED_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -69,7 +72,7 @@ def prepare(config: Config, cache: Path) -> None:
     """
     size = sum(path.stat().st_size for path in ModelSource.of(config["model"]).local_weights)
     calls = _CALLS_A_LAYER * read_geometry(config["model"]).layers
-    light, weights = _is_light(size, calls, config), declared_weights(config)
+    light, weights = _is_light(size, calls, config) or size < _CACHED_BYTES, declared_weights(config)
     machine_rates(config, known_machine(config, cache), cache, light=light, weights=weights)
 
 
@@ -156,7 +159,7 @@ def machine_rates(
 
     Those of a machine that is described and isn't this one are nominal where they aren't given. Those of dequantising
     and multiplying are of the codecs which tensors of ``outline`` rest in; where that isn't known, the host reads such
-    ``weights``. Of a ``light`` model's host only calls are measured.
+    ``weights``. Of the host only calls are measured for a ``light`` model, and for one that is small.
     """
     described = config.get("hardware") or {}
     if described.get("devices") is not None:
@@ -165,13 +168,13 @@ def machine_rates(
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}
-    weights = weights if outline is None else _host_weights(outline)
-    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light, weights=weights)
+    read: dict[Shape, float] = {}
+    if outline is not None:
+        weights, light = _host_weights(outline), light or outline.skeleton.bytes < _CACHED_BYTES
+        read = _read_bytes(outline, weights)
+    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light, weights=weights, read=read)
     if outline is None:
         return rates
-    if not light and "host" not in pinned:
-        host = product_rate(cache / MEASURED, weights, _read_bytes(outline, weights))
-        rates = rates if host is None else replace(rates, host=coarse_rate(host))
     unpacked = {name: packed.codec for name, packed in outline.packed.items()}
     quantised = {"dequantising": (unpacked, unpacking_rates), "multiplying": (outline.multiplied, multiplying_rates)}
     means = {rate: getattr(rates, rate) for rate in quantised}

@@ -243,17 +243,14 @@ def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay:
         decodes=request.length > 0,
         pages_stay=pages_stay,
         forwards=request.forwards,
-        waiting=_waiting(outline, geometry, request),
+        caches=_caches(outline, geometry, request),
     )
 
 
-def _waiting(outline: Outline, geometry: Geometry, request: Request) -> tuple[BlockCache, ...]:
-    """Return those caches of ``request`` that wait on the host, as large as they are half-way through the answers."""
-    if not request.cache_on_host:
-        return ()
+def _caches(outline: Outline, geometry: Geometry, request: Request) -> tuple[BlockCache, ...]:
+    """Return the caches of ``request``, as large as they are half-way through the answers."""
     half_way = replace(request, length=(min(request.prompt, request.length) + request.length) // 2)
-    caches = block_caches(outline, geometry, half_way, width=int(DTYPE_BYTES[compute_dtype(outline)]))
-    return tuple(cache for cache in caches if cache.waits)
+    return block_caches(outline, geometry, half_way, width=int(DTYPE_BYTES[compute_dtype(outline)]))
 
 
 def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: MemoryNeeds, step: Step) -> Demand:

@@ -59,6 +59,9 @@ _DISTURBANCE = 1 / 4
 that, unpacking and computing. Nominal."""
 _STEADY = 3
 """After so many tokens what has come ahead is the same for each."""
+_CACHE_MOVES = 2
+"""How often a token moves what is kept of those before it: each block's keys and values are read and written as they
+grow by one. Attention finds what was just written in the processor's caches."""
 _CROSSING_SECONDS = 20e-6
 """What it takes that activations go from one device to another, however few they are: a copy, and waiting for it.
 Nominal."""
@@ -78,7 +81,7 @@ class PassTraffic:
     ``launches``. Of what waits on disk so much can't come ahead, since it is known ``when_called``; so much is
     ``unpacked_when_called`` by the host. Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``;
     so much of them is ``experts_used``. Of ``caches`` that wait on the host so many bytes come to each device, each
-    block's as it computes.
+    block's as it computes; of others so many are ``kept`` there.
 
     A token reads what is ``held`` on each device that computes with it. So much of what the host reads is
     ``multiplied`` quantised, as it rests. Where accelerators compute and the host beside them, that reads ``host_read``
@@ -116,6 +119,7 @@ class PassTraffic:
     experts_used: float = 0
     in_slots: Counter[DeviceId] = field(default_factory=Counter)
     caches: Counter[DeviceId] = field(default_factory=Counter)
+    kept: Counter[DeviceId] = field(default_factory=Counter)
 
     def add(
         self,
@@ -154,6 +158,11 @@ class PassTraffic:
             self.runs[-1] = computes, self.runs[-1][1] + used
         elif ahead:
             self.runs.append((computes, used))
+
+    @property
+    def kept_moves(self) -> dict[DeviceId, float]:
+        """The bytes of what is ``kept`` that a token moves on each device."""
+        return {device: _CACHE_MOVES * count / self.members for device, count in self.kept.items()}
 
     def note_experts(self, computes: DeviceId, used: float, rest_bytes: float, *, rate: float) -> None:
         """Note that of experts with so many bytes ``used`` a share of ``rate`` is in slots, and the rest is brought."""
@@ -203,6 +212,7 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
     caches = sum(count / rates.link_of(device) for device, count in brought.caches.items() if count) / members
     apart = sum(count / rates.device_of(device) for device, count in brought.computed.items() if device != CPU)
     calls = brought.host_calls / rates.calls + brought.loops / rates.loops
+    calls += brought.kept_moves.get(CPU, 0) / rates.host
     waiting = waiting_seconds(brought, rates, max(host_read / rates.host, cores) * members) / members if beside else 0.0
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
@@ -235,11 +245,12 @@ def crossing_seconds(output_bytes: int, rates: Rates) -> float:
 def _read_on_devices(brought: PassTraffic, rates: Rates) -> float:
     """Return the bytes that accelerators read one after the other, or one of them in all if that is more.
 
-    They compute in turn, each with what it holds and what came; what one unpacks it does meanwhile. Of a memory with a
-    rate of its own it is what another one reads in that time.
+    They compute in turn, each with what it holds and keeps, and what came; what one unpacks it does meanwhile. Of a
+    memory with a rate of its own it is what another one reads in that time.
     """
     resident = Counter({device: count for device, count in brought.resident.items() if isinstance(device, int)})
-    read = Counter({device: count for device, count in brought.used.items() if device != CPU}) + resident
+    kept = Counter({device: count for device, count in brought.kept_moves.items() if device != CPU})
+    read = Counter({device: count for device, count in brought.used.items() if device != CPU}) + resident + kept
     slower = {device: rates.device / rates.device_of(device) for device in [*read, *brought.moved]}
     total = sum(count * slower[device] for device, count in read.items())
     own = ((read[device] + count / brought.members) * slower[device] for device, count in brought.moved.items())

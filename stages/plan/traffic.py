@@ -45,7 +45,7 @@ class Step:
     All of them use a mixture's experts as ``routing`` says. Of a member a layer hands ``output_bytes`` to the next; 0:
     so few that they take no time to cross but what any do. One that ``decodes`` isn't the first, and needs nothing that
     only a prompt does. Where ``pages_stay``, what is mapped is in memory then. It is so many ``forwards``, one after
-    the other, each over all weights. It brings the caches that are ``waiting`` on the host.
+    the other, each over all weights. It makes ``caches`` anew, a token longer, and brings those that wait on the host.
     """
 
     routing: Routing = SINGLE
@@ -55,7 +55,7 @@ class Step:
     decodes: bool = True
     pages_stay: bool = False
     forwards: int = 1
-    waiting: tuple[BlockCache, ...] = ()
+    caches: tuple[BlockCache, ...] = ()
 
 
 PLAIN_STEP = Step()
@@ -103,9 +103,9 @@ def traffic(layout: Layout, step: Step) -> PassTraffic:
         on_cpu = [line for line in layout.lines if line.computes == CPU]
         total.host_read = forwards * _read_bytes(layout, on_cpu, routing)
         total.crossings = 2 * len({line.layer for line in on_cpu}) * forwards
-    for cache in step.waiting:
-        if (device := layout.block_device(cache.block)) != CPU:
-            total.caches[device] += cache.finished
+    for cache in step.caches:
+        device = layout.block_device(cache.block)
+        (total.caches if cache.waits and device != CPU else total.kept)[device] += cache.finished
     total.resident = _held_bytes(layout, step, total)
     total.multiplied = _multiplied_bytes(layout, step)
     return total

@@ -131,6 +131,7 @@ def test_a_budget_that_the_cap_cannot_hold_is_refused_before_a_weight_is_read(ch
     assert not list(folder.glob("outputs/cache/shard_load/*"))
 
 
+@pytest.mark.long_form
 def test_long_prompts_get_their_room_before_the_weights_do(checkpoint: Path, folder: Path) -> None:
     prompts = str([[7] * 900, [9] * 500])
     given = ("model=pretrained", f"model.path={checkpoint}", "storage.io=direct", "max_memory=null")

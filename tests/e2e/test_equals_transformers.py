@@ -63,7 +63,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=in_ci("bloom", "gemma2", "qwen2_moe", "t5", of=MODELS))
+@pytest.fixture(scope="module", params=in_ci("gemma2", "t5", of=MODELS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint with random weights, and a tokenizer of one letter a token."""
     folder = tmp_path_factory.mktemp("checkpoint") / request.param

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.e2e.conftest import Finished
 from tests.e2e.pipelines import dispatched_model
 from tests.e2e.test_same_answer import answers
+from tests.long_form import in_ci
 from tests.stages.checkpoints.codecs import test_grouped as grouped
 
 CONFIG = LlamaConfig(
@@ -32,7 +33,10 @@ def save(folder: Path, kind: str) -> Any:
     return grouped.quantise(model, grouped.KINDS[kind], folder)
 
 
-@pytest.mark.parametrize("kind", ["GPTQ, zeros less one", "GPTQ of 3 bits, reordered", "GPTQ of 8 bits", "AWQ"])
+KINDS = ("GPTQ, zeros less one", "GPTQ of 3 bits, reordered", "GPTQ of 8 bits", "AWQ")
+
+
+@pytest.mark.parametrize("kind", in_ci("GPTQ of 3 bits, reordered", of=KINDS))
 def test_any_placement_gives_the_answer_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     expected = answers(save(tmp_path / "packed", kind))
     for placement in ("cpu", "disk", MIXED | REST):

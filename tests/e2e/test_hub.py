@@ -14,6 +14,7 @@ from tests.e2e.conftest import Finished, another_server, environment
 from tests.e2e.fake_hub import COMMIT, FakeHub, serving, tag, without_ranges
 from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
 from tests.known_machine import copy_known
+from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 TINY = Path(str(resources.files("offstage.conf") / "checkpoints" / "tiny"))
@@ -172,7 +173,7 @@ def size_of_header(file: Path) -> int:
 
 
 @pytest.mark.from_nothing
-@pytest.mark.parametrize("redirects", [False, True])
+@pytest.mark.parametrize("redirects", in_ci(True, of=[False, True]))
 def test_a_quantised_checkpoint_is_planned_by_its_headers_alone(
     offstage: Run, offstage_here: Run, online: FakeHub, quantised: Path, redirects: bool
 ) -> None:

@@ -48,6 +48,7 @@ def test_plans_alone_are_made_side_by_side_unless_it_is_said_otherwise(fresh_fol
     assert [record["environment"]["jobs_beside"] for record in records] == [0, 0]
 
 
+@pytest.mark.long_form
 def test_an_interrupt_ends_all_that_are_at_work_and_their_records_say_so(fresh_folder: Path) -> None:
     sweep = start_anew(fresh_folder, "-m", SLOW, "generate.max_new_tokens=2001,2002,2003", "hydra.launcher.n_jobs=2")
     for number in (0, 1):

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.e2e.conftest import Finished
+from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 BUDGET_EXIT = 4
@@ -28,9 +29,10 @@ def budgets(accelerator: str, host: str) -> str:
     return f"max_memory={{{', '.join(f'{i}: {accelerator}' for i in range(DEVICES))}, cpu: {host}}}"
 
 
-@pytest.mark.parametrize(
-    "given", [budgets("2.4MB", "2MB"), budgets("2MB", "1.2MB")], ids=["all on accelerators", "some streamed"]
-)
+ON_ACCELERATORS, SOME_STREAMED = budgets("2.4MB", "2MB"), budgets("2MB", "1.2MB")
+
+
+@pytest.mark.parametrize("given", in_ci(SOME_STREAMED, of=[ON_ACCELERATORS, SOME_STREAMED]))
 def test_four_simulated_accelerators_give_the_tokens_of_the_cpu_within_their_budgets(
     given: str, offstage_here: Run
 ) -> None:
@@ -79,7 +81,7 @@ def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(of
 
 
 def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Run) -> None:
-    done = offstage_here(machine(ledger="500KB"), budgets("2.4MB", "2MB"), "device_map=balanced", TOKENS)
+    done = offstage_here(machine(ledger="500KB"), ON_ACCELERATORS, "device_map=balanced", TOKENS)
     assert done.code == BUDGET_EXIT
     assert "the simulated accelerator 3 is full" in done.err
     assert "Traceback" not in done.err
@@ -87,7 +89,7 @@ def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Ru
 
 
 def test_a_plan_that_an_accelerator_cannot_hold_is_refused_before_a_weight_is_read(offstage_here: Run) -> None:
-    done = offstage_here(machine(memory="26MB"), budgets("2.4MB", "2MB"), "device_map=balanced", TOKENS)
+    done = offstage_here(machine(memory="26MB"), ON_ACCELERATORS, "device_map=balanced", TOKENS)
     assert done.code == BUDGET_EXIT
     assert "max_memory.0: the plan takes" in done.err
     assert "the most that works is" in done.err

@@ -11,7 +11,7 @@ from tests.fuzz.catalogue import FORMATS
 from tests.fuzz.workers import make_case
 from tests.long_form import in_ci
 
-SHORT, LONG = (5, 0), (1000, 50)
+SHORT, LONG = (3, 0), (1000, 50)
 """How many cases of each format, and in how many of these there is one of a whole command."""
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import offstage
+from tests.long_form import in_ci
 from tests.python_api.rates import RATES
 
 TINY = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
@@ -92,7 +93,9 @@ def long_call(loaded: offstage.LoadedModel, gate: Gate) -> Any:
     return call
 
 
-@pytest.mark.parametrize(("concurrency", "size"), [("queue", 1), ("lockstep", 4), ("lockstep", 9)])
+@pytest.mark.parametrize(
+    ("concurrency", "size"), in_ci(("queue", 1), ("lockstep", 4), of=[("queue", 1), ("lockstep", 4), ("lockstep", 9)])
+)
 def test_many_clients_have_the_answers_that_each_has_alone(
     concurrency: str, size: int, opened: Open, alone: list[list[int]]
 ) -> None:

@@ -90,7 +90,7 @@ def test_what_one_of_several_hosts_measures_is_none_of_them(tmp_path: Path, monk
 def test_what_was_begun_is_waited_for_and_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python, asked, goes_on = (tmp_path / name for name in ("python", "asked", "goes on"))
     python.write_text(
-        f'#!/bin/sh\necho >> "{asked}"\nuntil [ -e "{goes_on}" ]; do sleep 0.01; done\necho \'{json.dumps(KEPT)}\'\n'
+        f'#!/bin/sh\necho >> "{asked}"\nuntil [ -e "{goes_on}" ]; do sleep 0.01; done\necho \'{json.dumps([KEPT])}\'\n'
     )
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))

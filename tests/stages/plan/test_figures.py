@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.pipeline.stage import MEASURED
 from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
-from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.figures import declared_weights, is_light
+from offstage.stages.machine.hardware import Accelerator, Hardware, hardware
+from offstage.stages.machine.host_memory import Host
+from offstage.stages.machine.kernels import identity
+from offstage.stages.machine.process_memory import FILE_NAME, ProcessMemory, identity as process_identity
+from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate
+from offstage.stages.plan import figures
+from offstage.stages.plan.figures import _CACHED_BYTES, declared_weights, is_light, known_machine, machine_rates
 from offstage.stages.plan.outline import Outline
 from tests.stages.plan.skeletons import outline
 from tests.stages.plan.test_stage import config, two_accelerators
@@ -41,6 +48,31 @@ def test_a_model_is_light_whose_calls_take_far_longer_than_reading_its_weights()
 )
 def test_none_is_light_that_is_trained_or_that_an_accelerator_computes(given: dict[str, Any]) -> None:
     assert not light(**given)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_segments_of_an_accelerator_are_taken_to_expand_where_it_was_found_that_they_can(
+    can: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Hardware((Accelerator("an H100", 10**10, 10**10, simulated=False),), Host(10**10, 10**10))
+    monkeypatch.setattr(figures, "hardware", lambda config: real)
+    found = asdict(ProcessMemory(4 * 10**8, 10**7, 10**8, expands=can))
+    (tmp_path / MEASURED).mkdir()
+    write_sealed(tmp_path / MEASURED / FILE_NAME, {f"{process_identity()} on an H100": found})
+    assert [one.expands for one in known_machine(config(), tmp_path).accelerators] == [can]
+
+
+def test_of_a_host_calls_alone_are_measured_for_a_model_that_caches_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    small, heavy = (outline({"l.0.w": count}) for count in (_CACHED_BYTES - 1, _CACHED_BYTES))
+    given = {"hardware": {}, "model": {"kind": "pretrained", "path": str(tmp_path)}, "stages": ["finetune"]}
+    known = {f"decoder of bfloat16; {identity()}": {"host": 3 * 10**9, "calls": 5, "loops": 7}}
+    (tmp_path / MEASURED).mkdir()
+    write_sealed(tmp_path / MEASURED / DECODING_NAME, known)
+    assert machine_rates(given, hardware(given), tmp_path, small).host == NOMINAL.host
+    assert machine_rates(given, hardware(given), tmp_path, heavy).host == coarse_rate(3 * 10**9)
 
 
 def test_before_a_sweep_the_host_is_measured_by_weights_as_the_model_has_them(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from offstage.stages.machine.rates import Rates, read_rates
 from offstage.stages.plan.token_time import (
+    DEVICE,
     HOST,
+    HOST_CORES,
     PassTraffic,
     expected_seconds,
     late_bytes,
@@ -35,6 +37,15 @@ def test_the_slowest_link_counts_and_what_they_share() -> None:
     assert link_seconds(streamed, RATES) == 300 / 100
     assert link_seconds(streamed, Rates(host_to_device=100, root=125)) == 500 / 125
     assert link_seconds(streamed, Rates(host_to_device=100, root=250)) == 300 / 100
+
+
+def test_what_is_kept_of_earlier_tokens_is_read_and_written_where_they_compute() -> None:
+    without, with_caches = (PassTraffic(members=2, resident={CPU: 3000, 0: 5000}) for _ in range(2))
+    with_caches.kept.update({CPU: 600, 0: 400})
+    before, after = (token_seconds(each, RATES) for each in (without, with_caches))
+    for name in (HOST, HOST_CORES):
+        assert after[name] - before[name] == pytest.approx(2 * 600 / 1000 / 2)
+    assert after[DEVICE] - before[DEVICE] == pytest.approx(2 * 400 / 1000 / 2)
 
 
 def test_what_is_asked_for_layer_by_layer_comes_over_one_link_at_a_time() -> None:

@@ -62,7 +62,6 @@ def base_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
     ("suffix", "dtype", "on_host"),
     in_ci(
         ("safetensors", torch.bfloat16, TENSORS),
-        ("bin", torch.bfloat16, TENSORS // 3),
         of=[
             ("safetensors", torch.bfloat16, TENSORS),
             ("safetensors", torch.bfloat16, TENSORS // 3),

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,27 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_it_is_a_stage() -> None:
     assert isinstance(ShardLoadStage(), Stage)
+
+
+@pytest.mark.parametrize(("expands", "simulated"), [(True, False), (False, False), (True, True)])
+def test_segments_expand_before_the_first_weight_lies_on_an_accelerator_that_is_there(
+    expands: bool, simulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_safetensors(make_model("llama", BFLOAT16), tmp_path / "plain")
+    context = make_context(tmp_path, folder, lambda: empty_model("llama", BFLOAT16), lambda name: 0)
+    inputs, done = ShardLoadStage().gather(context), list[str]()
+
+    def place_first(*_: object, **__: object) -> None:
+        done.append("a weight")
+        raise InterruptedError
+
+    monkeypatch.setattr("offstage.stages.machine.expandable_segments.turn_on", lambda: done.append("segments"))
+    monkeypatch.setattr("offstage.stages.shard_load.place.place", place_first)
+    devices = {**inputs.plan.devices, 0: inputs.plan.devices["cpu"]}
+    planned = replace(inputs.plan, devices=devices, expandable=expands)
+    with pytest.raises(InterruptedError):
+        ShardLoadStage().revive(replace(inputs, plan=planned, ledgers={0: 10**9} if simulated else {}), context)
+    assert done == [*["segments"] * (expands and not simulated), "a weight"]
 
 
 def test_its_summary_says_what_was_read_where(tmp_path: Path, checkpoint: Path) -> None:
