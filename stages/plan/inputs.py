@@ -248,9 +248,18 @@ def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay:
 
 
 def _caches(outline: Outline, geometry: Geometry, request: Request) -> tuple[BlockCache, ...]:
-    """Return the caches of ``request``, as large as they are half-way through the answers."""
-    half_way = replace(request, length=(min(request.prompt, request.length) + request.length) // 2)
-    return block_caches(outline, geometry, half_way, width=int(DTYPE_BYTES[compute_dtype(outline)]))
+    """Return the caches of ``request``, as large as they are half-way through the answers; of quantised ones what takes
+    as long to read and write whole.
+    """
+    middle, bits = (min(request.prompt, request.length) + request.length) // 2, request.cache_bits
+    width = int(DTYPE_BYTES[compute_dtype(outline)])
+    caches = block_caches(outline, geometry, replace(request, length=middle, cache_bits=None), width=width)
+    if bits is None:
+        return caches
+    slowness = bits.slowness(width=width)
+    return tuple(
+        replace(cache, finished=round(cache.finished * slowness)) if cache.grows else cache for cache in caches
+    )
 
 
 def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: MemoryNeeds, step: Step) -> Demand:
