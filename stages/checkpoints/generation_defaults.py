@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 GENERATION_CONFIG = "generation_config.json"
-_IN_CONFIG = ("max_new_tokens", "use_cache", "cache_implementation", "guidance_scale", "prompt_lookup_num_tokens")
+_IN_CONFIG = (
+    "max_new_tokens", "use_cache", "cache_implementation", "cache_config", "guidance_scale", "prompt_lookup_num_tokens",
+)  # fmt: skip
 """The options that change what decoding takes and that transformers takes from a ``config.json`` too."""
 TOKEN_OPTION = "_token_id"
 """What the names of options end in that name tokens."""

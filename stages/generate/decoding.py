@@ -28,15 +28,17 @@ from offstage.stages.generate.inputs import GenerateInputs
 from offstage.stages.generate.judged import Judged
 from offstage.stages.generate.logprobs import ChosenLogprobs
 from offstage.stages.generate.metrics import Cost, TimedBatch
+from offstage.stages.generate.quantized_cache import unpack_by_operators
 from offstage.stages.generate.sampling import SeededRows, seeded_rows
 from offstage.stages.generate.speculation import ExactSpeculation
 from offstage.stages.generate.transcript import LiveTranscript, before_answer, decode_after
 from offstage.stages.inference.padding import make_batch
 from offstage.stages.inference.progress import Progress, Row
 from offstage.stages.inference.tokens import check_words
-from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED, decoder_start
+from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED, QUANTIZED, decoder_start
 from offstage.stages.inputs.prompt_processor import PromptProcessor
 from offstage.stages.inputs.prompts import MOST, prompt_inputs
+from offstage.stages.inputs.quantized_cache import CACHE_CONFIG, read_cache_config
 
 _log = logging.getLogger("offstage")
 
@@ -306,6 +308,8 @@ class Decoding:
         call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
         if self._assistant is not None and speculation is None:
             call["assistant_model"] = self._assistant.for_prompt(given)
+        if call.get(CACHE, self._default(CACHE)) == QUANTIZED:
+            self._quantise_cache(call)
         loop = speculation.decode if speculation is not None else None
         with (
             torch.no_grad(),
@@ -315,6 +319,14 @@ class Decoding:
             return decode.decode_with_transformers(
                 model, asked, call | cache, device=device, clock=clock, logprobs=logprobs, loop=loop
             )
+
+    def _quantise_cache(self, call: dict[str, Any]) -> None:
+        """Prepare ``call`` for a quantised cache: transformers changes the options of one that it is given."""
+        config = call.get(CACHE_CONFIG, self._default(CACHE_CONFIG))
+        if config is not None:
+            call[CACHE_CONFIG] = dict(config)
+        if read_cache_config({CACHE_CONFIG: config}).backend == "quanto":
+            unpack_by_operators()
 
     def _host_cache(
         self, call: dict[str, Any], asked: Mapping[str, torch.Tensor]

@@ -17,15 +17,25 @@ from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.empty_init.identity import read_config
 from offstage.stages.generate.host_cache import why_not_on_host
 from offstage.stages.generate.prompts import token_ids
+from offstage.stages.generate.quantized_cache import quantized_faults
 from offstage.stages.generate.shared_cache import why_not_shared
-from offstage.stages.inputs.generate_options import CACHE, LOOKUP, OFFLOADED, OWN_KEYS, GenerateOptions, is_count
+from offstage.stages.inputs.generate_options import (
+    CACHE,
+    LOOKUP,
+    OFFLOADED,
+    OWN_KEYS,
+    QUANTIZED,
+    GenerateOptions,
+    is_count,
+)
 from offstage.stages.inputs.prompts import Prompt, check_seed
+from offstage.stages.inputs.quantized_cache import CACHE_CONFIG
 
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""
 
-QUANTIZED, CACHES = "quantized", ("dynamic", "static", OFFLOADED)
-"""The values of ``cache_implementation`` that a run can have: the first two stay where the model computes."""
+CACHES = ("dynamic", "static", OFFLOADED, QUANTIZED)
+"""The values of ``cache_implementation`` that a run can have: all but the third stay where the model computes."""
 
 
 _COUNTS = {"max_new_tokens": "tokens", "num_beams": "beams", "num_return_sequences": "sequences"}
@@ -106,10 +116,14 @@ def check_own_options(
         seen.append(prompt.options)
         own = dict(prompt.options)
         yield from check_seed(f"{name}.seed", own.pop("seed", 0))
-        caches = {given.options.get(CACHE), own.get(CACHE, given.options.get(CACHE))}
-        if len(caches) > 1 and OFFLOADED in caches:
-            yield Fault(f"{name}.{CACHE}", f"{OFFLOADED!r} is for all prompts or none: a plan leaves room for one kind")
         both = given.of_prompt(own)
+        caches = {given.options.get(CACHE), both.options.get(CACHE)}
+        for kind in (kind for kind in (OFFLOADED, QUANTIZED) if len(caches) > 1 and kind in caches):
+            yield Fault(f"{name}.{CACHE}", f"{kind!r} is for all prompts or none: a plan leaves room for one kind")
+        if len(caches) == 1 and given.quantized_cache != both.quantized_cache:
+            yield Fault(
+                f"{name}.{CACHE_CONFIG}", "is for all prompts or none: a plan leaves room for one kind of cache"
+            )
         for fault in list(check_options(both, model)) or check_served(both, model):
             yield Fault(f"{name}{fault.key.removeprefix('generate')}", fault.message, fault.error)
 
@@ -128,9 +142,12 @@ def check_served(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[F
         with foreign(ConfigError, "generate: transformers refuses these options"):
             refusals = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, given, model)]
             refusals += _untold(given, model)
+            quantises = effective.get(CACHE) == QUANTIZED
+            faults = list(quantized_faults(effective, _architecture(model), folder)) if quantises else []
     except (ConfigError, CheckpointError) as error:
         yield Fault("generate", str(error).removeprefix("generate: "), type(error))
         return
+    yield from faults
     here = {**given.options, "assistant_model": given.assistant_model, "output_logprobs": given.output_logprobs}
     for name, message in refusals:
         asked = repr(here[name]) if name in here else f"{effective[name]!r} ({folder / GENERATION_CONFIG} says so)"
@@ -153,9 +170,7 @@ def _removed(options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    if options.get(CACHE) == QUANTIZED:
-        yield CACHE, f"keeps keys and values in fewer bits, and gives other tokens; {OFFLOADED} keeps all, on the host"
-    elif options.get(CACHE) not in (None, *CACHES):
+    if options.get(CACHE) not in (None, *CACHES):
         yield CACHE, f"is no cache that a run can have; give {' or '.join(CACHES)}, or leave it out"
     if options.get(CACHE) == OFFLOADED and (why := why_not_on_host(_architecture(model), ModelSource.of(model).folder)):
         yield CACHE, f"asks for keys and values that wait on the host, and {why}; leave it out"

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeGuard
 from offstage.pipeline.errors import Fault
 from offstage.pipeline.typed_config import LEAST, key_names, read_open
 from offstage.stages.inputs.line_file import is_text
+from offstage.stages.inputs.quantized_cache import QuantizedCache, read_cache_config
 
 AUTO = "auto"
 EXACT, BATCHED = "exact", "batched"
@@ -23,8 +24,8 @@ GUESSED = "num_assistant_tokens"
 GUESSES = 20
 """How many transformers has guessed at once where nothing is said."""
 
-CACHE, OFFLOADED = "cache_implementation", "offloaded"
-"""The option that says which cache there is, and its value for one that waits on the host."""
+CACHE, OFFLOADED, QUANTIZED = "cache_implementation", "offloaded", "quantized"
+"""The option that says which cache there is, its value for one that waits on the host, and for one of fewer bits."""
 KEPT_POSITIONS = 64
 """Of a cache on the host memory is taken for so many positions at once."""
 _ONE_CACHE = ("static", "offloaded_static")
@@ -94,6 +95,11 @@ class GenerateOptions:
     def keeps_cache_on_host(self) -> bool:
         """Whether keys and values wait on the host."""
         return bool(self.options.get(CACHE) == OFFLOADED)
+
+    @property
+    def quantized_cache(self) -> QuantizedCache | None:
+        """How keys and values are quantised; null where they aren't."""
+        return read_cache_config(self.options) if self.options.get(CACHE) == QUANTIZED else None
 
     @property
     def lockstep_is_chosen(self) -> bool:

@@ -22,6 +22,12 @@ PROCESS_BYTES = 313 * 10**6
 PEFT_BYTES = 18 * 10**6
 """What it holds besides where peft is imported, with what that imports, and an adapter's modules were made."""
 
+CACHE_LIBRARY_BYTES = {"quanto": 10 * 10**6, "hqq": 10 * 10**6}
+"""What it holds besides where a library quantises the KV cache, once that was imported and used."""
+
+DIFFUSERS_BYTES = 70 * 10**6
+"""What quanto imports besides where diffusers is installed."""
+
 TRAINING_BYTES = 40 * 10**6
 """What it holds besides where it trains: what torch imports for optimizers, and threads of the backward pass."""
 

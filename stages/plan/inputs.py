@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 
 from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.hardware import Accelerator, Hardware
-from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
+from offstage.stages.machine.host_memory import CACHE_LIBRARY_BYTES, DIFFUSERS_BYTES, PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.hosts import host_count
 from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.process_memory import STEP_BYTES
@@ -160,7 +161,7 @@ def gather_inputs(
     again = partial(gather_inputs, outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=skeleton)
     plain = again(measured=measured) if packing and given.storage.codec == "auto" else None
     outline = with_copies(outline, packing)
-    library, whole = PEFT_BYTES if with_adapter(config) else 0, read_request(config)
+    library = _library_bytes(config, whole := read_request(config))
     requests, notes = _requests(whole, outline, config)
     apart = [media_request(config, measured)] if isinstance(measured, MediaDemand) else []
     ratio, demands, chosen = None, list[Demand](), None not in requests
@@ -195,6 +196,15 @@ def gather_inputs(
         kernel_identity=identity() if outline.exact else "",
         notes=(*notes, *_assumed_of_host(config)),
     )
+
+
+def _library_bytes(config: Config, whole: Request) -> int:
+    """Return what libraries take of the host's process that the ``whole`` request under ``config`` alone needs."""
+    library = PEFT_BYTES if with_adapter(config) else 0
+    if (bits := whole.cache_bits) is not None:
+        imported = bits.backend == "quanto" and find_spec("diffusers") is not None
+        library += CACHE_LIBRARY_BYTES[bits.backend] + (DIFFUSERS_BYTES if imported else 0)
+    return library
 
 
 def _requests(whole: Request, outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
@@ -238,9 +248,18 @@ def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay:
 
 
 def _caches(outline: Outline, geometry: Geometry, request: Request) -> tuple[BlockCache, ...]:
-    """Return the caches of ``request``, as large as they are half-way through the answers."""
-    half_way = replace(request, length=(min(request.prompt, request.length) + request.length) // 2)
-    return block_caches(outline, geometry, half_way, width=int(DTYPE_BYTES[compute_dtype(outline)]))
+    """Return the caches of ``request``, as large as they are half-way through the answers; of quantised ones what takes
+    as long to read and write whole.
+    """
+    middle, bits = (min(request.prompt, request.length) + request.length) // 2, request.cache_bits
+    width = int(DTYPE_BYTES[compute_dtype(outline)])
+    caches = block_caches(outline, geometry, replace(request, length=middle, cache_bits=None), width=width)
+    if bits is None:
+        return caches
+    slowness = bits.slowness(width=width)
+    return tuple(
+        replace(cache, finished=round(cache.finished * slowness)) if cache.grows else cache for cache in caches
+    )
 
 
 def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: MemoryNeeds, step: Step) -> Demand:

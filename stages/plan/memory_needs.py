@@ -26,8 +26,8 @@ class BlockCache:
     """The bytes that ``block`` keeps of a request: after the prompts' forward, and in the end.
 
     The first may be more: a window's keys are a view of the whole prompt's until the next token comes. They are those
-    of so many ``tensors``, keys and values of each call. What ``grows``, or is an encoder's beside what does, may wait
-    on the host; what ``waits`` does, and comes to where the block computes for its attention.
+    of so many ``tensors``, keys and values of each call. What ``grows``, and isn't quantised, may wait on the host, or
+    what is an encoder's beside it; what ``waits`` does, and comes to where the block computes for its attention.
     """
 
     block: str
@@ -148,6 +148,10 @@ def memory_needs(
     beside += (
         request.members * request.judged * copied // request.sequences
     )  # each has a block's keys and values in hand
+    if request.cache_bits is not None and request.length:
+        full = max(spec.position_bytes for spec in _specs(outline, geometry, request, width=width))
+        in_hand = request.cache_bits.in_hand(width=width, calls=request.members)
+        beside += round(in_hand * full * request.sequences * request.length)
     beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
     return MemoryNeeds(
         activations + beside,
@@ -219,22 +223,34 @@ def block_caches(outline: Outline, geometry: Geometry, request: Request, *, widt
     """
     if not request.length:
         return ()
-    specs = request.caches or outline.skeleton.caches or (_guess(outline, geometry, width=width),)
+    specs = _specs(outline, geometry, request, width=width)
     sequences = request.members * request.sequences * request.forwards
-    prompt = min(request.prompt, request.length)
     return tuple(
         BlockCache(
             block,
-            prompted=round(sequences * spec.after_prompt(_in_steps(prompt, waits), encoded=encoded)),
-            finished=round(sequences * spec.after_token(_in_steps(request.length, waits), encoded=encoded)),
+            prompted=round(sequences * prompted),
+            finished=round(sequences * finished),
             tensors=2 * request.members * request.forwards,
-            grows=spec.keeps_all,
+            grows=spec.keeps_all and request.cache_bits is None,
             waits=waits,
         )
         for spec in specs
         for waits in (request.cache_on_host and spec.keeps_all,)
         for encoded in (_in_steps(request.prompt, waits),)
+        for prompted, finished in (_kept(spec, request, waits=waits, encoded=encoded, width=width),)
         for block in spec.blocks
+    )
+
+
+def _kept(spec: CacheSpec, request: Request, *, waits: bool, encoded: int, width: int) -> tuple[float, float]:
+    """Return the bytes that a block keeps of a sequence of ``request`` after its prompt's forward, and in the end."""
+    prompt, bits = min(request.prompt, request.length), request.cache_bits
+    if bits is not None and spec.keeps_all:
+        in_end = bits.finished(request.length, decoded=request.decoded, width=width)
+        return bits.prompted(prompt, width=width) * spec.position_bytes, in_end * spec.position_bytes
+    return (
+        spec.after_prompt(_in_steps(prompt, waits), encoded=encoded),
+        spec.after_token(_in_steps(request.length, waits), encoded=encoded),
     )
 
 
@@ -257,6 +273,11 @@ def cache_bytes(caches: Iterable[BlockCache], device_of: Callable[[str], DeviceI
         prompted[device] += cache.prompted
         finished[device] += cache.finished
     return dict((prompted | finished) + passing)
+
+
+def _specs(outline: Outline, geometry: Geometry, request: Request, *, width: int) -> tuple[CacheSpec, ...]:
+    """Return what blocks keep, as a rehearsal showed it, or as the config makes it likely."""
+    return request.caches or outline.skeleton.caches or (_guess(outline, geometry, width=width),)
 
 
 def _guess(outline: Outline, geometry: Geometry, *, width: int) -> CacheSpec:

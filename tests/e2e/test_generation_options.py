@@ -65,7 +65,7 @@ def test_a_static_cache_of_the_checkpoint_gives_the_same_tokens(offstage_here: R
     [
         ({"penalty_alpha": 0.6, "top_k": 4}, "generate.penalty_alpha: 0.6"),
         ({"dola_layers": "high"}, "generate.dola_layers: 'high'"),
-        ({"cache_implementation": "quantized"}, "generate.cache_implementation: 'quantized'"),
+        ({"cache_implementation": "quantized", "cache_config": {"nbits": 7}}, "generate.cache_config.nbits: 7"),
         ({"cache_implementation": "offloaded_static"}, "generate.cache_implementation: 'offloaded_static'"),
         ({"bad_words_ids": []}, "generate: transformers refuses these options"),
         ({"bad_words_ids": [5]}, "generate: transformers refuses these options"),

@@ -17,7 +17,7 @@ from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 BUDGET_EXIT = 4
-ON_HOST = "+generate.cache_implementation=offloaded"
+ON_HOST, IN_FEWER_BITS = (f"+generate.cache_implementation={kind}" for kind in ("offloaded", "quantized"))
 PROMPT = f"generate.prompts=[{[place % 90 + 3 for place in range(400)]},{[place % 80 + 3 for place in range(300)]}]"
 LINK = 100 * 10**6
 RATES = f"+hardware.rates={{storage: 1GB, host: 10GB, host_to_device: {LINK}, device: 100GB}}"
@@ -98,6 +98,7 @@ def test_the_plan_says_which_is_better_there_weights_or_the_cache(offstage_here:
     streamed = ("max_memory={0: 1MB, cpu: 300kB}", slow)
     assert "generate.cache_implementation=offloaded" in notes(*streamed)
     assert "KV cache" not in notes(*streamed, ON_HOST)
+    assert "KV cache" not in notes(*streamed, IN_FEWER_BITS), "it can't wait there in these"
 
 
 @pytest.mark.parametrize(

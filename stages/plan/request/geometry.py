@@ -14,6 +14,7 @@ from typing import Any
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment
+from offstage.stages.inputs.quantized_cache import QuantizedCache
 
 _ENCODERS = ("vision_config", "audio_config", "encoder")
 """The keys of a ``config.json`` below which the shape of an encoder of images or audio stands."""
@@ -64,8 +65,9 @@ class Request:
     are ``judged`` in lockstep with the token before them, over one cache. ``assistant_bytes`` are what a second model
     takes beside, ``assistant_cache`` its keys and values among them, of which each member has some. ``moments`` are
     those of a forward that is known at its very shape, and ``caches`` what it leaves, where that isn't known of the
-    model. ``cache_on_host`` says that keys and values wait there. All in all there are ``rows`` of prompts, the longest
-    of ``routed`` tokens, and each is decoded in so many ``steps``; 0 where that isn't known. These change nothing of
+    model. ``cache_on_host`` says that keys and values wait there, ``cache_bits`` how they are quantised:
+    so many positions are then ``decoded`` at most. All in all there are ``rows`` of prompts, the longest of ``routed``
+    tokens, and each is decoded in so many ``steps``; 0 where that isn't known. These change nothing of
     the room that it takes: requests that differ in them alone are alike.
     """
 
@@ -86,6 +88,8 @@ class Request:
     moments: tuple[Moment, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
     cache_on_host: bool = False
+    cache_bits: QuantizedCache | None = None
+    decoded: int = 0
     rows: int = field(default=1, compare=False)
     routed: int = field(default=0, compare=False)
     steps: int = field(default=0, compare=False)

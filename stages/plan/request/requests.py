@@ -161,6 +161,9 @@ def _answers(
     prompt, both, answer = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new, begun + new))
     length = answer if has_encoder else both  # the prompt's positions are then the encoder's
     is_cached = all(one.options.get("use_cache") is not False for one in asked)
+    bits = asked[0].quantized_cache
+    chunked = any(one.options.get("prefill_chunk_size") for one in asked)
+    decoded = new - 1 + (tokens if chunked else 0)  # what a prompt's later chunks bring is kept as if it were decoded
     second = assistant_bytes(given.assistant_model, prompt=prompt, length=both)
     return Request(
         together * copies,
@@ -174,6 +177,8 @@ def _answers(
         assistant_bytes=sum(second),
         assistant_cache=second[1],
         cache_on_host=all(one.keeps_cache_on_host for one in asked),
+        cache_bits=bits,
+        decoded=max(0, decoded) if bits else 0,
         routed=round_up(tokens),
         steps=round_up(max(0, new - 1)),
     )

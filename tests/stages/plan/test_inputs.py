@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from offstage.pipeline.stage import keyed
+from offstage.stages.empty_init.skeleton import CacheSpec
 from offstage.stages.machine.hardware import Accelerator, Hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES, Host
 from offstage.stages.machine.kernels import NOMINAL
 from offstage.stages.machine.rates import read_rates
-from offstage.stages.plan.inputs import PlanInputs, gather_inputs
+from offstage.stages.plan.inputs import Demand, PlanInputs, gather_inputs
 from tests.stages.plan.skeletons import outline, stack
 from tests.stages.plan.test_stage import config
 
@@ -59,3 +62,20 @@ def test_the_free_memory_of_an_accelerator_is_a_part_of_the_key_where_a_given_bu
     assert not planned(20 * GB).rooms
     assert keyed(planned(GB)) != keyed(planned(20 * GB))
     assert planned(GB).rooms.keys() == {0}
+
+
+def test_a_quantised_cache_is_fewer_bytes_and_takes_a_token_longer() -> None:
+    machine = Hardware(accelerators=(), host=Host(total_bytes=64 * GB, available_bytes=20 * GB))
+    kept = CacheSpec(tuple(f"layers.{index}" for index in range(3)), position_bytes=1024)
+    model = replace(stack(3), skeleton=replace(stack(3).skeleton, caches=(kept,)))
+
+    def demanded(**options: object) -> Demand:
+        asked = {"prompts": [[1] * 2000], "max_new_tokens": 2, "lockstep": 1, **options}
+        given = config(generate=asked, stages=["generate"])
+        inputs = gather_inputs(model, given, machine=machine, rates=read_rates({}), kernels=NOMINAL)
+        return inputs.demands[0]
+
+    whole, quantised = demanded(), demanded(cache_implementation="quantized", cache_config={"nbits": 2})
+    assert 0 < quantised.needs.cache_bytes < whole.needs.cache_bytes / 4
+    (before, after) = (sum(cache.finished for cache in one.step.caches) for one in (whole, quantised))
+    assert after == pytest.approx(before * (5.5 + 8 / 128), rel=0.01)
