@@ -20,7 +20,6 @@ from offstage.stages.finetune.steps import Trainer
 from offstage.stages.plan.budgets import LEAST_MARGIN, LIBRARY_BYTES
 from tests.benchmarks.caps import can_cap
 from tests.e2e.conftest import Finished, Replay, kill_when, record_of, start, wait_for
-from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
@@ -34,7 +33,6 @@ MODELS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 WINDOW = 24
 GIVEN = ("stages=finetune", "model=pretrained", f"model.tokenizer={EMBEDDED}", "finetune.text_file=text.txt")
-SIGNS = ("checkpoint", "checkpoint/*.safetensors", "finetune.json", "manifest.json")
 SMALL = (f"finetune.window={WINDOW}", "finetune.batch_size=2", "finetune.learning_rate=0.003")
 
 
@@ -254,7 +252,7 @@ def test_killed_as_its_weights_are_saved_it_has_no_step_to_take_again(
     assert not list(artifact(resumed).rglob("stray.bin"))
 
 
-@pytest.mark.parametrize("sign", in_ci("checkpoint", "manifest.json", of=SIGNS))
+@pytest.mark.parametrize("sign", ["checkpoint", "manifest.json"])
 def test_killed_in_its_last_moments_it_ends_with_the_same_weights(
     sign: str, checkpoint: Path, whole: list[dict[str, Any]], tmp_path: Path, offstage_here: Run
 ) -> None:
