@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
-from transformers.integrations.mxfp4 import dequantize_convertops
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offstage.stages.empty_init import init_empty_weights
 from tests.benchmarks.checkpoints import (
@@ -31,6 +31,7 @@ from tests.benchmarks.checkpoints import (
     tensors_of,
 )
 from tests.benchmarks.gguf_checkpoints import make_gguf, unpack_gguf
+from tests.packed_references import unpacked_fp8
 
 KINDS = ("fp8", "mxfp4", "gguf")
 SCALE = "_scale_inv"
@@ -64,14 +65,12 @@ def unpack_fp8(source: Path, folder: Path) -> Path:
     """Write what transformers unpacks the FP8 checkpoint ``source`` to into ``folder``; return that."""
     if (folder / INDEX).exists():
         return folder
-    unpacker = Fp8Dequantize(SimpleNamespace(quantization_config=None))
     scales = dict(tensors_of(source, only=SCALE))
 
     def unpacked() -> Named:
         for name, tensor in tensors_of(source):
             if name + SCALE in scales:
-                given = {"weight": [tensor], "weight_scale_inv": [scales[name + SCALE]]}
-                yield name, unpacker.convert(given)["weight"].bfloat16()
+                yield name, unpacked_fp8(tensor, scales[name + SCALE])
             elif name not in scales:
                 yield name, tensor
 
@@ -119,7 +118,7 @@ def unpack_mxfp4(source: Path, folder: Path) -> Path:
         for name, tensor in tensors_of(source):
             if name.endswith("_blocks"):
                 stem = name.removesuffix("_blocks")
-                yield stem, dequantize_convertops(tensor, scales[f"{stem}_scales"], torch.bfloat16).contiguous()
+                yield stem, convert_moe_packed_tensors(tensor, scales[f"{stem}_scales"])
             elif name not in scales:
                 yield name, tensor
 

@@ -14,8 +14,8 @@ import safetensors
 import torch
 from safetensors.torch import load, save
 from transformers import FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
-from transformers.integrations.mxfp4 import dequantize_convertops
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS as GGML
@@ -30,6 +30,7 @@ from tests.fuzz.formats import ALONE, RIGHT, Format, require
 from tests.fuzz.mutations import JSON, SAFETENSORS
 from tests.fuzz.packed_mutations import FRAMES, GGUF
 from tests.fuzz.weights import Tensors, same
+from tests.packed_references import unpacked_fp8
 from tests.stages.checkpoints.ggufs import random_blocks, raw_gguf, settings, tensor
 
 BLOCK = (4, 8)
@@ -79,12 +80,11 @@ def _unpacked(path: Path) -> Tensors:
 
 
 def _by_fp8(raw: Tensors) -> Tensors:
-    unpacker = Fp8Dequantize(SimpleNamespace(quantization_config=None))
     tensors = {}
     for name, codes in raw.items():
         scale = raw.get(f"{name}_scale_inv")
         if scale is not None:
-            tensors[name] = unpacker.convert({"weight": [codes], "weight_scale_inv": [scale]})["weight"].bfloat16()
+            tensors[name] = unpacked_fp8(codes, scale)
         elif not name.endswith("_scale_inv"):
             tensors[name] = codes
     return tensors
@@ -95,7 +95,7 @@ def _by_mxfp4(raw: Tensors) -> Tensors:
     for name, codes in raw.items():
         if name.endswith("_blocks"):
             stem = name.removesuffix("_blocks")
-            tensors[stem] = dequantize_convertops(codes, raw[f"{stem}_scales"], torch.bfloat16)
+            tensors[stem] = convert_moe_packed_tensors(codes, raw[f"{stem}_scales"])
         elif not name.endswith("_scales"):
             tensors[name] = codes
     return tensors

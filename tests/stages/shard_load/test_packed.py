@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
@@ -25,6 +25,7 @@ from offstage.stages.shard_load.place import place
 from offstage.stages.shard_load.sources import Sources, find_sources
 from offstage.stages.shard_load.stored_weights import fill_store
 from offstage.stages.units import DeviceId
+from tests.packed_references import unpacked_fp8
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -33,7 +34,6 @@ def write(model: Any, folder: Path) -> Path:
     """Write ``model`` in FP8 into ``folder``, and what transformers dequantises it to into ``folder/plain``."""
     settings = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
     quantiser = Fp8Quantize(SimpleNamespace(quantization_config=settings))
-    unpacker = Fp8Dequantize(SimpleNamespace(quantization_config=None))
     model.save_pretrained(folder / "plain")
     file = folder / "plain" / "model.safetensors"
     saved: dict[str, torch.Tensor] = {}
@@ -42,8 +42,7 @@ def write(model: Any, folder: Path) -> Path:
         packs = tensor.dim() > 1 and "_proj" in name
         parts = quantiser.convert({name: tensor}) if packs else {name: tensor}
         saved |= parts
-        given = {"weight": [parts[name]], "weight_scale_inv": [parts.get(f"{name}_scale_inv")]}
-        plain[name] = unpacker.convert(given)["weight"].bfloat16() if packs else tensor
+        plain[name] = unpacked_fp8(parts[name], parts[f"{name}_scale_inv"]) if packs else tensor
     save_file(saved, folder / "model.safetensors", {"format": "pt"})
     save_file(plain, file, {"format": "pt"})
     model.config.quantization_config = settings.to_dict()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
@@ -23,9 +22,9 @@ from offstage.stages.checkpoints.packed import BLOCK_BYTES, SCRATCH_BYTES, Packe
 from offstage.stages.checkpoints.quantised import logical_entries
 from offstage.stages.checkpoints.readers import read_extent
 from tests.operator_threads import in_threads
+from tests.packed_references import unpacked_fp8
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-DEQUANTIZE = Fp8Dequantize(None)
 
 
 def folded(
@@ -86,7 +85,7 @@ def test_weights_are_to_the_bit_those_that_transformers_dequantises(tmp_path: Pa
     tensor = replace(packed(tmp_path, codes, scales), dtype=dtype)
     made = read_extent(tensor)
     assert made.shape == shape
-    assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, getattr(torch, dtype)))
+    assert same_bits(made, unpacked_fp8(codes, scales, getattr(torch, dtype)))
     assert tensor.rest_bytes == codes.nbytes + scales.nbytes
 
 
@@ -103,26 +102,26 @@ SCALES = {
 def test_scales_may_rest_in_any_dtype_that_transformers_takes(tmp_path: Path, kind: str) -> None:
     codes = codes_of(256, 384)
     made = read_extent(packed(tmp_path, codes, SCALES[kind]))
-    assert same_bits(made, DEQUANTIZE._dequantize_one(codes, SCALES[kind], torch.bfloat16))
+    assert same_bits(made, unpacked_fp8(codes, SCALES[kind]))
 
 
 @pytest.mark.parametrize("scales", [torch.tensor(0.37), torch.tensor([0.37]), torch.tensor([[0.37]])])
 def test_a_weight_may_have_one_scale(tmp_path: Path, scales: torch.Tensor) -> None:
     codes = codes_of(192, 80)
     made = read_extent(packed(tmp_path, codes, scales, weight_block_size=None))
-    assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
+    assert same_bits(made, unpacked_fp8(codes, scales))
 
 
 def test_a_block_may_be_declared_larger_than_any_weight(tmp_path: Path) -> None:
     codes, scales = codes_of(64, 80), torch.tensor([[0.37]])
     made = read_extent(packed(tmp_path, codes, scales, weight_block_size=[10**30, 10**20]))
-    assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
+    assert same_bits(made, unpacked_fp8(codes, scales))
 
 
 def test_each_expert_of_a_stack_may_have_one_scale(tmp_path: Path) -> None:
     codes, scales = codes_of(4, 32, 48), scales_of(4)
     made = read_extent(packed(tmp_path, codes, scales, weight_block_size=None))
-    assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
+    assert same_bits(made, unpacked_fp8(codes, scales))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
@@ -131,14 +130,14 @@ def test_fp4_has_two_values_to_a_byte(tmp_path: Path, dtype: torch.dtype) -> Non
     scales = torch.randint(120, 130, (3, 64, 8)).to(dtype)
     tensor = packed(tmp_path, codes, scales)
     assert (tensor.codec.name, tensor.shape) == ("fp4", (3, 64, 256))
-    assert same_bits(read_extent(tensor), DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
+    assert same_bits(read_extent(tensor), unpacked_fp8(codes, scales))
 
 
 def test_blocks_that_are_cut_short_are_those_of_the_size_that_the_config_says(tmp_path: Path) -> None:
     codes, scales = codes_of(192, 320), scales_of(2, 3)
     padded = torch.zeros(256, 384).to(torch.float8_e4m3fn)
     padded.view(torch.uint8)[:192, :320] = codes.view(torch.uint8)
-    whole = DEQUANTIZE._dequantize_one(padded, scales, torch.bfloat16)
+    whole = unpacked_fp8(padded, scales)
     assert same_bits(read_extent(packed(tmp_path, codes, scales)), whole[:192, :320])
 
 
@@ -171,7 +170,7 @@ def test_the_sample_is_one_block_that_unpacks() -> None:
     codes = torch.from_numpy(data[0]).view(torch.float8_e4m3fn).view(tensor.shape)
     scales = torch.from_numpy(data[1]).view(torch.float32).view(4, 32)
     made = torch.from_numpy(target).view(torch.bfloat16).view(tensor.shape)
-    assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
+    assert same_bits(made, unpacked_fp8(codes, scales))
     assert not made.isnan().any()
 
 

@@ -53,7 +53,13 @@ def save_packed_mixture(folder: Path, *, quantization: Mapping[str, Any] = QUANT
 
 
 def unpacked_by_transformers(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Return the model of the checkpoint in memory, unpacked as a whole."""
+    """Return the model of the checkpoint in memory, unpacked as a whole.
+
+    All weights in ``dtype``: transformers 5.17 leaves the experts in bfloat16, whatever it is asked for.
+    """
     settings = Mxfp4Config(dequantize=True)
     with without_asking_for_accelerate():
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=dtype).eval()
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    return model
