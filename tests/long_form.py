@@ -20,6 +20,14 @@ def in_ci(*chosen: Any, of: Iterable[Any]) -> list[Any]:
     return [case if case in chosen else pytest.param(*_values(case), marks=pytest.mark.long_form) for case in cases]
 
 
+def in_part(of: Iterable[Any], *, every: int = 2) -> list[Any]:
+    """Return the cases ``of`` a test, many of which show one mechanism: CI has one of so many, from the first on."""
+    return [
+        case if place % every == 0 else pytest.param(*_values(case), marks=pytest.mark.long_form)
+        for place, case in enumerate(of)
+    ]
+
+
 def in_turn(*axes: Iterable[Any]) -> list[Any]:
     """Return the product of ``axes``, of which CI has those that meet the members of the last one in turn.
 

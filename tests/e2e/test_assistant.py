@@ -16,6 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import Finished
 
+pytestmark = pytest.mark.long_form
+"""What it shows of whole runs, tests of the stages show of these."""
+
 Run = Callable[..., Finished]
 TINY = Path(str(resources.files("offstage.conf") / "checkpoints" / "tiny"))
 ASKED = ("generate.prompts=[The weights,[5,6,7,8],One day in]", "generate.max_new_tokens=12", "max_memory.cpu=4MB")
@@ -104,6 +107,7 @@ def harms(assistant: Path, folder: Path) -> dict[str, tuple[tuple[str, ...], str
     }  # fmt: skip
 
 
+@pytest.mark.long_form
 def test_what_can_not_help_is_refused_before_a_weight_is_read(
     offstage_here: Run, assistant: Path, tmp_path: Path
 ) -> None:

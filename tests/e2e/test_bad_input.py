@@ -10,6 +10,7 @@ import pytest
 
 import tests.e2e.conftest as harness
 from tests.e2e.conftest import Finished, environment
+from tests.long_form import in_part
 
 Run = Callable[..., Finished]
 TINY = resources.files("offstage.conf") / "checkpoints" / "tiny"
@@ -30,7 +31,7 @@ def refused(done: Finished, code: int, *words: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
+    in_part([
         (["max_memry=3"], ["max_memry: unknown key", "did you mean 'max_memory'"]),
         (["generate.max_new_token=3"], ["generate.max_new_token: no such option", "did you mean 'max_new_tokens'"]),
         (["stages=[empty_init,pln]"], ["stages: 'pln' is no stage", "did you mean 'plan'"]),
@@ -55,7 +56,7 @@ def refused(done: Finished, code: int, *words: str) -> None:
         (["generate.prompts=[[99999]]"], ["token id 99999", "3072 words"]),
         (["stop_after=nothing"], ["stop_after: 'nothing'"]),
         (["seed=-3"], ["seed: -3"]),
-    ],
+    ]),
     ids=lambda value: " ".join(value)[:40],
 )  # fmt: skip
 def test_a_bad_config_is_one_line_and_exit_2(arguments: list[str], words: list[str], offstage_here: Run) -> None:
@@ -126,7 +127,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("harm", in_part(HARMS))
 def test_a_bad_checkpoint_is_one_line_and_exit_3(harm: str, checkpoint: Path, offstage_here: Run) -> None:
     do, words = HARMS[harm]
     do(checkpoint)
@@ -142,6 +143,7 @@ def test_a_config_of_other_sizes_than_the_weights_is_refused(checkpoint: Path, o
     assert "Traceback" not in done.err
 
 
+@pytest.mark.long_form
 def test_a_budget_that_cannot_hold_its_reserve_is_refused_before_a_weight_is_read(offstage_here: Run) -> None:
     done = offstage_here("max_memory.cpu=100KB")
     refused(done, BUDGET, "100")

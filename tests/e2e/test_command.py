@@ -219,6 +219,7 @@ def test_two_processes_on_an_empty_cache_share_one_artifact_a_key(tmp_path: Path
         assert len(list(tmp_path.glob(f"outputs/cache/{stage}/*/manifest.json"))) == 1
 
 
+@pytest.mark.long_form
 @pytest.mark.from_nothing
 def test_killed_while_any_stage_is_written_the_next_run_is_right(
     offstage_here: Run, described: Path, tmp_path: Path

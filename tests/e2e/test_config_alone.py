@@ -23,7 +23,7 @@ from offstage.stages.empty_init.declared import declared_checkpoint
 from offstage.stages.empty_init.model import build_model
 from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
 from tests.e2e.pipelines import config_for
-from tests.long_form import in_ci
+from tests.long_form import in_ci, in_part
 from tests.stages.checkpoints.codecs import (
     test_bitsandbytes as four_bits,
     test_compressed_tensors as compressed,
@@ -146,7 +146,7 @@ ROUTERS = {"deepseek-v3": 2 * 58 * 256 * (7168 + 1)}
 """What more there is where transformers (from 5.24 on) has routers and their biases in float32, not in bfloat16."""
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", in_part(BY_HAND))
 def test_published_sizes_are_those_of_arithmetic(name: str, tmp_path: Path) -> None:
     shutil.copy(PUBLISHED / f"{name}.json", tmp_path / "config.json")
     model = build_model({"kind": "pretrained", "path": str(tmp_path)}, "bfloat16")
@@ -169,7 +169,7 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", in_part(REFUSED))
 def test_a_config_that_does_not_say_how_weights_lie_is_refused(case: str, tmp_path: Path) -> None:
     quantization, words = REFUSED[case]
     LLAMA.save_pretrained(tmp_path / "alone")

@@ -49,6 +49,7 @@ def test_a_run_does_not_need_its_streams(redirection: str, fresh_folder: Path) -
     assert record["status"] == "completed"
 
 
+@pytest.mark.long_form
 def test_what_a_stream_cannot_show_is_shown_escaped(fresh_folder: Path, offstage_here: Run) -> None:
     asked = ("generate.prompts=['dé…jà']", "generate.max_new_tokens=1")
     assert offstage_here(*asked).code == 0, "what is served is shown too"
@@ -141,7 +142,7 @@ CONTENTS = {
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    in_ci(*product(FILES, ["nested", "null"]), of=product(FILES, CONTENTS)),
+    in_ci(*product(FILES, ["nested"]), of=product(FILES, CONTENTS)),
 )
 def test_files_of_other_content_are_said_in_one_line(
     file: str, content: str, tmp_path: Path, offstage_here: Run

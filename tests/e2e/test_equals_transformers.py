@@ -26,6 +26,9 @@ from tests.e2e.pipelines import STAGES, config_for
 from tests.e2e.test_architectures import CONFIGS, ENDS, SIZES, WORDS
 from tests.long_form import in_ci
 
+pytestmark = pytest.mark.long_form
+"""What it shows of whole runs, tests of the stages show of these."""
+
 MODELS: dict[str, PretrainedConfig] = {
     **CONFIGS,
     "gemma2": Gemma2Config(

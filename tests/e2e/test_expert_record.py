@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from tests.e2e.conftest import Finished, Replay, records_in
 from tests.long_form import in_ci
 
+pytestmark = pytest.mark.long_form
+"""What it shows of whole runs, tests of the stages show of these."""
+
 LAYERS, EXPERTS, TOP, WIDTH, TOKENS = 3, 16, 2, 64, 24
 ROW = 3 * WIDTH * WIDTH * 4
 """The bytes of an expert."""
@@ -79,6 +82,7 @@ def test_a_model_without_experts_that_wait_tells_nothing_of_any(
     assert "expert cache hit rate" not in done.out
 
 
+@pytest.mark.long_form
 def test_what_a_run_found_changes_no_plan_and_nothing_is_done_again(
     checkpoint: Path, offstage_here: Callable[..., Finished], replay: Replay, tmp_path: Path
 ) -> None:

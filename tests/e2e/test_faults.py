@@ -108,6 +108,7 @@ def test_exceptions_thrown_anywhere_leave_the_model_callable(checkpoint: Path, o
     throw_anywhere(streamed(checkpoint, outputs, "direct"), times=200)
 
 
+@pytest.mark.long_form
 def test_hundreds_of_generations_leave_memory_and_files_as_they_were(checkpoint: Path, outputs: Path) -> None:
     model, process = streamed(checkpoint, outputs, "direct"), psutil.Process()
 

@@ -245,6 +245,7 @@ def test_its_keys_are_there_before_it_runs_and_do_not_disturb_a_run_without_it(
     assert without["status"] == "completed"
 
 
+@pytest.mark.long_form
 def test_the_stage_on_the_page_does_what_the_page_says(python: Path, tmp_path: Path) -> None:
     (command,) = re.findall(r"^\$ (offstage .*)$", PAGE.read_text(), re.MULTILINE)
     offstage, *arguments = shlex.split(command)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.e2e import checkpoints_of_kinds as kinds
 from tests.e2e.conftest import Finished
+from tests.long_form import in_part
 
 Run = Callable[..., Finished]
 
@@ -113,7 +114,7 @@ def refused(run: Finished, words: str) -> None:
     assert not any(stage["name"] == "shard_load" for record in run.records for stage in record["stages"])
 
 
-@pytest.mark.parametrize("case", BERT)
+@pytest.mark.parametrize("case", in_part(BERT))
 def test_what_bert_cannot_be_called_with(case: str, bert: Path, offstage_here: Run, tmp_path: Path) -> None:
     given, words = BERT[case]
     placed = [one.replace("=", f"={bert}/", 1) if one.startswith(("forward.inputs", "forward.texts_file")) else one

@@ -20,6 +20,9 @@ from tests.e2e.test_architectures import SIZES
 from tests.e2e.test_same_answer import answers, random_map
 from tests.long_form import in_ci
 
+pytestmark = pytest.mark.long_form
+"""What it shows of whole runs, tests of the stages show of these."""
+
 EMBEDDED, EMBEDDED_WORDS = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny", 3072
 SCALE = "model.layers.1.mlp.up_proj.weight_scale_inv"
 
@@ -34,6 +37,7 @@ def outputs(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp(f"outputs-of-{checkpoint.name}")
 
 
+@pytest.mark.long_form
 def test_any_placement_gives_the_answer_of_the_dequantised_model(checkpoint: Path, outputs: Path) -> None:
     plain = dequantised(checkpoint)
     expected, chance = answers(plain), random.Random(checkpoint.name)

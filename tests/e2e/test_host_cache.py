@@ -149,6 +149,7 @@ def test_the_host_has_the_bytes_of_both_of_a_decoders_caches(offstage_here: Run,
     assert waiting["forecast"]["cache_bytes_per_token"] == 4 * layer
 
 
+@pytest.mark.long_form
 def test_what_is_heard_waits_there_too(offstage_here: Run, tmp_path: Path) -> None:
     wide = {"d_model": 128, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_target_positions": 128}
     folder = tell_languages(save(tmp_path / "whisper", whisper(**wide)))
@@ -164,6 +165,7 @@ def test_what_is_heard_waits_there_too(offstage_here: Run, tmp_path: Path) -> No
     assert held == 2 * (128 + 1536) * 2 * 128 * 4, "the decoder begins with tokens of its own"
 
 
+@pytest.mark.long_form
 def test_on_the_host_alone_it_changes_nothing(offstage_here: Run, checkpoint: Path) -> None:
     given = (f"model.path={checkpoint}", PROMPT, "generate.max_new_tokens=3", "max_memory.cpu=20MB")
     expected, offloaded = offstage_here(*given), offstage_here(*given, ON_HOST)

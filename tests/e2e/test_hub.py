@@ -103,6 +103,7 @@ def test_what_the_cache_holds_runs_without_a_network(offstage: Run, offstage_her
     assert offstage(*RUN, f"model.revision={COMMIT}", "stop_after=plan").code == 0
 
 
+@pytest.mark.long_form
 def test_a_tokenizer_may_come_from_the_hub(offstage: Run, offstage_here: Run, hub_home: Path, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*"))
     run = (f"model.path={tmp_path / 'bare'}", "model.tokenizer=org/name", "generate.prompts=[a cue]", *RUN[3:])
@@ -191,6 +192,7 @@ def test_a_quantised_checkpoint_is_planned_by_its_headers_alone(
     assert online.asked == [], "the network is asked once"
 
 
+@pytest.mark.long_form
 @pytest.mark.from_nothing
 def test_a_run_after_the_plan_downloads_the_weights_and_keeps_the_skeleton(
     offstage: Run, online: FakeHub, quantised: Path
@@ -217,6 +219,7 @@ def test_a_plain_checkpoint_is_planned_quantised_by_its_headers_and_runs_so(offs
     assert done.cached["empty_init"]
 
 
+@pytest.mark.long_form
 @pytest.mark.from_nothing
 def test_what_a_config_does_not_say_of_the_dtype_its_headers_do(offstage: Run, online: FakeHub, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "silent")

@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from tests.e2e.conftest import COMMAND, Finished, environment
+from tests.long_form import in_part
 
 Run = Callable[..., Finished]
 DEEP = "[" * 400 + "]" * 400
@@ -47,33 +48,53 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (["-m", "max_memory.cpu=glob(*)"], "this is none; list the values: max_memory.cpu=A,B"),
-        (["-m", "max_memory.cpu=glob(*)", "hydra/launcher=basic"], "this is none; list the values: max_memory.cpu=A,B"),
-        (["-m", "generate=glob(x*)"], "generate: 'glob(x*)' matches no file of that group; there are greedy, sample"),
-        (["-m", "seed=range(5,1)", "device_map=auto,optimal"], "seed: 'range(5,1)' has no value"),
-        (["hydra.job_logging.handlers.console.class=nowhere"], "hydra.job_logging: Unable to configure handler"),
-        (["-m", "hydra/launcher=joblib", "seed=1,2"], "offstage: hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),
-        (["-m", "seed=1", "hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size: 0 is no number of jobs"),
-        (["max_memory=2MB"], "offstage: max_memory: '2MB' names no device; give each its own size, as {cpu: 1GB}"),
-        (["vars=3"], "offstage: vars: 3 is no mapping; give variables of your own with their names, as {lab: …}"),
-        (["vars=null"], "offstage: vars: null is no mapping"),
-        (["vars.x=???"], "offstage: vars.x: no value; give one: vars.x=…"),
-        (["vars.x=[1,nan]"], "offstage: vars.x[1]: nan is no number of 64 bits"),
-        ([f"vars.x={'[' * 60 + ']' * 60}"], "offstage: vars: nested more than 50 deep; nest it less"),
-        (["+lab.x=1"], "lab: unknown key; offstage --cfg job shows every key, and variables of your own stand below"),
-        (["max_memory=[2MB]"], "offstage: max_memory: a list names no device; give each its own size"),
-        (["max_memory.cpu=null"], "offstage: max_memory.cpu: null is no size; give one, or leave the key out"),
-        (
-            ["~max_memory"],
-            "offstage: max_memory: a run goes by this key; leave out ~max_memory, and it has its default",
-        ),
-        (["~model"], "offstage: model.kind: None is no kind of model"),
-        ([f"generate.stop_strings={DEEP}"], "offstage: generate.stop_strings: nested too deep to be read"),
-        (["-m", "seed=1", "hydra.sweeper._target_=a.Sweeper"], "Invalid plugin 'a.Sweeper'"),
-        (["-m", "seed=1", f"hydra.sweeper._target_={HYDRAS}"], "hydra/sweeper: a sweeper of another package starts"),
-        (["-sc", "stop_after=plan"], "Expecting one subcommand from ['install', 'uninstall', 'query']"),
-    ],
+    in_part(
+        [
+            (["-m", "max_memory.cpu=glob(*)"], "this is none; list the values: max_memory.cpu=A,B"),
+            (
+                ["-m", "max_memory.cpu=glob(*)", "hydra/launcher=basic"],
+                "this is none; list the values: max_memory.cpu=A,B",
+            ),
+            (
+                ["-m", "generate=glob(x*)"],
+                "generate: 'glob(x*)' matches no file of that group; there are greedy, sample",
+            ),
+            (["-m", "seed=range(5,1)", "device_map=auto,optimal"], "seed: 'range(5,1)' has no value"),
+            (["hydra.job_logging.handlers.console.class=nowhere"], "hydra.job_logging: Unable to configure handler"),
+            (
+                ["-m", "hydra/launcher=joblib", "seed=1,2"],
+                "offstage: hydra/launcher: 'a.plugin.JoblibLauncher' forgets",
+            ),
+            (
+                ["-m", "seed=1", "hydra.sweeper.max_batch_size=0"],
+                "hydra.sweeper.max_batch_size: 0 is no number of jobs",
+            ),
+            (["max_memory=2MB"], "offstage: max_memory: '2MB' names no device; give each its own size, as {cpu: 1GB}"),
+            (["vars=3"], "offstage: vars: 3 is no mapping; give variables of your own with their names, as {lab: …}"),
+            (["vars=null"], "offstage: vars: null is no mapping"),
+            (["vars.x=???"], "offstage: vars.x: no value; give one: vars.x=…"),
+            (["vars.x=[1,nan]"], "offstage: vars.x[1]: nan is no number of 64 bits"),
+            ([f"vars.x={'[' * 60 + ']' * 60}"], "offstage: vars: nested more than 50 deep; nest it less"),
+            (
+                ["+lab.x=1"],
+                "lab: unknown key; offstage --cfg job shows every key, and variables of your own stand below",
+            ),
+            (["max_memory=[2MB]"], "offstage: max_memory: a list names no device; give each its own size"),
+            (["max_memory.cpu=null"], "offstage: max_memory.cpu: null is no size; give one, or leave the key out"),
+            (
+                ["~max_memory"],
+                "offstage: max_memory: a run goes by this key; leave out ~max_memory, and it has its default",
+            ),
+            (["~model"], "offstage: model.kind: None is no kind of model"),
+            ([f"generate.stop_strings={DEEP}"], "offstage: generate.stop_strings: nested too deep to be read"),
+            (["-m", "seed=1", "hydra.sweeper._target_=a.Sweeper"], "Invalid plugin 'a.Sweeper'"),
+            (
+                ["-m", "seed=1", f"hydra.sweeper._target_={HYDRAS}"],
+                "hydra/sweeper: a sweeper of another package starts",
+            ),
+            (["-sc", "stop_after=plan"], "Expecting one subcommand from ['install', 'uninstall', 'query']"),
+        ]
+    ),
 )
 def test_what_cannot_be_done_is_one_line_and_nothing_runs(
     arguments: list[str], words: str, offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -91,25 +112,39 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        (
-            "seed: [1",
-            "mine.yaml, line 1, column 9: expected ',' or ']', but got '<stream end>'; while",
-        ),
-        ("seed: 1", "the config has no such key, nor "),
-        ("# \u00fc\nseed: 1", "mine.yaml' can't be read as a config file in UTF-8: UnicodeDecodeError"),
-        ('defaults: ["a\\0b"]', r"'a\x00b' can't be read as a config file in UTF-8: ValueError: embedded null byte"),
-        ("defaults: [{'': config}]", "mine' can't be read as a config file in UTF-8: AssertionError"),
-        ("defaults: [config, _self_]\nmax_memory: 2MB", "mine.yaml names no device; give each its own size"),
-        ("defaults: [config, _self_]\nmax_memory: {cpu: null}", "mine.yaml is no size; give one, or leave the key out"),
-        ("defaults: [config, model: own, _self_]", "model: 'own' is no file of that group; there are"),
-        ("defaults: [config, _self_]\nlab: {disk: 1GB}", "of your own stand below vars: {vars: {lab: …}}, used as ${v"),
-        ("defaults: [config, _self_]\nvars: {x: !!binary aGk=}", "offstage: vars.x: b'hi' are bytes, which no record"),
-        (
-            f"defaults: [config, _self_]\ngenerate: {{stop_strings: {DEEP}}}",
-            "a config file: nested too deep to be read",
-        ),
-    ],
+    in_part(
+        [
+            (
+                "seed: [1",
+                "mine.yaml, line 1, column 9: expected ',' or ']', but got '<stream end>'; while",
+            ),
+            ("seed: 1", "the config has no such key, nor "),
+            ("# \u00fc\nseed: 1", "mine.yaml' can't be read as a config file in UTF-8: UnicodeDecodeError"),
+            (
+                'defaults: ["a\\0b"]',
+                r"'a\x00b' can't be read as a config file in UTF-8: ValueError: embedded null byte",
+            ),
+            ("defaults: [{'': config}]", "mine' can't be read as a config file in UTF-8: AssertionError"),
+            ("defaults: [config, _self_]\nmax_memory: 2MB", "mine.yaml names no device; give each its own size"),
+            (
+                "defaults: [config, _self_]\nmax_memory: {cpu: null}",
+                "mine.yaml is no size; give one, or leave the key out",
+            ),
+            ("defaults: [config, model: own, _self_]", "model: 'own' is no file of that group; there are"),
+            (
+                "defaults: [config, _self_]\nlab: {disk: 1GB}",
+                "of your own stand below vars: {vars: {lab: …}}, used as ${v",
+            ),
+            (
+                "defaults: [config, _self_]\nvars: {x: !!binary aGk=}",
+                "offstage: vars.x: b'hi' are bytes, which no record",
+            ),
+            (
+                f"defaults: [config, _self_]\ngenerate: {{stop_strings: {DEEP}}}",
+                "a config file: nested too deep to be read",
+            ),
+        ]
+    ),
 )
 def test_a_config_file_that_is_none_is_one_line(text: str, words: str, offstage_here: Run, tmp_path: Path) -> None:
     tmp_path.joinpath("mine.yaml").write_text(text, encoding="latin-1")

@@ -23,6 +23,9 @@ import offstage
 from offstage.pipeline.errors import BudgetError
 from tests.long_form import in_ci
 
+pytestmark = pytest.mark.long_form
+"""What it shows of whole runs, tests of the stages show of these."""
+
 CONFIGS: Mapping[str, PretrainedConfig] = {
     "Llama": LlamaConfig(
         hidden_size=256, intermediate_size=700, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,

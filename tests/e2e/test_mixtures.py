@@ -32,6 +32,9 @@ from offstage.pipeline.errors import BudgetError
 from tests.long_form import in_ci
 from tests.stages.dispatch.experts.mixtures import CONFIGS, SIZES
 
+pytestmark = pytest.mark.long_form
+"""What it shows of whole runs, tests of the stages show of these."""
+
 EIGHT = {**SIZES, "num_local_experts": 8}
 ALL: Mapping[str, PretrainedConfig] = {
     **CONFIGS,

@@ -185,6 +185,7 @@ def give(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
 
 
+@pytest.mark.long_form
 def test_prompts_of_standard_input_stand_in_the_record_and_are_replayed(
     offstage_here: Callable[..., Finished], replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

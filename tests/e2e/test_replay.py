@@ -16,6 +16,7 @@ from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.samples import BLOCK_BYTES
 from offstage.stages.machine.rates import coarse_rate
 from tests.e2e.conftest import Finished, Replay, enter, records_in
+from tests.long_form import in_part
 
 Run = Callable[..., Finished]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
@@ -201,6 +202,7 @@ def test_other_times_and_other_inodes_are_no_matter(
     assert not any("compared" in record for record in records_in(tmp_path).values()), "there is nothing to say of it"
 
 
+@pytest.mark.long_form
 def test_the_same_tensors_in_other_files_are_taken_and_said_to_be(
     run_path: Path, replay: Replay, checkpoint: Path
 ) -> None:
@@ -226,6 +228,7 @@ def test_without_what_was_seen_of_each_tensor_files_are_named(run_path: Path, re
     assert f"{checkpoint}: {IN} has other bytes than in that run" in err
 
 
+@pytest.mark.long_form
 def test_verify_full_finds_what_no_sample_meets_and_takes_no_other_files(
     offstage_here: Run, replay: Replay, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -276,7 +279,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("words", DAMAGE)
+@pytest.mark.parametrize("words", in_part(DAMAGE))
 def test_a_record_whose_inputs_are_damaged_is_refused(words: str, run_path: Path, replay: Replay) -> None:
     edit(run_path, DAMAGE[words])
     code, _, err = replay(run_path)

@@ -15,6 +15,9 @@ from offstage.stages.machine.row_products import measure as is_exact_by_rows
 from offstage.stages.shard_load import stored_weights
 from tests.long_form import in_ci
 
+pytestmark = pytest.mark.long_form
+"""What it shows of whole runs, tests of the stages show of these."""
+
 WORDS = 5003
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS}
 CONFIGS: Mapping[str, PretrainedConfig] = {

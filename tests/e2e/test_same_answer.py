@@ -13,6 +13,9 @@ from tests.e2e.pipelines import dispatched, dispatched_model
 from tests.e2e.test_architectures import CONFIGS, ENDS, SIZES, WORDS, save
 from tests.long_form import in_ci
 
+pytestmark = pytest.mark.long_form
+"""What it shows of whole runs, tests of the stages show of these."""
+
 PLACEMENTS, ACCELERATED = 20, 4
 ARCHITECTURES = [*CONFIGS, "mixtral"]
 ROWS = [[5, 6, 7, 8, 9], [11, 12], [3, 4, 5], [40]]

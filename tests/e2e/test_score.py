@@ -274,6 +274,7 @@ def test_text_without_a_tokenizer_and_an_encoder_without_a_context_are_told(offs
     assert "give a mapping of context and continuation" in bare.err
 
 
+@pytest.mark.long_form
 def test_a_replay_scores_again_and_tells_a_likelihood_that_differs(
     offstage_here: Run, replay: Replay, tmp_path: Path
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_replay_scores_again_and_tells_a_likelihood_that_differs(
     assert "log_likelihood: was" in out
 
 
+@pytest.mark.long_form
 @pytest.mark.from_nothing
 @pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 @pytest.mark.parametrize("dtype", in_ci(torch.bfloat16, of=[torch.float32, torch.bfloat16]), ids=str)

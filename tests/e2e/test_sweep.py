@@ -151,6 +151,7 @@ def test_an_interrupted_sweep_leaves_no_process_and_no_open_record(fresh_folder:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.long_form
 def test_a_job_ends_when_nobody_waits_for_it_any_more(fresh_folder: Path) -> None:
     sweep = start(fresh_folder, "-m", SLOW, "generate.max_new_tokens=2001")
     job = working_job(fresh_folder, 0)

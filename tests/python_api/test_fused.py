@@ -139,6 +139,7 @@ def answers_everywhere(path: Path, tokens: torch.Tensor, *, dtype: str, kinds: s
 FP8_CASES = [("llama", "bfloat16"), ("qwen3", "float32"), ("deepseek_v3", "bfloat16")]
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize(("name", "dtype"), in_ci(FP8_CASES[2], of=FP8_CASES))
 def test_fp8_has_the_same_bits_wherever_weights_lie_alone_and_in_lockstep(
     tmp_path: Path, name: str, dtype: str

@@ -119,6 +119,7 @@ def test_embeddings_are_those_of_the_stage(tmp_path: Path) -> None:
     assert torch.allclose(embeddings.norm(dim=1), torch.ones(2))
 
 
+@pytest.mark.long_form
 def test_two_threads_have_the_answers_of_one(loaded: offstage.LoadedModel) -> None:
     calls = [lambda: loaded.generate(PROMPTS[:3], max_new_tokens=4), lambda: loaded.score(TEXTS)] * 2
     wanted = [call() for call in calls]
@@ -187,6 +188,7 @@ def test_each_answer_says_why_it_ended(loaded: offstage.LoadedModel) -> None:
     assert together[1].finish_reason == ("length" if text not in (together[1].text or "") else "stop")
 
 
+@pytest.mark.long_form
 def test_a_killed_script_goes_on_where_it_was(
     loaded: offstage.LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -105,6 +105,7 @@ def test_many_clients_have_the_answers_that_each_has_alone(
     assert answers == alone
 
 
+@pytest.mark.long_form
 def test_calls_in_lockstep_share_what_streams(opened: Open) -> None:
     def streamed(**options: Any) -> int:
         loaded = opened(**options)
@@ -219,6 +220,7 @@ def test_closing_ends_what_is_under_way_and_what_waits(opened: Open) -> None:
         ask(loaded, 0)
 
 
+@pytest.mark.long_form
 def test_threads_that_call_the_model_themselves_have_their_turn_between(opened: Open, alone: list[list[int]]) -> None:
     loaded = opened(concurrency="lockstep", batch_size=2)
     ended = threading.Event()

@@ -22,7 +22,7 @@ from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import render
 from offstage.stages.plan.traffic import calls
 from offstage.stages.units import CPU, DISK, DeviceId
-from tests.long_form import in_turn
+from tests.long_form import in_part, in_turn
 from tests.stages.plan.mixtures import mixture, token_bytes
 from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import at_rest
@@ -65,7 +65,7 @@ def taken(plan: Plan, device: DeviceId) -> int:
     return plan.devices[device].weights + plan.devices[device].reserve + plan.devices[device].expert_cache
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_part(NAMES))
 def test_what_every_token_needs_stays_and_the_rest_of_the_budget_is_slots(name: str) -> None:
     model = mixture(name)
     plan = plan_for(model, cpu=kept_bytes(model) + 5 * expert_bytes(model) + 3)
@@ -87,7 +87,7 @@ def test_tables_of_which_a_token_needs_a_row_make_room_for_slots_until_all_exper
     assert of(less, "expert_cache") == {CPU: of(less, "pool")[CPU].bytes - expert_bytes(model)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_part(NAMES))
 def test_a_model_that_fits_has_no_slots(name: str) -> None:
     plan = plan_for(mixture(name), cpu=mixture(name).skeleton.bytes)
     assert (plan.serving, of(plan, "expert_cache"), of(plan, "pool")) == ({}, {}, {})
@@ -147,7 +147,7 @@ def test_a_plan_fits_its_budgets_or_is_refused_in_one_line(name: str, policy: st
         assert all(count >= 0 for count in parts.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_part(NAMES))
 @many
 @given(data=st.data())
 def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data: st.DataObject) -> None:
@@ -163,7 +163,7 @@ def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data
     assert less.forecast["streamed_bytes_per_token"] >= more.forecast["streamed_bytes_per_token"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_part(NAMES))
 def test_the_second_slot_pushes_out_nothing_that_every_token_needs(name: str) -> None:
     model = mixture(name)
     plans = [planned(model, "optimal", {"cpu": share * model.skeleton.bytes // 200}) for share in range(12, 60, 3)]
@@ -173,7 +173,7 @@ def test_the_second_slot_pushes_out_nothing_that_every_token_needs(name: str) ->
     assert counts == sorted(counts, reverse=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_part(NAMES))
 def test_optimal_streams_the_least_of_all_policies(name: str) -> None:
     model = mixture(name)
     for share in (0.1, 0.2, 0.4, 0.6, 0.8, 0.95):

@@ -32,6 +32,7 @@ from offstage.stages.plan.policies.explicit import explicit, spread
 from offstage.stages.plan.traffic import PLAIN_STEP, forecast
 from offstage.stages.units import DeviceId, in_tier_order
 from tests.conftest import LONG_FORM
+from tests.long_form import in_part
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 many = settings(
@@ -94,7 +95,7 @@ def place(outline: Outline, budgets: Mapping[DeviceId, int | None], policy: str)
     return placement
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", in_part(POLICIES, every=3))
 @many
 @given(case=cases())
 def test_every_tensor_is_placed_once_and_no_budget_is_exceeded(policy: str, case: Any) -> None:
@@ -110,7 +111,7 @@ def test_every_tensor_is_placed_once_and_no_budget_is_exceeded(policy: str, case
     assert all(isinstance(device, int) or device == placement.main for device in kept), "reserves where things compute"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", in_part(POLICIES, every=3))
 @many
 @given(case=cases())
 def test_the_map_says_what_the_homes_say_and_reads_back_to_the_same_placement(policy: str, case: Any) -> None:

@@ -80,6 +80,7 @@ def test_a_load_survives_a_cap_of_the_process_its_host_share_and_128_mib(
     assert json.loads(done.stdout)["right"] == on_host
 
 
+@pytest.mark.long_form
 @needs_cgroups
 def test_the_cap_is_real(base_bytes: int, tmp_path: Path) -> None:
     path = save(tmp_path, "safetensors", torch.bfloat16)

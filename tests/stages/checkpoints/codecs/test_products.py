@@ -31,6 +31,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.kernels import has_tiles
+from tests.long_form import in_part
 from tests.operator_threads import in_threads
 from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
 from tests.stages.checkpoints.ggufs import dequantized, random_blocks
@@ -184,7 +185,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
     ids=["float32", "bfloat16", "tiles"],
 )
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", in_part(WEIGHTS))
 def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(
     name: str, dtype: torch.dtype, tiles: bool, tmp_path: Path
 ) -> None:
@@ -288,7 +289,7 @@ def test_the_error_is_no_larger_than_that_of_torchs_product_in_the_dtype(
     assert 0 < error <= 1.001 * least  # both are that of rounding sums once where the dtype has all weights
 
 
-@pytest.mark.parametrize("kind", [kind for kind in test_grouped.KINDS if "128" not in kind])
+@pytest.mark.parametrize("kind", in_part([kind for kind in test_grouped.KINDS if "128" not in kind]))
 def test_integers_in_groups_are_the_formats_arithmetic(kind: str, tmp_path: Path) -> None:
     parts, weight = test_grouped.packed(test_grouped.KINDS[kind], (96, 256), dtype=torch.float32)
     matrix, at_rest = of_file(tmp_path, test_grouped.folded(tmp_path, parts, test_grouped.KINDS[kind]))
