@@ -144,7 +144,7 @@ def _block(block: str) -> str:
         return _fence(block)
     if block.startswith("Raises:\n"):
         entries = re.sub(r"\n {5,}", " ", block.removeprefix("Raises:\n")).splitlines()
-        return "Raises:\n\n" + "\n".join(f"- `{kind.strip()}`:{told}" for kind, _, told in (
+        return "Raises:\n\n" + "\n".join(f"- `{kind.strip()}`:{description}" for kind, _, description in (
             entry.partition(":") for entry in entries))  # fmt: skip
     return block
 

@@ -95,10 +95,10 @@ def pytest_fixture_setup(
     if fixturedef.scope == "module":
         fixturedef.addfinalizer(partial(_empty, made, request.session))
     before = {*base.iterdir()}
-    found = yield
+    fixture_value = yield
     made |= {*base.iterdir()} - before - owned
     owned |= made
-    return found
+    return fixture_value
 
 
 def _empty(folders: Iterable[Path], session: pytest.Session) -> None:

@@ -35,11 +35,11 @@ def test_the_page_has_every_name_and_every_function_an_example() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if examples(name)])
 def test_each_example_runs(name: str, tmp_path: Path) -> None:
-    names, told = example_names(tmp_path), list[str]()
+    names, output = example_names(tmp_path), list[str]()
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     with offstage.load(CHECKPOINT) if name == "LoadedModel" else nullcontext() as names["loaded"]:
-        runner.run(doctest.DocTest(examples(name), names, name, None, None, None), out=told.append)
-    assert runner.summarize(verbose=False).failed == 0, "".join(told)
+        runner.run(doctest.DocTest(examples(name), names, name, None, None, None), out=output.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(output)
 
 
 def test_an_example_that_is_wrong_fails(tmp_path: Path) -> None:

@@ -144,11 +144,11 @@ def test_what_was_kept_of_lockstep_is_told_and_drawn_again(
     kept.write_text(json.dumps({"rounds": [{"sides": sides}, {"sides": sides}]}))
     monkeypatch.setattr("sys.argv", ["lockstep", "1.1b", "--json", str(kept), "--plot", str(picture)])
     lockstep.main()
-    told = capsys.readouterr().out
-    assert "from 4.4 together on as predicted, from 4.0 as measured" in told
-    assert "accelerate 8" in told
-    assert "predicted peaks: +0.0% with 1 together, +0.0% with 2" in told
-    assert "offstage is fastest with 4 together, 4.00 times as fast as one by one" in told
+    text = capsys.readouterr().out
+    assert "from 4.4 together on as predicted, from 4.0 as measured" in text
+    assert "accelerate 8" in text
+    assert "predicted peaks: +0.0% with 1 together, +0.0% with 2" in text
+    assert "offstage is fastest with 4 together, 4.00 times as fast as one by one" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -272,7 +272,7 @@ def test_sections_for_a_gpu_go_on_after_one_that_fails_or_takes_too_long_and_are
             gpu.main()
         assert ended.value.code == 1
         kept.append(json.loads((tmp_path / "gpu.json").read_text()))
-    assert [(name, found["code"]) for name, found in kept[0].items()] == [
+    assert [(name, section["code"]) for name, section in kept[0].items()] == [
         ("fails", 3),
         ("takes long", None),
         ("ends", 0),

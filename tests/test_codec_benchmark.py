@@ -22,15 +22,15 @@ def _side(seconds: float, *, predicted: float, streamed: float, tokens: tuple[in
 
 def _kept() -> dict[str, Any]:
     """Return rounds at two rates: packed is faster on the slow storage, and slower on the fast one."""
-    found = {}
+    by_rate = {}
     for name, rate, raw, (base, packed) in (("200MB", 2e8, 2e8, (6.0, 4.0)), ("full", None, 8e8, (1.0, 1.5))):
         sides = {
             "unpacked": _side(base, predicted=base * 1.05, streamed=1.2e9),
             "packed": _side(packed, predicted=packed, streamed=0.8e9),
         }
         first = {**sides["packed"], "wall": 24.0, "rested": 2 * 10**9, "packed": 1.34 * 10**9}
-        found[name] = {"rate": rate, "rounds": [{"sides": sides, "raw": [raw, raw]}] * 3, "first": first}
-    return found
+        by_rate[name] = {"rate": rate, "rounds": [{"sides": sides, "raw": [raw, raw]}] * 3, "first": first}
+    return by_rate
 
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4", "gguf"])
@@ -61,8 +61,8 @@ def test_what_was_packed_is_counted_by_the_index_of_the_store(tmp_path: Path) ->
     plain = {"dtype": "float32", "shape": [9], "bytes": 36}
     packed = {"dtype": "bfloat16", "shape": [3, 4], "codec": "zstd"}
     incompressible = {"dtype": "bfloat16", "shape": [7], "codec": "none"}
-    told = {"a": plain, "b.zstd": packed, "c.zstd": incompressible}
-    tmp_path.joinpath("index.json").write_text(json.dumps(told))
+    index = {"a": plain, "b.zstd": packed, "c.zstd": incompressible}
+    tmp_path.joinpath("index.json").write_text(json.dumps(index))
     tmp_path.joinpath("a.dat").write_bytes(bytes(36))
     tmp_path.joinpath("b.zstd.dat").write_bytes(bytes(17))
     assert importlib.import_module("tests.benchmarks.codec").packed_sizes(tmp_path) == {"rested": 24, "packed": 17}
@@ -76,19 +76,19 @@ def test_where_packing_stops_to_pay_is_found_between_the_rates() -> None:
 
 
 def test_what_packing_brings_is_told_beside_what_was_predicted() -> None:
-    told = list(codec_table.lines(_kept(), "lossless"))
-    _, slow, packed, *_ = (line.split() for line in told)
+    lines = list(codec_table.lines(_kept(), "lossless"))
+    _, slow, packed, *_ = (line.split() for line in lines)
     assert slow[:5] == ["200MB", "unpacked", "6.000", "6.300", "+5.0%"]
     assert packed[1:5] == ["packed", "4.000", "4.000", "+0.0%"]
     assert packed[-1] == "1.50"
-    assert "200MB: raw direct reads 200 MB/s; all gave the same tokens" in told
-    assert "200MB: packed 2,000 MB to 1,340 (0.670)" in told
+    assert "200MB: raw direct reads 200 MB/s; all gave the same tokens" in lines
+    assert "200MB: packed 2,000 MB to 1,340 (0.670)" in lines
     assert (
         "200MB: the first run took 24.0 s, later ones 14.0 s: 10.0 s, 200 MB/s of weights; made good after 5 tokens"
-        in told
+        in lines
     )
-    assert told[-3] == "predictions are off by at most: seconds 5.0%, streamed 1.0%, peak 6.7%"
-    assert told[-1] == "packing pays up to 400 MB/s as measured"
+    assert lines[-3] == "predictions are off by at most: seconds 5.0%, streamed 1.0%, peak 6.7%"
+    assert lines[-1] == "packing pays up to 400 MB/s as measured"
 
 
 def test_what_packing_costs_by_itself_is_told_with_what_plans_make_of_other_storage() -> None:
@@ -107,11 +107,11 @@ def test_sides_that_die_or_say_other_tokens_are_told() -> None:
     killed = {"seconds": None, "failed": "exit -9: nothing said"}
     other = _side(1.5, predicted=3.0, streamed=0.8e9, tokens=(1, 3))
     kept["full"]["rounds"] = [{"sides": {"unpacked": killed, "packed": other, "accelerate 1GB": killed}, "raw": [8e8]}]
-    told = list(codec_table.lines({"full": kept["full"] | {"first": killed}}, "fp8"))
-    assert told[1].split(maxsplit=2) == ["full", "unpacked", "no figure: exit -9: nothing said"]
-    assert told[3].split(maxsplit=3)[3] == "no figure: exit -9: nothing said"
-    assert "full: the first run has no figure: exit -9: nothing said" in told
-    assert told[-1].startswith("predictions are off by at most: seconds 100.0% (TOO MUCH)")
+    lines = list(codec_table.lines({"full": kept["full"] | {"first": killed}}, "fp8"))
+    assert lines[1].split(maxsplit=2) == ["full", "unpacked", "no figure: exit -9: nothing said"]
+    assert lines[3].split(maxsplit=3)[3] == "no figure: exit -9: nothing said"
+    assert "full: the first run has no figure: exit -9: nothing said" in lines
+    assert lines[-1].startswith("predictions are off by at most: seconds 100.0% (TOO MUCH)")
 
 
 def test_what_was_kept_of_packing_is_told_and_drawn_again(

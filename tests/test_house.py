@@ -45,9 +45,9 @@ def nesting(node: ast.AST, depth: int = 0) -> int:
 def too_long(text: str) -> list[str]:
     """Return what in a module's text is longer than the measure: the file itself, and functions by name."""
     lines = text.count("\n")
-    found = [f"{lines} lines"] if lines > FILE_LINES else []
+    file_faults = [f"{lines} lines"] if lines > FILE_LINES else []
     measured = [(function.name, length(function)) for function in functions(text)]
-    return [*found, *(f"{name}: {count} lines" for name, count in measured if count > FUNCTION_LINES)]
+    return [*file_faults, *(f"{name}: {count} lines" for name, count in measured if count > FUNCTION_LINES)]
 
 
 def too_deep(text: str) -> list[str]:

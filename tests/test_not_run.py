@@ -8,8 +8,8 @@ from tests.conftest import by_folder, left_to_the_long_form, skipped_by_reason
 
 
 def test_each_reason_has_one_line_with_how_many_there_were_wherever_they_stand() -> None:
-    here, there = ("a.py", 1, "Skipped: needs a GPU"), ("b.py", 7, "Skipped: needs a GPU")
-    assert skipped_by_reason([("c.py", 2, "Skipped: no C compiler"), here, there]) == [
+    first, second = ("a.py", 1, "Skipped: needs a GPU"), ("b.py", 7, "Skipped: needs a GPU")
+    assert skipped_by_reason([("c.py", 2, "Skipped: no C compiler"), first, second]) == [
         "    2  needs a GPU",
         "    1  no C compiler",
     ]

@@ -121,7 +121,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 @dataclass(slots=True)
-class Held:
+class PeakUsage:
     """What a group held at its peak, in bytes, and the pages of files that it has read again."""
 
     bytes: int = 0
@@ -133,29 +133,29 @@ class Held:
         stat = dict(line.split() for line in read_lines(group.folder / "memory.stat"))
         names, total = INTERFACES[group.version].usage_keys, "total_" if group.version == 1 else ""
         kernel = read_lines(group.folder / "memory.kmem.usage_in_bytes")
-        held = sum(int(stat[name]) for name in names) + int(kernel[0] if kernel else stat["kernel"])
+        own_bytes = sum(int(stat[name]) for name in names) + int(kernel[0] if kernel else stat["kernel"])
         self.refaults = int(stat[f"{total}workingset_refault_file"])
         mapped = int(stat[f"{total}mapped_file" if group.version == 1 else "file_mapped"])
         cached = int(stat[f"{total}cache"] if group.version == 1 else stat["file"]) - int(stat[names[1]])
         files = max(mapped, min(cached, LIBRARY_BYTES))
-        if held + files > self.bytes + self.files:
-            self.bytes, self.files = held, files
+        if own_bytes + files > self.bytes + self.files:
+            self.bytes, self.files = own_bytes, files
 
 
 @contextmanager
-def watched(group: MemoryGroup) -> Iterator[Held]:
+def watched(group: MemoryGroup) -> Iterator[PeakUsage]:
     """Sample what ``group`` holds, every hundredth of a second, until the block ends."""
-    held, done = Held(), threading.Event()
+    usage, done = PeakUsage(), threading.Event()
 
     def watch() -> None:
         while not done.wait(_PAUSE):
             with suppress(OSError):
-                held.sample(group)
+                usage.sample(group)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield held
+        yield usage
     finally:
         done.set()
         thread.join()
@@ -176,7 +176,7 @@ class Outcome:
 
     limit: int
     code: int
-    held: Held
+    usage: PeakUsage
     record: Mapping[str, Any]
     said: str
 
@@ -193,7 +193,7 @@ class Outcome:
     @property
     def unused(self) -> float:
         """The share of the cap that nothing filled at the peak."""
-        return max(0.0, 1 - (self.held.bytes + self.held.files) / self.limit)
+        return max(0.0, 1 - (self.usage.bytes + self.usage.files) / self.limit)
 
     @property
     def predicted_seconds(self) -> float:
@@ -203,12 +203,12 @@ class Outcome:
     def __str__(self) -> str:
         memory = self.record.get("memory") or {}
         budget, predicted = ((memory.get(key) or {}).get("cpu") or 0 for key in ("budget", "predicted"))
-        sizes = (self.limit, budget, predicted, self.held.bytes, self.held.files)
+        sizes = (self.limit, budget, predicted, self.usage.bytes, self.usage.files)
         unused = "  whole" if self.whole else f"{self.unused:7.1%}"
         seconds = f"{self.predicted_seconds:10.3f} {self.metric(*_SECONDS):8.3f}"
-        load = f"{self.held.refaults:9} ({os.getloadavg()[0]:4.1f})"
-        told = " ".join(f"{count / 1e6:8.0f}" for count in sizes)
-        return f"{told} {unused} {self.metric(*_STREAMED) / 1e6:9.1f} {seconds} {load}  {FATES[self.code]}"
+        load = f"{self.usage.refaults:9} ({os.getloadavg()[0]:4.1f})"
+        cells = " ".join(f"{count / 1e6:8.0f}" for count in sizes)
+        return f"{cells} {unused} {self.metric(*_STREAMED) / 1e6:9.1f} {seconds} {load}  {FATES[self.code]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +227,13 @@ class Setup:
         self.work.mkdir(parents=True, exist_ok=True)
         forget(Path(sys.prefix), self.checkpoint)
         asked = [*COMMAND, "model=pretrained", f"model.path={self.checkpoint}", *self.options, *options]
-        with cap(limit) as group, watched(group) as held:
+        with cap(limit) as group, watched(group) as usage:
             code, said = self._outcome(group.entering(asked))
         records = list(self.work.glob("outputs/runs/*/*/run.json"))
         record = json.loads(records[0].read_text()) if records else {}
         if code not in FATES:
             raise SystemExit(f"{limit}: exit code {code}\n{said[-4000:]}")
-        return Outcome(limit, code, held, record, said)
+        return Outcome(limit, code, usage, record, said)
 
     def _outcome(self, command: list[str]) -> tuple[int, str]:
         try:

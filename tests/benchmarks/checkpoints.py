@@ -100,9 +100,9 @@ def make_copying(size: str, folder: Path, text: Sequence[int]) -> Path:
         return torch.randn(shape, generator=generator.manual_seed(1))
 
     def head() -> torch.Tensor:
-        found, after = torch.zeros(shape), [*text[1:], text[0]]
-        found[after] = words()[list(text)]
-        return found
+        weight, after = torch.zeros(shape), [*text[1:], text[0]]
+        weight[after] = words()[list(text)]
+        return weight
 
     arranged = {"model.embed_tokens.weight": lambda: TEXT_SPREAD * words(), "lm_head.weight": head}
     return make(size, folder.with_name(f"{folder.name}-copying"), arranged=arranged)

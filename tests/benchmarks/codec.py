@@ -147,8 +147,8 @@ def first_run(setting: Setting, sides: Sides) -> Side:
     shutil.rmtree(_store(setting), ignore_errors=True)
     drop_page_cache()
     first = sides[PACKED]()
-    told = " ".join(f"{key}={value}" for key, value in first.items() if key not in ("tokens", "answers"))
-    say(f"first run  {PACKED:42} {told}")
+    figures = " ".join(f"{key}={value}" for key, value in first.items() if key not in ("tokens", "answers"))
+    say(f"first run  {PACKED:42} {figures}")
     return first | packed_sizes(_store(setting))
 
 
@@ -175,9 +175,9 @@ def packed_sizes(store: Path) -> dict[str, int]:
     """Return the bytes of the packed copies in an offload ``store``, and of the tensors that they are of."""
     sizes = {"rested": 0, "packed": 0}
     for index in store.rglob("index.json"):
-        for name, told in json.loads(index.read_text()).items():
-            if told.get("codec", "none") != "none":
-                sizes["rested"] += math.prod(told["shape"]) * int(DTYPE_BYTES[told["dtype"]])
+        for name, entry in json.loads(index.read_text()).items():
+            if entry.get("codec", "none") != "none":
+                sizes["rested"] += math.prod(entry["shape"]) * int(DTYPE_BYTES[entry["dtype"]])
                 sizes["packed"] += index.with_name(f"{name}.dat").stat().st_size
     return sizes
 

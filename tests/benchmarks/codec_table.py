@@ -37,17 +37,17 @@ def lines(by_rate: Mapping[str, Any], kind: str) -> Iterator[str]:
     """Yield the lines of the table, and what follows from it."""
     titles = "".join(f"{title:>12}{'predicted':>11}{'off':>8}" for title, *_ in FIGURES.values())
     yield f"{'storage':<9}{'side':<18}{titles}  times"
-    for name, found in by_rate.items():
-        yield from _rows(name, found["rounds"])
-    for name, found in by_rate.items():
-        yield f"{name}: raw direct reads {raw_of(found['rounds']) / 1e6:,.0f} MB/s; {_answers(found['rounds'])}"
-        if found.get("first"):
-            yield from _first(name, found)
+    for name, entry in by_rate.items():
+        yield from _rows(name, entry["rounds"])
+    for name, entry in by_rate.items():
+        yield f"{name}: raw direct reads {raw_of(entry['rounds']) / 1e6:,.0f} MB/s; {_answers(entry['rounds'])}"
+        if entry.get("first"):
+            yield from _first(name, entry)
     yield _verdict(by_rate)
     if kind == LOSSLESS:
         yield from _break_evens(points(by_rate))
-        for found in by_rate.values():
-            yield from _by_themselves(found)
+        for entry in by_rate.values():
+            yield from _by_themselves(entry)
 
 
 def median_of(rounds: Sequence[Mapping[str, Any]], side: str, figure: str) -> float | None:
@@ -65,15 +65,15 @@ def raw_of(rounds: Sequence[Mapping[str, Any]]) -> float:
 def points(by_rate: Mapping[str, Any]) -> list[StoragePoint]:
     """Return what both sides came to, by the storage's rate, slowest first; a rate at which one has none is out."""
     made = []
-    for found in by_rate.values():
-        rounds = found["rounds"]
+    for entry in by_rate.values():
+        rounds = entry["rounds"]
         both = {
             figure: {side: median_of(rounds, side, figure) for side in (BASE, PACKED)}
             for figure in ("seconds", "predicted")
         }
         if all(value for each in both.values() for value in each.values()):
             seconds, predicted = ({side: float(value or 0) for side, value in each.items()} for each in both.values())
-            made.append(StoragePoint(found["rate"] or raw_of(rounds), seconds, predicted))
+            made.append(StoragePoint(entry["rate"] or raw_of(rounds), seconds, predicted))
     return sorted(made, key=lambda point: point.rate)
 
 
@@ -91,10 +91,10 @@ def break_even(gains: Mapping[float, float]) -> float | None:
     return None
 
 
-def gains_of(found: Sequence[StoragePoint]) -> tuple[dict[float, float], dict[float, float]]:
+def gains_of(storage_points: Sequence[StoragePoint]) -> tuple[dict[float, float], dict[float, float]]:
     """Return how many times as fast packed is at each rate: predicted, and measured."""
-    predicted = {point.rate: point.predicted[BASE] / point.predicted[PACKED] for point in found}
-    return predicted, {point.rate: point.seconds[BASE] / point.seconds[PACKED] for point in found}
+    predicted = {point.rate: point.predicted[BASE] / point.predicted[PACKED] for point in storage_points}
+    return predicted, {point.rate: point.seconds[BASE] / point.seconds[PACKED] for point in storage_points}
 
 
 def _rows(name: str, rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -113,8 +113,8 @@ def _cells(rounds: Sequence[Mapping[str, Any]], side: str, figure: str) -> str:
     _, prediction, unit, shape = FIGURES[figure]
     measured, predicted = (median_of(rounds, side, each) for each in (figure, prediction))
     off = f"{predicted / measured - 1:+.1%}" if measured and predicted is not None else "-"
-    told = (shape.format(value / unit) if value is not None else "-" for value in (measured, predicted))
-    return "{:>12}{:>11}{:>8}".format(*told, off)
+    numbers = (shape.format(value / unit) if value is not None else "-" for value in (measured, predicted))
+    return "{:>12}{:>11}{:>8}".format(*numbers, off)
 
 
 def _answers(rounds: Sequence[Mapping[str, Any]]) -> str:
@@ -122,9 +122,9 @@ def _answers(rounds: Sequence[Mapping[str, Any]]) -> str:
     return "all gave the same tokens" if len(said) < 2 else f"THE SIDES GAVE {len(said)} DIFFERENT ANSWERS"
 
 
-def _first(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+def _first(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the run took that packed, beside later ones, and after how many tokens that is made good."""
-    first, rounds = found["first"], found["rounds"]
+    first, rounds = entry["first"], entry["rounds"]
     if not first["seconds"]:
         yield f"{name}: the first run has no figure: {first['failed']}"
         return
@@ -146,17 +146,17 @@ def _verdict(by_rate: Mapping[str, Any]) -> str:
     worst = []
     for figure, (_, prediction, *_) in FIGURES.items():
         offs = [0.0]
-        for found in by_rate.values():
+        for entry in by_rate.values():
             for side in (BASE, PACKED):
-                measured, predicted = (median_of(found["rounds"], side, each) for each in (figure, prediction))
+                measured, predicted = (median_of(entry["rounds"], side, each) for each in (figure, prediction))
                 if measured and predicted is not None:
                     offs.append(abs(predicted / measured - 1))
         worst.append(f"{figure} {max(offs):.1%}{'' if max(offs) <= ALLOWED else ' (TOO MUCH)'}")
     return f"predictions are off by at most: {', '.join(worst)}"
 
 
-def _break_evens(found: Sequence[StoragePoint]) -> Iterator[str]:
-    for word, gains in zip(("predicted", "measured"), gains_of(found), strict=True):
+def _break_evens(storage_points: Sequence[StoragePoint]) -> Iterator[str]:
+    for word, gains in zip(("predicted", "measured"), gains_of(storage_points), strict=True):
         place = break_even(gains)
         if place is not None:
             yield f"packing pays up to {place / 1e6:,.0f} MB/s as {word}"
@@ -166,14 +166,14 @@ def _break_evens(found: Sequence[StoragePoint]) -> Iterator[str]:
             yield f"packing {verb} at each rate as {word}: {least:.2f} to {most:.2f} times as fast"
 
 
-def _by_themselves(found: Mapping[str, Any]) -> Iterator[str]:
+def _by_themselves(entry: Mapping[str, Any]) -> Iterator[str]:
     """Yield how fast packing and unpacking are by themselves, and what plans predict of other storage."""
-    if "speeds" in found:
-        packing, unpacking, share = (found["speeds"][name] for name in ("packing", "unpacking", "share"))
+    if "speeds" in entry:
+        packing, unpacking, share = (entry["speeds"][name] for name in ("packing", "unpacking", "share"))
         yield f"weights are packed at {packing / 1e9:.2f} GB/s, to {share:.3f}, and unpacked at {unpacking / 1e9:.2f}"
-    if "forecasts" in found:
-        gains = {parse_size(rate): base / packed for rate, (base, packed) in found["forecasts"].items()}
-        told = ", ".join(f"{gains[parse_size(rate)]:.2f} at {rate}" for rate in found["forecasts"])
+    if "forecasts" in entry:
+        gains = {parse_size(rate): base / packed for rate, (base, packed) in entry["forecasts"].items()}
+        speedups = ", ".join(f"{gains[parse_size(rate)]:.2f} at {rate}" for rate in entry["forecasts"])
         place = break_even(gains)
         verdict = f"packing pays up to {place / 1e6:,.0f} MB/s" if place else "there is no break-even among these"
-        yield f"plans for storage of other rates: times as fast {told}; {verdict}"
+        yield f"plans for storage of other rates: times as fast {speedups}; {verdict}"

@@ -38,7 +38,7 @@ def main(given: Sequence[str] | None = None) -> None:
             with busy(len(allowed_cores()), code) if code else nullcontext():
                 time.sleep(WARMING_SECONDS)
                 rates[name].append(direct_read_bandwidth(arguments.folder))
-    medians = {name: statistics.median(found) for name, found in rates.items()}
+    medians = {name: statistics.median(bandwidths) for name, bandwidths in rates.items()}
     for name, rate in medians.items():
         least, most = min(rates[name]) / 1e9, max(rates[name]) / 1e9
         share = rate / medians["alone"]

@@ -64,10 +64,10 @@ def traces(arguments: argparse.Namespace) -> Iterator[RoutingTrace]:
     yield record(learnt, *((2, 8) if arguments.short else (arguments.texts, arguments.tokens)))
 
 
-def table(found: Iterator[RoutingTrace]) -> Iterator[str]:
+def table(traces: Iterator[RoutingTrace]) -> Iterator[str]:
     """Yield the lines of the table, each when its figures are there."""
     yield f"{'trace':10} {'slots':>6} {'layers':8}" + "".join(f"{name:>13}" for name in [*POLICIES, "optimum"])
-    for trace in found:
+    for trace in traces:
         rules = {name: Slots.with_rule(policy) for name, policy in POLICIES.items()}
         rules["optimum"] = OptimalSlots.with_rule(partial(Clairvoyant, trace))
         for share in SHARES:

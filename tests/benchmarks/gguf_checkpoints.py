@@ -39,13 +39,13 @@ def make_gguf(source: Path, folder: Path) -> Path:
         kind, shape = _kind_of(tensor), tuple(tensor.shape)
         rested = quant_shape_to_byte_shape(shape, kind) if kind == KIND else shape
         item = np.dtype(np.uint8 if kind == KIND else np.float32)
-        told = f"{names.get_name(name.removesuffix('.weight'))}.weight"
-        writer.add_tensor_info(told, rested, item, int(np.prod(rested)) * item.itemsize, raw_dtype=kind)
+        gguf_name = f"{names.get_name(name.removesuffix('.weight'))}.weight"
+        writer.add_tensor_info(gguf_name, rested, item, int(np.prod(rested)) * item.itemsize, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tensors_of(source):
-        values = _as_told(name, tensor.float().numpy(), config)
+        values = _permute(name, tensor.float().numpy(), config)
         writer.write_tensor_data(quantize(values, _kind_of(tensor)))
     writer.close()
     unfinished.rename(path)
@@ -82,7 +82,7 @@ def _kind_of(tensor: torch.Tensor) -> gguf.GGMLQuantizationType:
     return KIND if tensor.dim() > 1 else PLAIN
 
 
-def _as_told(name: str, values: npt.NDArray[np.float32], config: Any) -> npt.NDArray[np.float32]:
+def _permute(name: str, values: npt.NDArray[np.float32], config: Any) -> npt.NDArray[np.float32]:
     """Return ``values`` with the halves of each head's rows in turn, where a Llama's file has them so."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:

@@ -117,11 +117,11 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     kept = given.folder / "gpu.json"
     before = json.loads(kept.read_text()) if kept.exists() else {}
-    results = {name: SectionResult(**found) for name, found in before.items()}
+    results = {name: SectionResult(**section) for name, section in before.items()}
     for name in given.only or [name for name in SECTIONS if name not in results]:
         results[name] = run(sections[name], given.folder)
         say(f"{name}: exit code {results[name].code}, {results[name].seconds} s\n{results[name].said}")
-        kept.write_text(json.dumps({each: asdict(found) for each, found in results.items()}, indent=1))
+        kept.write_text(json.dumps({each: asdict(section) for each, section in results.items()}, indent=1))
         kept.with_suffix(".md").write_text(table(results))
     parser.exit(0 if all(result.code == 0 for result in results.values()) else 1)
 

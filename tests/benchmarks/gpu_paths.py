@@ -93,11 +93,11 @@ def main() -> None:
     need_accelerator(parser, simulated=given.simulated)
     wrong = 0
     for name in given.architectures:
-        began, found = time.perf_counter(), list(faults(name, given.random, simulated=given.simulated))
-        for fault in found:
+        began, mismatches = time.perf_counter(), list(faults(name, given.random, simulated=given.simulated))
+        for fault in mismatches:
             say(f"{name}, {fault}")
-        wrong += len(found)
-        say(f"{name}: {len(found)} of {3 + given.random} paths differ, {time.perf_counter() - began:.1f} s")
+        wrong += len(mismatches)
+        say(f"{name}: {len(mismatches)} of {3 + given.random} paths differ, {time.perf_counter() - began:.1f} s")
     parser.exit(min(1, wrong))
 
 

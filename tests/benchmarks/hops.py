@@ -36,13 +36,13 @@ _BEGINS = "ModelPasses._before"
 
 def functions_around(frame: FrameType | None) -> list[str]:
     """Return the functions of the project that are under way around ``frame``, the outermost first."""
-    found = []
+    names = []
     while frame is not None:
         code = frame.f_code
         if _OURS in code.co_filename and _TESTS not in code.co_filename and not code.co_name.startswith("<"):
-            found.append(code.co_qualname)
+            names.append(code.co_qualname)
         frame = frame.f_back
-    return found[::-1]
+    return names[::-1]
 
 
 def hops_of(call: Callable[[], object], *, at_begin: bool = False) -> list[str]:

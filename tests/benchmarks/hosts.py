@@ -112,10 +112,10 @@ def hosts_side(
     if any(process.returncode for process in started):
         own = [line for text in said for line in text.splitlines() if line.startswith("offstage: ")]
         return {"seconds": None, "failed": " ".join(own)[:400] or " ".join(said)[:400]}
-    return _told(setting.work)
+    return _side_of(setting.work)
 
 
-def _told(work: Path) -> Side:
+def _side_of(work: Path) -> Side:
     first = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
     if first.get("hosts"):
         first = json.loads(Path(first["hosts"][0]["record"]).read_text())

@@ -90,19 +90,19 @@ def changed(checkpoint: Checkpoint, chance: random.Random) -> Iterator[None]:
 def count_seen(folder: Path, *, count: int, whole: int) -> tuple[Seen, Seen]:
     """Return how many of ``count`` changes the default sees, and how many of the first ``whole`` the full hash."""
     checkpoint, chance = open_checkpoint(folder), random.Random(0)
-    told, hashed = fingerprint_of(folder), hash_files(checkpoint)
+    fingerprint, hashed = fingerprint_of(folder), hash_files(checkpoint)
     seen = [0, 0]
     seconds = [0.0, 0.0]
     for number in range(count):
         with changed(checkpoint, chance):
             began = time.perf_counter()
-            seen[0] += fingerprint_of(folder) != told
+            seen[0] += fingerprint_of(folder) != fingerprint
             seconds[0] += time.perf_counter() - began
             if number < whole:
                 began = time.perf_counter()
                 seen[1] += hash_files(open_checkpoint(folder)) != hashed
                 seconds[1] += time.perf_counter() - began
-    if fingerprint_of(folder) != told:
+    if fingerprint_of(folder) != fingerprint:
         raise RuntimeError("a change wasn't undone")
     return Seen(count, seen[0], seconds[0] / count), Seen(whole, seen[1], seconds[1] / max(1, whole))
 

@@ -65,11 +65,11 @@ def fit(streamed: Sequence[float], seconds: Sequence[float]) -> Line:
 def measure(size: str, folder: Path, *, rounds: int, keep: bool) -> Point:
     """Return the medians of ``size``; its checkpoint is made and removed where it wasn't there."""
     checkpoint = (folder / size).resolve()
-    there = checkpoint.exists()
+    existed = checkpoint.exists()
     try:
         return _measure(size, make(size, checkpoint), folder.resolve() / "linear", rounds)
     finally:
-        if not there and not keep:
+        if not existed and not keep:
             shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -79,14 +79,14 @@ def _measure(size: str, checkpoint: Path, work: Path, rounds: int) -> Point:
     steps = min(max(round(STREAM_BYTES / plan["devices"]["disk"]["weights"]), STEPS[0]), STEPS[1])
     drop_page_cache()
     raw = direct_read_bandwidth(checkpoint)
-    found = []
+    by_round = []
     for number in range(rounds):
         drop_page_cache()
         metrics = offstage_record(checkpoint, work, tokens=steps + 1, options=options)["metrics"]
-        found.append(metrics)
+        by_round.append(metrics)
         say(f"round {number + 1}  {size:5} {metrics[SECONDS]:.3f} s a token over {steps} tokens")
     shutil.rmtree(work)
-    median = {name: statistics.median(metrics[name] for metrics in found) for name in (STREAMED, SECONDS, STALLED)}
+    median = {name: statistics.median(metrics[name] for metrics in by_round) for name in (STREAMED, SECONDS, STALLED)}
     return Point(size, median[STREAMED], median[SECONDS], median[STALLED], raw)
 
 

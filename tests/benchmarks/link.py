@@ -137,8 +137,8 @@ def run_round(arguments: argparse.Namespace, checkpoint: Path, work: Path, numbe
         if theirs is not None:
             sides[f"{tier}, accelerate"] = theirs
             same = "the same tokens" if theirs.get("tokens") == side["tokens"] else "other tokens"
-            told = theirs.get("failed") or f"{theirs['seconds']:.4f} s a token, {same}"
-            say(f"round {number + 1}  accelerate from {tier}: {told}")
+            outcome = theirs.get("failed") or f"{theirs['seconds']:.4f} s a token, {same}"
+            say(f"round {number + 1}  accelerate from {tier}: {outcome}")
     return {"limits": limits, "sides": sides}
 
 

@@ -159,35 +159,35 @@ def _capped_side(name: str, file: Path, folder: Path, arguments: argparse.Namesp
         side = printed_side(setting, [arguments.python, "-c", GENERATE, str(file), *asked])
     else:
         side = offstage_side(setting, [_FUSED, *arguments.options])
-    told = f"{side['seconds']:.3f} s a token" if side["seconds"] is not None else side["failed"]
-    say(f"{name:9} under {format_bytes(cap)}: {told}")
+    outcome = f"{side['seconds']:.3f} s a token" if side["seconds"] is not None else side["failed"]
+    say(f"{name:9} under {format_bytes(cap)}: {outcome}")
     return side
 
 
 def capped_lines(kind: str, part: float, rounds: Sequence[Mapping[str, Side]]) -> list[str]:
     """Return the lines of a table: medians of both sides under one cap, and how much longer llama.cpp took."""
     times = {name: [one[name]["seconds"] for one in rounds] for name in (OURS, THEIRS)}
-    told = [f"{kind} under a cap of {part} of the file, s a token"]
+    rows = [f"{kind} under a cap of {part} of the file, s a token"]
     for name, each in times.items():
-        told.append(f"{name:9}  {'died' if None in each else format(statistics.median(each), '.3f')}")
+        rows.append(f"{name:9}  {'died' if None in each else format(statistics.median(each), '.3f')}")
     if None not in (*times[OURS], *times[THEIRS]):
-        told.append(
+        rows.append(
             f"{'ratio':9}  {statistics.median(times[THEIRS]) / statistics.median(times[OURS]):.2f} times as fast"
         )
-    return told
+    return rows
 
 
 def lines(kind: str, rounds: Sequence[Mapping[str, Side]]) -> list[str]:
     """Return the lines of a table: medians of both sides, ratios, and whether the tokens are the same."""
-    told, medians = [f"{kind:9}  s a token  s to first      peak"], {}
+    rows, medians = [f"{kind:9}  s a token  s to first      peak"], {}
     for name in (OURS, THEIRS):
         each = {what: statistics.median(one[name][what] for one in rounds) for what in ("seconds", "first", "peak")}
         medians[name] = each
-        told.append(f"{name:9}  {each['seconds']:9.3f}  {each['first']:10.2f}  {format_bytes(int(each['peak'])):>8}")
+        rows.append(f"{name:9}  {each['seconds']:9.3f}  {each['first']:10.2f}  {format_bytes(int(each['peak'])):>8}")
     ratios = [medians[OURS][what] / medians[THEIRS][what] for what in ("seconds", "first", "peak")]
-    told.append(f"{'ratio':9}  {ratios[0]:9.2f}  {ratios[1]:10.2f}  {ratios[2]:8.2f}")
+    rows.append(f"{'ratio':9}  {ratios[0]:9.2f}  {ratios[1]:10.2f}  {ratios[2]:8.2f}")
     same = all(one[OURS]["tokens"] == one[THEIRS]["tokens"] for one in rounds)
-    return [*told, f"the tokens are {'the same' if same else 'others'}"]
+    return [*rows, f"the tokens are {'the same' if same else 'others'}"]
 
 
 def _run(command: Sequence[str]) -> str:

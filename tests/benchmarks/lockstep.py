@@ -112,7 +112,7 @@ def make_prompts(count: int) -> list[list[int]]:
 
 def results(rounds: Rounds) -> list[GroupResult]:
     """Return what each side came to that lived through any of the ``rounds``."""
-    found, first = [], first_answers(rounds)
+    group_results, first = [], first_answers(rounds)
     for name in rounds[0]["sides"]:
         tool, size = name.split()
         lived = [one["sides"][name] for one in rounds if one["sides"][name]["seconds"]]
@@ -121,8 +121,8 @@ def results(rounds: Rounds) -> list[GroupResult]:
             answers = lived[0]["answers"]
             same = sum(answer == first[place] for place, answer in enumerate(answers) if place in first)
             seconds = tuple(side["seconds"] / shared for side in lived)
-            found.append(GroupResult(tool, int(size), seconds, lived[0].get("predicted"), same, lived[0]))
-    return found
+            group_results.append(GroupResult(tool, int(size), seconds, lived[0].get("predicted"), same, lived[0]))
+    return group_results
 
 
 def bend(seconds: Mapping[int, float]) -> float | None:
@@ -139,17 +139,17 @@ def bend(seconds: Mapping[int, float]) -> float | None:
         compute = _mean(seconds[size] for size in sizes[count:])
         errors = (math.log(seconds[size] / max(shared / size, compute)) ** 2 for size in sizes)
         ways.append((sum(errors), shared / compute))
-    found = min(ways)[1] if ways else 0
-    return found if sizes and sizes[0] < found < sizes[-1] else None
+    size_at_bend = min(ways)[1] if ways else 0
+    return size_at_bend if sizes and sizes[0] < size_at_bend < sizes[-1] else None
 
 
 def _mean(values: Iterable[float]) -> float:
     return math.exp(statistics.mean(map(math.log, values)))
 
 
-def bends(found: Sequence[GroupResult]) -> tuple[float | None, float | None]:
+def bends(group_results: Sequence[GroupResult]) -> tuple[float | None, float | None]:
     """Return the predicted bend of offstage's groups and the measured one."""
-    ours = [group for group in found if group.tool == OURS]
+    ours = [group for group in group_results if group.tool == OURS]
     predicted = {group.size: group.predicted for group in ours if group.predicted}
     return bend(predicted), bend({group.size: group.median for group in ours})
 
@@ -175,16 +175,16 @@ def table(rounds: Rounds) -> Iterator[str]:
         yield f"more bring nothing from {predicted:.1f} together on as predicted, from {measured:.1f} as measured"
 
 
-def verdicts(found: Sequence[GroupResult]) -> Iterator[str]:
+def verdicts(group_results: Sequence[GroupResult]) -> Iterator[str]:
     """Yield how far predicted peaks are off, and how much faster the best group is than others that keep the tokens."""
-    ours = {group.size: group for group in found if group.tool == OURS}
+    ours = {group.size: group for group in group_results if group.tool == OURS}
     peaks = {size: group.side["predicted_peak"] / group.side["peak"] - 1 for size, group in ours.items()}
     yield "predicted peaks: " + ", ".join(f"{off:+.1%} with {size} together" for size, off in peaks.items())
     best = min(ours.values(), key=lambda group: group.median)
     if 1 in ours:
         times = ours[1].median / best.median
         yield f"offstage is fastest with {best.size} together, {times:.2f} times as fast as one by one"
-    exact = [group for group in found if group.tool == THEIRS and group.same == group.size]
+    exact = [group for group in group_results if group.tool == THEIRS and group.same == group.size]
     for other in sorted(exact, key=lambda group: group.median)[:1]:
         times = other.median / best.median
         yield f"and {times:.2f} times as fast as accelerate's best batch with the tokens of each alone, of {other.size}"
@@ -192,13 +192,13 @@ def verdicts(found: Sequence[GroupResult]) -> Iterator[str]:
 
 def first_answers(rounds: Rounds) -> dict[int, list[int]]:
     """Return the tokens of each prompt in the first of offstage's groups that it was in: the first prompt's alone."""
-    found: dict[int, list[int]] = {}
+    answers: dict[int, list[int]] = {}
     for one in rounds:
         for name, side in one["sides"].items():
             if name.startswith(OURS) and side["seconds"]:
                 for place, answer in enumerate(side["answers"]):
-                    found.setdefault(place, answer)
-    return found
+                    answers.setdefault(place, answer)
+    return answers
 
 
 def _bytes(side: Side, key: str, shape: str, unit: float) -> str:

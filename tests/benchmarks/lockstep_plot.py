@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 NAMES = {"offstage": "offstage in lockstep", "accelerate": "transformers + accelerate, a batch"}
 
 
-def draw(found: Sequence[GroupResult], path: Path) -> None:
-    """Draw what was ``found`` into the PNG ``path``."""
+def draw(group_results: Sequence[GroupResult], path: Path) -> None:
+    """Draw the ``group_results`` into the PNG ``path``."""
     with picture(path) as figure:
         axes = figure.subplots()
-        _scale(axes, found)
+        _scale(axes, group_results)
         for number, (tool, name) in enumerate(NAMES.items()):
-            groups = sorted((group for group in found if group.tool == tool), key=lambda group: group.size)
+            groups = sorted((group for group in group_results if group.tool == tool), key=lambda group: group.size)
             if groups:
                 _paint_tool(axes, groups, name, colour=COLOURS[f"s{number}"])
-        _paint_bends(axes, found)
+        _paint_bends(axes, group_results)
         axes.legend(frameon=False, labelcolor=COLOURS["ink"], loc="upper left")
 
 
-def _scale(axes: Axes, found: Sequence[GroupResult]) -> None:
+def _scale(axes: Axes, group_results: Sequence[GroupResult]) -> None:
     """Scale the axes: from one group to the next twice as many prompts are the same way."""
-    rates = [1 / min(group.seconds) for group in found]
-    rates += [1 / group.predicted for group in found if group.predicted]
+    rates = [1 / min(group.seconds) for group in group_results]
+    rates += [1 / group.predicted for group in group_results if group.predicted]
     measure_linear(axes, "y", rates, "rate")
-    scale = measure_counts(axes, [group.size for group in found])
+    scale = measure_counts(axes, [group.size for group in group_results])
     dress(axes, x_label=in_unit("prompts together", scale), y_label="tokens a second, of all prompts")
 
 
@@ -61,12 +61,12 @@ def _paint_tool(axes: Axes, groups: Sequence[GroupResult], name: str, *, colour:
             )  # fmt: skip
 
 
-def _paint_bends(axes: Axes, found: Sequence[GroupResult]) -> None:
+def _paint_bends(axes: Axes, group_results: Sequence[GroupResult]) -> None:
     """Draw from where on more prompts bring nothing, as predicted and as measured."""
     from tests.benchmarks.lockstep import bends
 
     for place, style, word, level in zip(
-        bends(found), ("--", "-"), ("predicted", "measured"), (0.02, 0.08), strict=True
+        bends(group_results), ("--", "-"), ("predicted", "measured"), (0.02, 0.08), strict=True
     ):
         if place is not None:
             axes.axvline(place, color=COLOURS["muted"], linestyle=style, linewidth=1.2, zorder=1)

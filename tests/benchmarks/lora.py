@@ -123,8 +123,8 @@ def tell(said: dict[str, Any]) -> None:
     for half in ("forward", "backward"):
         seconds, read, stall = said[half]
         halves.append(f"{half} {seconds:.2f} s, {read / 1e6:.0f} MB read, {stall:.2f} s waited")
-    held = f"overflow {said['overflow']} B, {said['rss'] / 2**20:.0f} MiB resident at most"
-    say(f"step {said['seconds']:.2f} s  {'; '.join(halves)}; loss {said['loss']:.6f}; {held}")
+    memory = f"overflow {said['overflow']} B, {said['rss'] / 2**20:.0f} MiB resident at most"
+    say(f"step {said['seconds']:.2f} s  {'; '.join(halves)}; loss {said['loss']:.6f}; {memory}")
 
 
 def say(line: str) -> None:

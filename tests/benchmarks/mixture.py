@@ -90,7 +90,7 @@ def main() -> None:
 def mixture_config(total_bytes: float) -> Qwen3MoeConfig:
     """Return the config of a mixture of about ``total_bytes`` in bfloat16."""
     fits = ((width, _layers(width, total_bytes)) for width in WIDTHS)
-    width, layers = next((found for found in fits if found[1] >= FEWEST_LAYERS), (WIDTHS[-1], 1))
+    width, layers = next((fit for fit in fits if fit[1] >= FEWEST_LAYERS), (WIDTHS[-1], 1))
     return Qwen3MoeConfig(
         vocab_size=VOCABULARY, hidden_size=width, moe_intermediate_size=width * 3 // 8, intermediate_size=width * 3,
         num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=4, head_dim=128,
@@ -205,7 +205,9 @@ def result_under(cap: str, rounds: Rounds) -> CapResult:
     """Return what ``rounds`` under ``cap`` came to."""
     ours = [one["sides"][OURS] for one in rounds if one["sides"][OURS]["seconds"]]
     medians = {
-        key: statistics.median(found) if (found := [side[key] for side in ours if side.get(key) is not None]) else None
+        key: statistics.median(numbers)
+        if (numbers := [side[key] for side in ours if side.get(key) is not None])
+        else None
         for key in ("seconds", "streamed", "hit_rate")
     }
     return CapResult(parse_size(cap), **medians, others={tool: _best(rounds, tool) for tool in OTHERS})
@@ -230,16 +232,16 @@ def table(by_cap: Mapping[str, Rounds], config: Qwen3MoeConfig) -> Iterator[str]
         yield f"{cap:8} {_row(result_under(cap, rounds), routed)}"
 
 
-def _row(found: CapResult, routed: int) -> str:
+def _row(result: CapResult, routed: int) -> str:
     """Return the cells of the table's line for one cap."""
-    if found.seconds is None or found.streamed is None:
+    if result.seconds is None or result.streamed is None:
         return "no figure"
-    rate = "none" if found.hit_rate is None else f"{found.hit_rate:.1%}"
-    least = routed * (1 - (found.hit_rate or 0.0))
-    share = f"{found.streamed / least:.2f}" if least else "-"
-    times = {tool: f"{seconds / found.seconds:.1f}x" if seconds else "-" for tool, seconds in found.others.items()}
+    rate = "none" if result.hit_rate is None else f"{result.hit_rate:.1%}"
+    least = routed * (1 - (result.hit_rate or 0.0))
+    share = f"{result.streamed / least:.2f}" if least else "-"
+    times = {tool: f"{seconds / result.seconds:.1f}x" if seconds else "-" for tool, seconds in result.others.items()}
     others = "".join(f"  {text:>{len(tool)}}" for tool, text in times.items())
-    return f"{found.seconds:10.3f}  {format_bytes(round(found.streamed)):>16}  {rate:>8}  {share:>12}{others}"
+    return f"{result.seconds:10.3f}  {format_bytes(round(result.streamed)):>16}  {rate:>8}  {share:>12}{others}"
 
 
 if __name__ == "__main__":

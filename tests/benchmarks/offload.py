@@ -97,9 +97,9 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def rounds_parser(told: str, *, tokens: int) -> argparse.ArgumentParser:
-    """Return a parser of what ``run_rounds`` goes by, for a benchmark that is ``told`` so."""
-    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+def rounds_parser(description: str, *, tokens: int) -> argparse.ArgumentParser:
+    """Return a parser of what ``run_rounds`` goes by, for a benchmark of this ``description``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=SHAPES)
     parser.add_argument("--cap", help="the hard memory cap; 6GiB for 7b, else 2GiB")
     parser.add_argument("--rounds", type=int, default=3)
@@ -144,16 +144,16 @@ def run_round(
     measure_machine(checkpoint, work)
     drop_page_cache()
     raw = [bandwidth(checkpoint)]
-    found = {}
+    by_side = {}
     for name in in_turn([*sides], number):
         drop_page_cache()
-        found[name] = sides[name]()
-        told = " ".join(f"{key}={value}" for key, value in found[name].items() if key not in ("tokens", "answers"))
-        say(f"round {number + 1}  {name:42} {told}")
+        by_side[name] = sides[name]()
+        figures = " ".join(f"{key}={value}" for key, value in by_side[name].items() if key not in ("tokens", "answers"))
+        say(f"round {number + 1}  {name:42} {figures}")
     drop_page_cache()
     raw.append(bandwidth(checkpoint))
     say(f"round {number + 1}  raw direct reads    {raw[0] / 1e9:.2f} and {raw[1] / 1e9:.2f} GB/s")
-    return {"sides": found, "raw": raw}
+    return {"sides": by_side, "raw": raw}
 
 
 def keep(path: Path, arguments: argparse.Namespace, rounds: object) -> None:

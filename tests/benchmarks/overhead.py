@@ -42,9 +42,9 @@ def models(checkpoint: Path, work: Path, share: float) -> dict[str, Any]:
     plain = AutoModelForCausalLM.from_pretrained(checkpoint)
     for parameter in plain.parameters():  # what from_pretrained maps, the others hold
         parameter.data = parameter.data.clone()
-    held = int(share * sum(parameter.nbytes for parameter in plain.parameters()))
+    budget = int(share * sum(parameter.nbytes for parameter in plain.parameters()))
     resident = dispatched_model(checkpoint, work / "resident", max_memory={"cpu": "1TB"})
-    options = {"max_memory": {"cpu": str(held)}, "storage": {"io": "mmap"}, "device_map": "sequential"}
+    options = {"max_memory": {"cpu": str(budget)}, "storage": {"io": "mmap"}, "device_map": "sequential"}
     mapped = dispatched_model(checkpoint, work / "mapped", **options)
     device_map = (work / "mapped" / "cache").glob("plan/*/device_map.json")
     return {"plain": plain, "resident": resident, "mapped": mapped, "accelerate": _theirs(checkpoint, next(device_map))}

@@ -53,15 +53,15 @@ def speeds(name: str, rounds: int, *, tiles: bool = False) -> list[tuple[float, 
     tensor, _, data = SAMPLES[name](name)
     matrix = packed_matrix(tensor)
     assert matrix is not None
-    told, parts = as_text(matrix), parts_of(tensor, data)
+    matrix_text, parts = as_text(matrix), parts_of(tensor, data)
     plain = matrix.values(parts, 0, matrix.rows).bfloat16()
-    found = []
+    nanoseconds = []
     for count in COUNTS:
         given = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
-        ours = _least(lambda given=given: multiply_packed(given, parts, told, tiles=tiles), rounds)
+        ours = _least(lambda given=given: multiply_packed(given, parts, matrix_text, tiles=tiles), rounds)
         theirs = _least(lambda given=given: torch.nn.functional.linear(given, plain), rounds)
-        found.append((ours / plain.numel() * 1e9, theirs / plain.numel() * 1e9))
-    return found
+        nanoseconds.append((ours / plain.numel() * 1e9, theirs / plain.numel() * 1e9))
+    return nanoseconds
 
 
 def _least(call: Callable[[], Tensor], rounds: int) -> float:

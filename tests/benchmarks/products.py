@@ -69,14 +69,14 @@ def main() -> None:
 def _round(paths: Mapping[str, Path], work: Path, arguments: argparse.Namespace, number: int) -> Round:
     """Run every side once and return what each has told."""
     names = [f"{products} {budget}" for budget in arguments.budgets for products in paths]
-    found = {}
+    sides = {}
     for name in in_turn(names, number):
         products, budget = name.split()
         options = [f"quantized.products={products}"] if products != PLAIN else []
         options += ["device_map=cpu"] if budget == ALL else [f"max_memory={{cpu: {budget}}}"]
         record = offstage_record(paths[products], work, tokens=arguments.tokens, options=options)
         metrics = record["metrics"]
-        found[name] = {
+        sides[name] = {
             "seconds": metrics["decode_seconds_per_token"],
             "streamed": metrics["streamed_bytes_per_token"],
             "load": metrics["load_seconds"],
@@ -84,30 +84,30 @@ def _round(paths: Mapping[str, Path], work: Path, arguments: argparse.Namespace,
             "predicted_peak": record["memory"]["predicted"]["cpu"],
             "tokens": record["outputs"][0]["token_ids"],
         }
-        say(f"round {number + 1}  {name:12} {found[name]['seconds']:.3f} s a token")
-    return {name: found[name] for name in names}
+        say(f"round {number + 1}  {name:12} {sides[name]['seconds']:.3f} s a token")
+    return {name: sides[name] for name in names}
 
 
 def lines(rounds: Sequence[Round]) -> list[str]:
     """Return the lines of the table: medians, and whether tokens are the same for products in any round and budget."""
-    told = ["products and budget  s a token  load s  streamed a token       peak  predicted  tokens"]
+    rows = ["products and budget  s a token  load s  streamed a token       peak  predicted  tokens"]
     first = {name.split()[0]: side["tokens"] for name, side in reversed(rounds[0].items())}
     for name in rounds[0]:
         each = [one[name] for one in rounds]
         median = {what: statistics.median(side[what] for side in each) for what in each[0] if what != "tokens"}
         sizes = [format_bytes(int(median[what])) for what in ("streamed", "peak", "predicted_peak")]
         same = all(side["tokens"] == first[name.split()[0]] for side in each)
-        told.append(
+        rows.append(
             f"{name:19}  {median['seconds']:9.3f}  {median['load']:6.1f}  {sizes[0]:>16}  {sizes[1]:>9}  "
             f"{sizes[2]:>9}  {'the same' if same else 'others'}"
         )
-    return told
+    return rows
 
 
 def limit(file_bytes: int, rate: float) -> str:
     """Return what reading the file's bytes once from memory takes, in words."""
-    told = f"{format_bytes(file_bytes)} at {rate / 1e9:.1f} GB/s from memory"
-    return f"{told}: {file_bytes / rate:.3f} s a token at the least"
+    reading = f"{format_bytes(file_bytes)} at {rate / 1e9:.1f} GB/s from memory"
+    return f"{reading}: {file_bytes / rate:.3f} s a token at the least"
 
 
 def memory_rate() -> float:

@@ -44,9 +44,9 @@ def taken(scene: Scene, around: AbstractContextManager[object]) -> int:
     return taken_by(scene.model, step)
 
 
-def line(name: str, told: int, was: int) -> str:
-    """Return a line with the bytes that were ``told`` of a peak, what it ``was``, and how far off that is."""
-    return f"{name:<22} {format_bytes(told):>10} {format_bytes(was):>10} {told / was - 1:+7.1%}"
+def line(name: str, predicted: int, was: int) -> str:
+    """Return a line with the bytes that were ``predicted`` of a peak, what it ``was``, and how far off that is."""
+    return f"{name:<22} {format_bytes(predicted):>10} {format_bytes(was):>10} {predicted / was - 1:+7.1%}"
 
 
 def compare(scene: Scene, ratios: Sequence[float], folder: str) -> list[str]:

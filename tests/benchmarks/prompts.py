@@ -90,11 +90,11 @@ def answer(folder: Path, prompts: Sequence[Sequence[int]], tokens: int, options:
     return Answered(answers, sum(map(len, answers)) / seconds, together)
 
 
-def table(placement: str, found: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
+def table(placement: str, runs_by_side: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
     """Yield the lines of one placement: the rates' medians, and the answers that differ from those one by one."""
-    alone = found[ONE_BY_ONE][0].answers if ONE_BY_ONE in found else None
+    alone = runs_by_side[ONE_BY_ONE][0].answers if ONE_BY_ONE in runs_by_side else None
     yield f"{placement:<18}{'tokens/s':>10}{'together':>10}  other answers than one by one"
-    for side, runs in found.items():
+    for side, runs in runs_by_side.items():
         rate, together = statistics.median(run.rate for run in runs), runs[0].together or ""
         others = "" if alone is None else max(count_others(run.answers, alone) for run in runs)
         yield f"  {side:<16}{rate:>10.1f}{together:>10}  {others} of {len(runs[0].answers)}"

@@ -40,7 +40,7 @@ def main() -> None:
     arguments = _arguments()
     sweep = arguments.sweep or _run(arguments)
     group = read(sweep)
-    for line in told(group):
+    for line in describe(group):
         say(line)
     if arguments.plot:
         from tests.benchmarks.repeated_plot import draw
@@ -87,7 +87,7 @@ def read(sweep: Path) -> CheckpointGroup:
     return groups[0]
 
 
-def told(group: CheckpointGroup) -> list[str]:
+def describe(group: CheckpointGroup) -> list[str]:
     """Return in words how many repeats there are and were disturbed, and which jobs can't be told apart."""
     repeats = [repeat for job in group.jobs for repeat in job.run.counting]
     busy = sum(repeat.is_contended for repeat in repeats)

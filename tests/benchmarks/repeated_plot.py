@@ -21,9 +21,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 def draw(group: CheckpointGroup, path: Path) -> None:
     """Draw the jobs of ``group`` into the PNG ``path``."""
-    from tests.benchmarks.repeated import told
+    from tests.benchmarks.repeated import describe
 
-    lines = [line for sentence in told(group)[:2] for line in textwrap.wrap(sentence, PER_LINE)]
+    lines = [line for sentence in describe(group)[:2] for line in textwrap.wrap(sentence, PER_LINE)]
     rows = [job for job in group.jobs if len(job.run.counting) > 1]
     with picture(path, height=HEIGHT + LINE * len(lines)) as figure:
         left, right = figure.subplots(1, 2)
@@ -40,14 +40,14 @@ def _paint_series(axes: Axes, series: Sequence[Series]) -> None:
     unit = measure_linear(axes, "x", [point.x for point in points], "bytes")
     time_unit = measure_linear(axes, "y", [point.largest or point.y for point in points], "seconds")
     dress(axes, x_label=in_unit("budget", unit), y_label=in_unit("time a token", time_unit))
-    told: set[str] = set()
+    labelled: set[str] = set()
     for index, entry in enumerate(series):
         colour = COLOURS[f"s{index}" if index < 6 else "rest"]
         for line, style, name in ((entry.predicted, "--", "predicted"), (entry.lower_bound, ":", "bound")):
             if line:
-                label = f"_{name}" if name in told else name
+                label = f"_{name}" if name in labelled else name
                 axes.plot(*_places(line), style, color=colour, linewidth=1.6, label=label)
-                told.add(name)
+                labelled.add(name)
         axes.plot(*_places(entry.measured), "-", color=colour, linewidth=1.6)
         _paint_marks(axes, entry.measured, MARKERS[index], colour=colour, name=entry.name or "measured")
     contended = [point for line, *_ in lines for point in line if point.contended]

@@ -51,8 +51,8 @@ def main() -> None:
         folder = Path(name)
         pattern = arguments.record or write_run(folder / "pattern") / "run.json"
         write_copies(folder / "sweep", json.loads(pattern.read_text()), arguments.runs)
-        for what, told in measure(folder / "sweep"):
-            sys.stdout.write(f"{what:28} {told}\n")
+        for what, figure in measure(folder / "sweep"):
+            sys.stdout.write(f"{what:28} {figure}\n")
     sys.stdout.write(f"{'load of the machine':28} {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
 
 

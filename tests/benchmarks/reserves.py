@@ -75,27 +75,27 @@ def measure(case: Case, checkpoint: Path, work: Path, tokens: int) -> dict[str, 
     """Return the figures of one run, and the staging bytes that it was given."""
     drop_page_cache()
     record = offstage_record(checkpoint, work / "run", tokens=tokens, options=case.options)
-    found = {name: record["metrics"][name] for name in (SECONDS, STALLED, STREAMED, SPEED)}
-    return found | {STAGING: artifact(record, "dispatch", "dispatch.json")[STAGING]}
+    figures = {name: record["metrics"][name] for name in (SECONDS, STALLED, STREAMED, SPEED)}
+    return figures | {STAGING: artifact(record, "dispatch", "dispatch.json")[STAGING]}
 
 
 def run_rounds(settings: Sequence[Case], checkpoint: Path, work: Path, *, rounds: int, tokens: int) -> list[list[Any]]:
     """Return the figures of each setting, a list a setting."""
-    found: list[list[Any]] = [[] for _ in settings]
+    runs_by_setting: list[list[Any]] = [[] for _ in settings]
     for number in range(rounds):
         first = number * len(settings) // rounds
         for index in [*range(first, len(settings)), *range(first)]:
-            found[index].append(measure(settings[index], checkpoint, work, tokens))
-            seconds = found[index][-1][SECONDS]
+            runs_by_setting[index].append(measure(settings[index], checkpoint, work, tokens))
+            seconds = runs_by_setting[index][-1][SECONDS]
             staging = format_bytes(settings[index].staging)
             say(f"round {number + 1}  {settings[index].layout:7} {staging:>10} {seconds:.3f} s a token")
-    return found
+    return runs_by_setting
 
 
-def table(settings: Sequence[Case], found: Sequence[Sequence[Any]]) -> list[str]:
+def table(settings: Sequence[Case], runs_by_setting: Sequence[Sequence[Any]]) -> list[str]:
     """Return the lines of the table of medians."""
     lines = ["layout      staging  streamed a token  s a token  stalled s a token  stall share  GB/s"]
-    for case, runs in zip(settings, found, strict=True):
+    for case, runs in zip(settings, runs_by_setting, strict=True):
         median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         share = statistics.median(run[STALLED] / run[SECONDS] for run in runs)
         lines.append(
@@ -126,9 +126,9 @@ def main() -> None:
         for layout in arguments.layouts
         for case in cases(checkpoint.resolve(), work, layout, device_map=maps[layout], sizes=sizes)
     ]
-    found = run_rounds(settings, checkpoint.resolve(), work, rounds=arguments.rounds, tokens=arguments.tokens)
+    runs_by_setting = run_rounds(settings, checkpoint.resolve(), work, rounds=arguments.rounds, tokens=arguments.tokens)
     shutil.rmtree(work)
-    for line in table(settings, found):
+    for line in table(settings, runs_by_setting):
         say(line)
 
 

@@ -80,8 +80,8 @@ class Scene:
                 self.seen.setdefault(number, self.path(number).read_bytes())
 
     def records(self) -> dict[int, dict[str, Any]]:
-        there = [number for number in range(JOBS) if self.path(number).exists()]
-        return {number: json.loads(self.path(number).read_text()) for number in there}
+        numbers = [number for number in range(JOBS) if self.path(number).exists()]
+        return {number: json.loads(self.path(number).read_text()) for number in numbers}
 
     def processes(self) -> Iterator[psutil.Process]:
         """Yield what was started for the sweep, jobs and those that wait for them."""

@@ -118,16 +118,16 @@ class Clairvoyant:
     def victim(self, busy: Container[Expert]) -> Expert | None:
         """Return the expert whose next use is last."""
         passed_over = []
-        found = None
-        while self._heap and found is None:
+        victim = None
+        while self._heap and victim is None:
             entry = heappop(self._heap)
             expert = entry[-1]
             if expert in self._next and entry == self._entry(expert):
                 passed_over.append(entry)
-                found = None if expert in busy else expert
+                victim = None if expert in busy else expert
         for entry in passed_over:
             heappush(self._heap, entry)
-        return found
+        return victim
 
     def _entry(self, expert: Expert) -> tuple[int, int, Expert]:
         return (-self._next[expert], -expert[0], expert)

@@ -35,7 +35,7 @@ _LEAVE = 20
 
 @dataclass(slots=True)
 class Served:
-    """What one side came to: ``answers`` by question, tokens, seconds of each, and what the process ``held`` then."""
+    """What one side came to: ``answers`` by question, tokens, seconds of each, and the process's ``usage`` then."""
 
     tokens: int = 0
     left: int = 0
@@ -43,7 +43,7 @@ class Served:
     took: list[float] = field(default_factory=list)
     answers: dict[int, list[int]] = field(default_factory=dict)
     unlike: int = 0
-    held: list[tuple[int, int]] = field(default_factory=list)
+    usage: list[tuple[int, int]] = field(default_factory=list)
 
 
 def question(number: int) -> tuple[list[int], int]:
@@ -58,7 +58,7 @@ def serve(folder: Path, side: str, clients: int, seconds: float) -> Served:
 
     import offstage
 
-    found, lock, ended = Served(), threading.Lock(), time.monotonic() + seconds
+    run, lock, ended = Served(), threading.Lock(), time.monotonic() + seconds
     options: dict[str, Any] = {"storage": {"io": "direct"}, "concurrency": side, "batch_size": SIDES[side]}
     with offstage.load(folder, max_length=96, max_waiting=clients, **options) as loaded:
         model: Any = loaded.model
@@ -80,10 +80,10 @@ def serve(folder: Path, side: str, clients: int, seconds: float) -> Served:
                     tokens = call.result()[0, len(prompt) :].tolist()
                 except CancelledError:
                     with lock:
-                        found.left += 1
+                        run.left += 1
                     continue
                 with lock:
-                    note(found, number, tokens, time.monotonic() - begun)
+                    note(run, number, tokens, time.monotonic() - begun)
 
         began = time.monotonic()
         threads = [threading.Thread(target=client, args=(place,)) for place in range(clients)]
@@ -91,18 +91,18 @@ def serve(folder: Path, side: str, clients: int, seconds: float) -> Served:
             thread.start()
         for thread in threads:
             thread.join()
-        found.seconds = time.monotonic() - began
-    return found
+        run.seconds = time.monotonic() - began
+    return run
 
 
-def note(found: Served, number: int, tokens: list[int], took: float) -> None:
+def note(run: Served, number: int, tokens: list[int], took: float) -> None:
     """Count one answer: it is to be what the same question had before."""
-    found.tokens += len(tokens)
-    found.took.append(took)
-    found.unlike += found.answers.setdefault(number, tokens) != tokens
+    run.tokens += len(tokens)
+    run.took.append(took)
+    run.unlike += run.answers.setdefault(number, tokens) != tokens
     status = Path("/proc/self/status").read_text()
-    (held,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
-    found.held.append((held, sum(1 for _ in Path("/proc/self/fd").iterdir())))
+    (resident,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+    run.usage.append((resident, sum(1 for _ in Path("/proc/self/fd").iterdir())))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -121,9 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return say(json.dumps(asdict(serve(folder, given.be, given.clients, given.seconds))))
     answers: dict[int, list[int]] = {}
     for side in given.sides:
-        found = _apart(side, given, folder)
-        unlike = found.unlike + sum(answers.setdefault(int(key), one) != one for key, one in found.answers.items())
-        say(line(side, found, unlike))
+        run = _apart(side, given, folder)
+        unlike = run.unlike + sum(answers.setdefault(int(key), one) != one for key, one in run.answers.items())
+        say(line(side, run, unlike))
     return None
 
 
@@ -136,16 +136,16 @@ def _apart(side: str, given: argparse.Namespace, folder: Path) -> Served:
     return Served(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def line(side: str, found: Served, unlike: int) -> str:
+def line(side: str, run: Served, unlike: int) -> str:
     """Return the table's row."""
-    tenth = max(1, len(found.held) // 10)
-    held, files = map(max, zip(*found.held[tenth : 2 * tenth], strict=True))
-    held_late, files_late = map(max, zip(*found.held[-tenth:], strict=True))
-    took = sorted(found.took)
+    tenth = max(1, len(run.usage) // 10)
+    resident, files = map(max, zip(*run.usage[tenth : 2 * tenth], strict=True))
+    resident_late, files_late = map(max, zip(*run.usage[-tenth:], strict=True))
+    took = sorted(run.took)
     return (
-        f"{side:9} {found.tokens / found.seconds:7.2f} tokens a second; an answer {statistics.median(took):6.1f} s, "
-        f"{took[int(len(took) * 0.9)]:6.1f} s; {len(took)} answers, {unlike} unlike, {found.left} clients left; memory "
-        f"{held / 1e6:.0f} to {held_late / 1e6:.0f} MB, files {files} to {files_late}"
+        f"{side:9} {run.tokens / run.seconds:7.2f} tokens a second; an answer {statistics.median(took):6.1f} s, "
+        f"{took[int(len(took) * 0.9)]:6.1f} s; {len(took)} answers, {unlike} unlike, {run.left} clients left; memory "
+        f"{resident / 1e6:.0f} to {resident_late / 1e6:.0f} MB, files {files} to {files_late}"
     )
 
 

@@ -104,8 +104,8 @@ def table(rounds: Rounds) -> Iterator[str]:
         seconds = _median(sides)
         plainly = lived.get(PLAIN)
         cells = [f"{seconds:.3f}", f"{_median(plainly) / seconds:.2f}" if plainly else "-"]
-        cells += [_told(sides[0], "tokens_per_pass", "{:.2f}"), _told(sides[0], "draft_acceptance", "{:.0%}")]
-        cells += [_told(sides[0], key, "{:.2f} GB", 1e9) for key in ("peak", "predicted_peak")]
+        cells += [_cell(sides[0], "tokens_per_pass", "{:.2f}"), _cell(sides[0], "draft_acceptance", "{:.0%}")]
+        cells += [_cell(sides[0], key, "{:.2f} GB", 1e9) for key in ("peak", "predicted_peak")]
         same = bool(plainly) and all(side["answers"] == plainly[0]["answers"] for side in sides)
         yield f"{name:<10}{''.join(f'{cell:>11}' for cell in cells)}  {'the same' if same else 'OTHERS'}"
 
@@ -114,7 +114,7 @@ def _median(sides: Sequence[Side]) -> float:
     return statistics.median(side["seconds"] for side in sides)
 
 
-def _told(side: Side, key: str, shape: str, unit: float = 1) -> str:
+def _cell(side: Side, key: str, shape: str, unit: float = 1) -> str:
     return shape.format(side[key] / unit) if side.get(key) is not None else "-"
 
 

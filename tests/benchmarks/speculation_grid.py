@@ -55,11 +55,11 @@ def compare(name: str, dtype: torch.dtype, count: int) -> int:
                 ]
                 same = sum((one.tokens, one.scores) == (other.tokens, other.scores) for one, other in pairs)
                 judged = [other.judged for _, other in pairs]
-                told = {
+                counts = {
                     key: sum(getattr(each, key) for each in judged)
                     for key in ("tokens", "passes", "guessed", "accepted")
                 }
-                say(f"{name:10}{dtype!s:16}{way:9}{same} of {len(pairs)} the same  {told}")
+                say(f"{name:10}{dtype!s:16}{way:9}{same} of {len(pairs)} the same  {counts}")
                 differing += len(pairs) - same
     return differing
 

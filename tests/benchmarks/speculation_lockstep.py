@@ -44,9 +44,9 @@ class Side:
 
     def count_same(self, other: Side) -> int:
         """Return how many answers have the tokens and the log-probabilities that they have in ``other``."""
-        told = ("token_ids", "logprobs")
+        keys = ("token_ids", "logprobs")
         pairs = zip(self.answers, other.answers, strict=True)
-        return sum(all(mine[each] == theirs[each] for each in told) for mine, theirs in pairs)
+        return sum(all(mine[each] == theirs[each] for each in keys) for mine, theirs in pairs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

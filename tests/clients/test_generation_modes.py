@@ -210,19 +210,19 @@ MODES: Mapping[str, Mode] = {
 }
 
 
-def tensors_of(found: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor in ``found`` with where it stands in that."""
-    if isinstance(found, torch.Tensor):
-        yield name, found
-    elif isinstance(found, EncoderDecoderCache):
-        yield from tensors_of([found.self_attention_cache, found.cross_attention_cache], name)
-    elif hasattr(found, "layers"):
-        yield from tensors_of([(layer.keys, layer.values) for layer in found.layers], name)
-    elif isinstance(found, Mapping):
-        for key, value in found.items():
+def tensors_of(outputs: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor in ``outputs`` with where it stands in that."""
+    if isinstance(outputs, torch.Tensor):
+        yield name, outputs
+    elif isinstance(outputs, EncoderDecoderCache):
+        yield from tensors_of([outputs.self_attention_cache, outputs.cross_attention_cache], name)
+    elif hasattr(outputs, "layers"):
+        yield from tensors_of([(layer.keys, layer.values) for layer in outputs.layers], name)
+    elif isinstance(outputs, Mapping):
+        for key, value in outputs.items():
             yield from tensors_of(value, f"{name}.{key}")
-    elif isinstance(found, tuple | list):
-        for place, value in enumerate(found):
+    elif isinstance(outputs, tuple | list):
+        for place, value in enumerate(outputs):
             yield from tensors_of(value, f"{name}[{place}]")
 
 

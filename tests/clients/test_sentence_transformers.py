@@ -83,7 +83,7 @@ def learned(sentences: Any, folder: Path) -> dict[str, torch.Tensor]:
 def test_it_embeds_and_trains_an_adapter(door: Callable[[Path], Any], checkpoint: Path, tmp_path: Path) -> None:
     sentences = around(checkpoint, door(checkpoint))
     assert (sentences.encode(TEXTS) == around(checkpoint).encode(TEXTS)).all()
-    expected, found = learned(around(checkpoint), tmp_path), learned(sentences, tmp_path)
-    assert found.keys() == expected.keys()
+    expected, weights = learned(around(checkpoint), tmp_path), learned(sentences, tmp_path)
+    assert weights.keys() == expected.keys()
     assert expected
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())

@@ -30,13 +30,13 @@ def test_it_is_small_and_sharded() -> None:
 
 def test_the_index_names_every_tensor_where_it_lies() -> None:
     index = json.loads((COMMITTED / "model.safetensors.index.json").read_text())
-    found, total = {}, 0
+    weight_map, total = {}, 0
     for path in COMMITTED.glob("*.safetensors"):
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118, since safe_open isn't a mapping
-                found[name] = path.name
+                weight_map[name] = path.name
                 total += shard.get_tensor(name).nbytes
-    assert found == index["weight_map"]
+    assert weight_map == index["weight_map"]
     assert total == index["metadata"]["total_size"]
 
 

@@ -23,9 +23,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 row = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
 past = torch.zeros(1, 8, 37, 64, device="cuda", dtype=torch.bfloat16)
-with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as found:
+with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as profiler:
     torch.nn.functional.scaled_dot_product_attention(row, past, past)
-print(any("cudnn" in event.name for event in found.events()))
+print(any("cudnn" in event.name for event in profiler.events()))
 """
 
 

@@ -84,14 +84,14 @@ def test_nothing_stays_on_the_accelerator_between_calls_or_after_an_exception() 
     x = torch.randn(2, 512, device="cuda:0")
     with torch.no_grad():
         model(x)
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         model(x)
-        assert torch.cuda.memory_allocated() == held
-        assert torch.cuda.max_memory_allocated() - held < 2 * 513 * 512 * 4, "one layer at a time"
+        assert torch.cuda.memory_allocated() == allocated
+        assert torch.cuda.max_memory_allocated() - allocated < 2 * 513 * 512 * 4, "one layer at a time"
         with pytest.raises(RuntimeError):
             model(x[:, :5])
-    assert torch.cuda.memory_allocated() <= held
+    assert torch.cuda.memory_allocated() <= allocated
 
 
 def test_models_take_turns_on_the_accelerator() -> None:

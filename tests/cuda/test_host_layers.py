@@ -39,8 +39,8 @@ def test_the_answer_is_that_of_the_plain_model_but_for_the_last_bits(name: str, 
         first = loaded.model(ids.cuda(), use_cache=True)
         assert first.logits.device == torch.device("cuda:0")
         blocks = [name for name in loaded.plan.reasons if name.rpartition(".")[2].isdecimal()]
-        there = {layer.keys.device.type for cache in kept_cache(first).values() for layer in cache.layers}
-        assert there == {"cpu" if block in loaded.plan.host_layers else "cuda" for block in blocks}
+        cache_devices = {layer.keys.device.type for cache in kept_cache(first).values() for layer in cache.layers}
+        assert cache_devices == {"cpu" if block in loaded.plan.host_layers else "cuda" for block in blocks}
         torch.testing.assert_close(first.logits.cpu(), plain(ids).logits, rtol=1e-3, atol=1e-3)
         more = torch.tensor([[9]])
         second = loaded.model(more.cuda(), **kept_cache(first)).logits.cpu()

@@ -40,11 +40,11 @@ def test_the_host_holds_a_few_buffers_and_the_accelerator_nothing_twice(tmp_path
     load_checkpoint_in_model(nn.Linear(1, 1, device="cuda"), save_one(tmp_path), device_map={"": 0})  # the context
     model, before = empty_stack(), anonymous_bytes()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     load_checkpoint_in_model(model, path, device_map={"": 0})
     weights = sum(tensor.nbytes for tensor in Stack.parameters(model))
     assert anonymous_bytes() - before < 64 * 2**20
-    assert torch.cuda.max_memory_allocated() - held < weights + 2**20
+    assert torch.cuda.max_memory_allocated() - allocated < weights + 2**20
 
 
 def save_one(folder: Path) -> Path:

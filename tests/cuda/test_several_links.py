@@ -48,8 +48,8 @@ def on_devices(*devices: str) -> torch.Tensor:
     """Return what the model answers whose layers lie on these devices in turn, and compute there."""
     x = inputs()
     for place, layer in enumerate(net(WIDTH)):
-        there = torch.device(devices[place % len(devices)])
-        x = layer.to(there)(x.to(there))
+        device = torch.device(devices[place % len(devices)])
+        x = layer.to(device)(x.to(device))
     return x.to("cuda:0")
 
 

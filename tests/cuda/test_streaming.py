@@ -133,14 +133,14 @@ def test_memory_is_flat_over_passes_and_within_weights_reserve_and_activations(
     gc.collect()
     before = asked_for()
     stage = setup(LAYOUTS[where])
-    held = asked_for()
-    assert held - before == stage.resident + stage.reserve
+    requested = asked_for()
+    assert requested - before == stage.resident + stage.reserve
     torch.cuda.reset_peak_memory_stats()
     for _ in range(5):
         stage.model(x)
-    assert asked_for("peak") - held <= activations
+    assert asked_for("peak") - requested <= activations
     torch.cuda.synchronize()
-    assert asked_for() == held
+    assert asked_for() == requested
     stage.streamer.remove()
     assert asked_for() - before == stage.resident
 
@@ -271,12 +271,12 @@ def test_inputs_come_over_without_waiting_from_pinned_memory_alone() -> None:
     tensor = block.hold(torch.arange(1024.0))
     unpin = pin(CudaLink(torch.device("cuda", 0)), block.memory)
     with no_synchronising():
-        there = send_to_device(tensor, torch.device("cuda", 0))
+        on_device = send_to_device(tensor, torch.device("cuda", 0))
         with pytest.raises(RuntimeError, match="synchronizing"):
             send_to_device(torch.arange(1024.0), torch.device("cuda", 0))
     torch.cuda.synchronize()
     unpin()
-    assert torch.equal(there.cpu(), tensor)
+    assert torch.equal(on_device.cpu(), tensor)
 
 
 def test_copies_stand_on_the_time_line(setup: Callable[..., Setup]) -> None:
@@ -314,14 +314,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decode(model: Any, steps: int) -> torch.Tensor:
     """Return the logits of ``steps`` greedy steps after a prompt; nothing in here makes the host wait."""
-    tokens, found = torch.arange(5, 13, device="cuda:0")[None], []
+    tokens, logits = torch.arange(5, 13, device="cuda:0")[None], []
     cache: dict[str, Any] = {}
     with torch.no_grad():
         for _ in range(steps):
             out = model(input_ids=tokens, **cache, use_cache=True)
             tokens, cache = out.logits[:, -1:].argmax(-1), kept_cache(out)
-            found.append(out.logits[:, -1])
-    return torch.stack(found)
+            logits.append(out.logits[:, -1])
+    return torch.stack(logits)
 
 
 MAPS: dict[str, Callable[[str], DeviceId]] = {

@@ -99,10 +99,10 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             described, name = hub.describe(path), path.rpartition("/")[2]
             in_repository = path.startswith((f"/{REPOSITORY}/resolve/", STORE))
             file = hub.files.get(name) if in_repository else None
-            found = described is not None or file is not None
+            exists = described is not None or file is not None
             body = json.dumps(described or {"error": "not found"}).encode() if file is None else file.read_bytes()
-            status, more = 200 if found else 404, {}
-            if not found:
+            status, more = 200 if exists else 404, {}
+            if not exists:
                 more["X-Error-Code"] = "EntryNotFound" if in_repository else "RepoNotFound"
             elif file and hub.redirects and not path.startswith(STORE):
                 status, body, more["Location"] = 302, b"", f"{hub.endpoint}{STORE}{name}"

@@ -34,10 +34,10 @@ def run_forks(
     )
     hosts = []
     for rank, given in enumerate(arguments):
-        told = {"RANK": rank, "WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments)}
-        told |= {"TORCHELASTIC_USE_AGENT_STORE": True}
+        variables = {"RANK": rank, "WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments)}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": True}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous.port}
-        extra = {name: str(value) for name, value in {**told, **place}.items()}
+        extra = {name: str(value) for name, value in {**variables, **place}.items()}
         hosts.append(start(folder, *given, entry=entry, extra={**extra, **own.get(rank, {})}))
     with deadline(seconds):
         ended = [finish(host, folder, {}) for host in hosts]

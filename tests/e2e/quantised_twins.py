@@ -86,15 +86,15 @@ def _fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def save_gguf_twin(path: Path, source: Path, name: str) -> Path:
     """Write the checkpoint ``source`` of the model ``name`` as a GGUF file in Q8_0, by the ``gguf`` package."""
-    return Path(write_gguf(path, name, CONFIGS[name], _told(name, source), tokens=320))
+    return Path(write_gguf(path, name, CONFIGS[name], _gguf_tensors(name, source), tokens=320))
 
 
-def _told(name: str, source: Path) -> Iterator[tuple[str, str, np.ndarray]]:
+def _gguf_tensors(name: str, source: Path) -> Iterator[tuple[str, str, np.ndarray]]:
     """Yield the file's names of tensors, their kinds, and their values."""
     import gguf
 
     config: Any = CONFIGS[name]
-    arch = next(key for key, told in gguf.MODEL_ARCH_NAMES.items() if told == name)
+    arch = next(key for key, arch_name in gguf.MODEL_ARCH_NAMES.items() if arch_name == name)
     named = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     experts: dict[str, list[np.ndarray]] = {}
     for own, tensor in plain_tensors(source).items():
@@ -108,5 +108,5 @@ def _told(name: str, source: Path) -> Iterator[tuple[str, str, np.ndarray]]:
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         kind = "q8_0" if is_quantised(own) else "bf16" if values.ndim > 1 else "f32"
         yield f"{named.get_name(bare)}.{suffix}", kind, values
-    for told, stack in experts.items():
-        yield told, "q8_0", np.stack(stack)
+    for gguf_name, stack in experts.items():
+        yield gguf_name, "q8_0", np.stack(stack)

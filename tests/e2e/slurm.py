@@ -111,9 +111,9 @@ def _commands(folder: Path, nodes: Sequence[str]) -> list[list[str]]:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _wait_for_node(folder: Path, environment: dict[str, str], *, seconds: float = 250) -> None:

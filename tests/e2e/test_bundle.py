@@ -107,8 +107,8 @@ def test_it_holds_what_reproduces_the_run_and_no_weights(project: Path, archive:
     assert "torch==" in lock
     assert all("+" not in line.partition("#")[0] for line in lock.splitlines()), "no index has a local version"
     assert "offstage-pipeline" not in lock
-    told = top.joinpath("README.md").read_text()
-    assert f"offstage-replay records/{run.name} --model-path FOLDER" in told
+    readme = top.joinpath("README.md").read_text()
+    assert f"offstage-replay records/{run.name} --model-path FOLDER" in readme
     assert json.loads(top.joinpath("report/report.json").read_text())["jobs"]
 
 

@@ -124,8 +124,8 @@ def test_tuned_weights_are_bitwise_those_of_a_plain_loop_and_load_again(
     assert losses[-1] < losses[0], "nothing was learnt"
     again = AutoModelForCausalLM.from_pretrained(tuned)
     assert again.dtype == dtype
-    for (key, found), (_, wanted) in zip(again.named_parameters(), reference.named_parameters(), strict=True):
-        assert torch.equal(found, wanted), key
+    for (key, weight), (_, wanted) in zip(again.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(weight, wanted), key
     if name == "gpt2":
         return
     asked = ("model=pretrained", f"model.path={tuned}", "generate.prompts=['The weights']", "generate.max_new_tokens=4")

@@ -225,8 +225,8 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_it_runs_in_place_of_generate_with_its_own_keys_and_is_cached_by_them(ran: Ran) -> None:
-    folder, told = ran
-    assert [code for code, *_ in told[: len(RUNS)]] == [0] * len(RUNS), told
+    folder, outcomes = ran
+    assert [code for code, *_ in outcomes[: len(RUNS)]] == [0] * len(RUNS), outcomes
     first, three, again, other, _ = records(folder)[: len(RUNS)]
     assert [len(record["outputs"][0]["token_ids"]) for record in (first, three, again)] == [2, 3, 3]
     assert len(set(three["outputs"][0]["token_ids"])) == 1
@@ -260,8 +260,8 @@ def test_the_stage_on_the_page_does_what_the_page_says(python: Path, tmp_path: P
 
 
 def test_wrong_keys_and_types_are_refused_in_one_line(ran: Ran) -> None:
-    _, told = ran
-    for (code, said, _), (_, words) in zip(told[len(RUNS) : -1], REFUSED, strict=True):
+    _, outcomes = ran
+    for (code, said, _), (_, words) in zip(outcomes[len(RUNS) : -1], REFUSED, strict=True):
         assert code == 2, said
         (line,) = said.splitlines()
         assert line.startswith("offstage: ")
@@ -319,5 +319,5 @@ def test_who_receives_its_records_reads_its_metrics_without_the_package(
 
 def test_a_tracker_is_told_its_metrics(ran: Ran) -> None:
     path, *_ = sorted(ran[0].glob("outputs/runs/*/*/run.json"))
-    told = {point.name: point.value for point in TrackedRun.of(RunRecord.load(path)).points}
-    assert (told["echo_time"], told["alike"], told["loudness"]) == (0.5, 0.5, 12.0)
+    metrics = {point.name: point.value for point in TrackedRun.of(RunRecord.load(path)).points}
+    assert (metrics["echo_time"], metrics["alike"], metrics["loudness"]) == (0.5, 0.5, 12.0)

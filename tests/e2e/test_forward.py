@@ -49,8 +49,8 @@ def listed(paths: list[Path]) -> str:
     return "[" + ",".join(map(str, paths)) + "]"
 
 
-def equal(found: Tensors, expected: Any) -> None:
-    for name, tensor in found.items():
+def equal(outputs: Tensors, expected: Any) -> None:
+    for name, tensor in outputs.items():
         assert torch.equal(tensor, expected[name]), name
 
 

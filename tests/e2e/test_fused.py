@@ -33,8 +33,8 @@ def test_tokens_are_the_same_from_memory_and_from_disk_and_exact_ones_are_made_a
     assert len(exact.tokens[0]) == len(memory.tokens[0])
     assert not exact.cached["empty_init"]
     assert not exact.cached["generate"]
-    held = [run.record["memory"]["predicted"]["cpu"] for run in (memory, exact)]
-    assert held[0] < held[1]
+    predicted = [run.record["memory"]["predicted"]["cpu"] for run in (memory, exact)]
+    assert predicted[0] < predicted[1]
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,10 @@ def test_a_device_without_room_for_the_cache_is_refused_and_has_it_on_the_host_w
     offstage_here: Run, checkpoint: Path
 ) -> None:
     together = "generate.lockstep=2"
-    there, waiting = (planned(offstage_here, *asked(checkpoint), together, *more) for more in ((), (ON_HOST,)))
-    held, needed = (sum(plan["devices"]["0"]["ledger"].values()) for plan in (there, waiting))
-    memory = (held + needed) // 2
-    assert held - needed > 10 * 10**6
+    on_device, waiting = (planned(offstage_here, *asked(checkpoint), together, *more) for more in ((), (ON_HOST,)))
+    with_cache, needed = (sum(plan["devices"]["0"]["ledger"].values()) for plan in (on_device, waiting))
+    memory = (with_cache + needed) // 2
+    assert with_cache - needed > 10 * 10**6
     refused = offstage_here(*asked(checkpoint, memory=str(memory)), together)
     assert refused.code == BUDGET_EXIT
     assert "generate.cache_implementation=offloaded" in refused.err
@@ -74,16 +74,16 @@ def test_a_device_without_room_for_the_cache_is_refused_and_has_it_on_the_host_w
 def test_the_host_has_the_caches_bytes_the_device_those_of_two_layers_and_a_token_the_time_of_its_crossing(
     offstage_here: Run, checkpoint: Path
 ) -> None:
-    there, waiting = (
+    on_device, waiting = (
         planned(offstage_here, *asked(checkpoint), "generate.lockstep=1", *more) for more in ((), (ON_HOST,))
     )
     layer = 2 * 16 * 64 * 4 * 448
     assert waiting["devices"]["cpu"]["ledger"]["cache"] == 12 * layer
     assert waiting["devices"]["0"]["ledger"]["cache"] == 2 * layer
-    assert 11 * layer < there["devices"]["0"]["ledger"]["cache"] <= 12 * layer
+    assert 11 * layer < on_device["devices"]["0"]["ledger"]["cache"] <= 12 * layer
     crossing = waiting["forecast"]["cache_bytes_per_token"]
     assert crossing == 12 * layer
-    seconds = waiting["forecast"]["seconds_per_token"] - there["forecast"]["seconds_per_token"]
+    seconds = waiting["forecast"]["seconds_per_token"] - on_device["forecast"]["seconds_per_token"]
     assert seconds == pytest.approx(crossing / LINK, rel=0.05)
 
 
@@ -141,11 +141,13 @@ def test_a_decoder_keeps_on_the_host_what_it_has_of_its_encoder_too(
 
 
 def test_the_host_has_the_bytes_of_both_of_a_decoders_caches(offstage_here: Run, halves: Path) -> None:
-    there, waiting = (planned(offstage_here, *asked(halves), "generate.lockstep=1", *more) for more in ((), (ON_HOST,)))
+    on_device, waiting = (
+        planned(offstage_here, *asked(halves), "generate.lockstep=1", *more) for more in ((), (ON_HOST,))
+    )
     layer = 2 * 4 * 64 * 4 * (64 + 448)
     assert waiting["devices"]["cpu"]["ledger"]["cache"] == 4 * layer
     assert waiting["devices"]["0"]["ledger"]["cache"] == 2 * layer
-    assert 3 * layer * 400 / 512 < there["devices"]["0"]["ledger"]["cache"] <= 4 * layer
+    assert 3 * layer * 400 / 512 < on_device["devices"]["0"]["ledger"]["cache"] <= 4 * layer
     assert waiting["forecast"]["cache_bytes_per_token"] == 4 * layer
 
 
@@ -161,8 +163,8 @@ def test_what_is_heard_waits_there_too(offstage_here: Run, tmp_path: Path) -> No
     expected, offloaded = offstage_here(*given), offstage_here(*given, ON_HOST)
     assert expected.code == 0, expected.err
     assert (offloaded.code, offloaded.tokens) == (0, expected.tokens), offloaded.err
-    held = planned(offstage_here, *given, ON_HOST)["devices"]["cpu"]["ledger"]["cache"]
-    assert held == 2 * (128 + 1536) * 2 * 128 * 4, "the decoder begins with tokens of its own"
+    cache_bytes = planned(offstage_here, *given, ON_HOST)["devices"]["cpu"]["ledger"]["cache"]
+    assert cache_bytes == 2 * (128 + 1536) * 2 * 128 * 4, "the decoder begins with tokens of its own"
 
 
 @pytest.mark.long_form

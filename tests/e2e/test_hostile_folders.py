@@ -48,7 +48,7 @@ class Stranger:
         path.write_text(text)
         return path
 
-    def found(self) -> dict[str, bytes]:
+    def snapshot(self) -> dict[str, bytes]:
         files = [path for path in self.outside.parent.rglob("*") if not path.is_relative_to(self.sent)]
         return {str(path): path.read_bytes() if path.is_file() else b"" for path in files}
 
@@ -89,15 +89,15 @@ def test_a_stranger_s_sweep_is_told_and_not_carried_out(case: str, stranger: Str
     for name, value in known.items():
         command = [word.replace(f"<{name}>", str(value)) for word in command]
     stranger.sweep(*command)
-    before = stranger.found()
+    before = stranger.snapshot()
     GlobalHydra.instance().clear()
     with pytest.raises(SystemExit) as left:
         sweep(["resume", str(stranger.sent)])
     out, err = capfd.readouterr()
     assert (left.value.code, out, err.count("\n")) == (2, "", 1), err
-    told = shlex.split(err.partition("it goes on there: ")[2])
-    assert told == ["offstage", "-m", *HARMLESS, *command, f"hydra.sweep.dir='{stranger.sent}'"]
-    assert stranger.found() == before
+    suggestion = shlex.split(err.partition("it goes on there: ")[2])
+    assert suggestion == ["offstage", "-m", *HARMLESS, *command, f"hydra.sweep.dir='{stranger.sent}'"]
+    assert stranger.snapshot() == before
     with pytest.raises(BlockingIOError):
         stranger.listener.accept()
     assert not list(stranger.sent.rglob("run.json"))
@@ -154,21 +154,21 @@ def test_a_stranger_s_record_does_nothing_that_was_not_said(
     record = json.loads(finished.read_text())
     word = REPLAYS[case](record, stranger)
     path = stranger.file("run.json", json.dumps(record))
-    before = stranger.found()
+    before = stranger.snapshot()
     code, out, err = replay(path)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert shlex.quote(f"--trust={word}") in err
-    assert stranger.found() == before
+    assert stranger.snapshot() == before
 
 
 def test_a_replay_does_not_write_through_a_link(finished: Path, replay: Replay, stranger: Stranger) -> None:
     record = json.loads(finished.read_text())
     path = stranger.file("outputs/multirun/0/run.json", json.dumps({**record, "signature": None}))
     stranger.sent.joinpath("outputs/runs").symlink_to(stranger.outside)
-    before = stranger.found()
+    before = stranger.snapshot()
     code, _, err = replay(path)
     assert (code, err.count("\n")) == (2, 1), err
-    assert stranger.found() == before
+    assert stranger.snapshot() == before
 
 
 @pytest.mark.parametrize("by", ["a path", "a link"])
@@ -185,10 +185,10 @@ def test_a_report_of_a_stranger_s_runs_reads_nothing_beside_them(by: str, finish
         kept.symlink_to(plan)
     entry["artifact"] = str(plan)
     stranger.file("runs/0/run.json", json.dumps(record))
-    before = stranger.found()
+    before = stranger.snapshot()
     report([str(stranger.sent)])
     assert "secret" not in stranger.sent.joinpath("report.json").read_text().replace(str(stranger.outside), "")
-    assert stranger.found() == before
+    assert stranger.snapshot() == before
 
 
 @pytest.mark.usefixtures("jobs_fork")

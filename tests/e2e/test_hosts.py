@@ -90,11 +90,11 @@ def test_two_hosts_give_the_tokens_of_one_and_each_has_a_record(fresh_folder: Pa
     assert [[output["token_ids"] for output in record["outputs"]] for record in (first, second)] == [tokens, tokens]
     assert out.count("time a token") == 1, "the first host alone shows what came out"
     assert "0 (below)" in out
-    told = [
+    memories = [
         {name: record["memory"][name] for name in host["memory"]}
         for host, record in zip(first["hosts"], (first, second), strict=True)
     ]
-    assert [host["memory"] for host in first["hosts"]] == told
+    assert [host["memory"] for host in first["hosts"]] == memories
     maps = [set(record["device_map"]) for record in (first, second)]
     assert any(name.startswith("model.layers.0") for name in maps[0])
     assert not any(name.startswith("model.layers.0") for name in maps[1])
@@ -187,15 +187,15 @@ REFUSED = {
 def test_what_hosts_dont_serve_is_refused_by_name(fresh_folder: Path, argument: str) -> None:
     hosts = run_forks(fresh_folder, [argument], [argument])
     assert all(code and not out for code, out, _ in hosts), hosts
-    told = [line for _, _, err in hosts for line in own_lines(err)]
-    assert any(line.startswith(f"offstage: {REFUSED[argument]}") for line in told), told
+    lines = [line for _, _, err in hosts for line in own_lines(err)]
+    assert any(line.startswith(f"offstage: {REFUSED[argument]}") for line in lines), lines
 
 
 def test_hosts_with_different_configs_end_and_say_which_key_differs(fresh_folder: Path) -> None:
     hosts = run_forks(fresh_folder, ["seed=0"], ["seed=1"])
     assert all(code for code, _, _ in hosts), hosts
-    told = [line for _, _, err in hosts for line in own_lines(err)]
-    assert any("seed is " in line and "have the same on both" in line for line in told), told
+    lines = [line for _, _, err in hosts for line in own_lines(err)]
+    assert any("seed is " in line and "have the same on both" in line for line in lines), lines
     assert {record["status"] for record in records_in(fresh_folder).values()} == {"failed"}
 
 

@@ -49,7 +49,7 @@ def test_weights_config_tokenizer_and_data_are_told_by_their_content(
         (file.name, file.size, None) for file in opened.files
     ]
     (path,) = tmp_path.glob("outputs/runs/*/*/weights.json")
-    tensors = {name: entry for held in read_sealed(path).values() for name, entry in held.items()}
+    tensors = {name: entry for entries in read_sealed(path).values() for name, entry in entries.items()}
     assert {name: (entry[0], tuple(entry[1])) for name, entry in tensors.items()} == {
         name: (entry.dtype, entry.shape) for name, entry in opened.entries.items()
     }

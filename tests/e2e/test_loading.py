@@ -53,20 +53,20 @@ def put_nan(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "key", "lax", "held", "words"),
+    ("harm", "key", "lax", "strict", "words"),
     [
         (add_tensor, "strict", "false", "true", "model.adapter.weight"),
         (put_nan, "check_finite", "false", "true", "holds NaN or infinity"),
     ],
 )
 def test_a_check_that_is_switched_off_lets_the_run_pass(
-    offstage_here: Run, checkpoint: Path, harm: Harm, key: str, lax: str, held: str, words: str
+    offstage_here: Run, checkpoint: Path, harm: Harm, key: str, lax: str, strict: str, words: str
 ) -> None:
     rewrite(checkpoint, harm)
     path = f"model.path={checkpoint}"
     done = offstage_here(path, *SHORT, f"{key}={lax}")
     assert done.code == 0, done.err
-    refused = offstage_here(path, *SHORT, f"{key}={held}")
+    refused = offstage_here(path, *SHORT, f"{key}={strict}")
     assert refused.code == 3, refused.err
     assert words in refused.err
     assert "Traceback" not in refused.err

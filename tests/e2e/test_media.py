@@ -82,11 +82,11 @@ def test_what_a_model_sees_or_hears_is_answered_as_it_is_in_memory(
     asked = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=8")
     done = {way: offstage_here(*fixed, *asked, *WAYS[way][1]) for way in ways}
     assert all(run.code == 0 for run in done.values()), [run.err for run in done.values()]
-    told = done["greedy"].record
-    assert told["metrics"]["streamed_bytes_per_token"] > 0, "nothing lay on disk: the test proves nothing"
+    record = done["greedy"].record
+    assert record["metrics"]["streamed_bytes_per_token"] > 0, "nothing lay on disk: the test proves nothing"
     for way, run in done.items():
         assert run.tokens == [plain_tokens(folder, name, media, way)], way
-    assert [file["path"] for file in told["outputs"][0]["prompt"][key]] == [str(media)]
+    assert [file["path"] for file in record["outputs"][0]["prompt"][key]] == [str(media)]
 
 
 def test_whisper_takes_its_own_options(tmp_path: Path, offstage_here: Callable[..., Finished]) -> None:

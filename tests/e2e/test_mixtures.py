@@ -110,10 +110,10 @@ def loaded(checkpoint: Path, share: str | float, place: str, batch: int, *, weig
 
 def drawn(name: str) -> dict[tuple[Any, ...], list[tuple[int, int]]]:
     """Return the settings of the architecture ``name``: what is asked of the model by how it is loaded."""
-    found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    settings: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for share, place, batch, length, beams in random.Random(name).sample(WHOLE, DRAWN) or FEW:
-        found.setdefault((share, place, batch), []).append((length, beams))
-    return found
+        settings.setdefault((share, place, batch), []).append((length, beams))
+    return settings
 
 
 def test_a_mixture_answers_as_the_plain_model_does(checkpoint: Path) -> None:

@@ -34,8 +34,8 @@ def plan_of(done: Finished) -> dict[str, Any]:
 def test_an_idle_accelerator_is_explained(given: list[str], word: str, offstage_here: Run) -> None:
     done = offstage_here(PLAN, "hardware=2x24gb", *given)
     assert done.code == 0, done.err
-    told = [note for note in plan_of(done)["notes"] if "holds no weights" in note]
-    assert told == [f"accelerator 1 holds no weights: {word}"]
+    notes = [note for note in plan_of(done)["notes"] if "holds no weights" in note]
+    assert notes == [f"accelerator 1 holds no weights: {word}"]
 
 
 def test_a_layer_that_was_asked_away_is_not_said_to_be_where_the_accelerators_are_full(offstage_here: Run) -> None:

@@ -176,8 +176,8 @@ def test_bad_input_is_one_clear_line_before_any_weight_is_read(
 def test_a_bad_file_hides_no_other_fault(offstage_here: Callable[..., Finished]) -> None:
     done = offstage_here("generate.prompts_file=gone.txt", "generate.batch_size=0", "max_memory.cpu=much")
     assert done.code == 2
-    told = [line.removeprefix("offstage: ").partition(":")[0] for line in done.err.splitlines()]
-    assert sorted(told) == ["generate.batch_size", "generate.prompts_file", "max_memory.cpu"]
+    keys = [line.removeprefix("offstage: ").partition(":")[0] for line in done.err.splitlines()]
+    assert sorted(keys) == ["generate.batch_size", "generate.prompts_file", "max_memory.cpu"]
 
 
 def give(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
@@ -247,12 +247,12 @@ def test_log_probabilities_are_told_of_each_token_where_they_are_asked_for(
     offstage_here: Callable[..., Finished],
 ) -> None:
     asked = ("generate.prompts=[[5,6,7],[8,9]]", "generate.max_new_tokens=4")
-    plain, told = offstage_here(*asked), offstage_here(*asked, "generate.output_logprobs=true")
-    assert told.tokens == plain.tokens
+    plain, with_logprobs = offstage_here(*asked), offstage_here(*asked, "generate.output_logprobs=true")
+    assert with_logprobs.tokens == plain.tokens
     assert "logprobs" not in plain.record["outputs"][0]
-    kept = [row["logprobs"] for row in generations(told)]
-    assert kept == [output["logprobs"] for output in told.record["outputs"]]
-    assert [len(row) for row in kept] == [len(tokens) for tokens in told.tokens]
+    kept = [row["logprobs"] for row in generations(with_logprobs)]
+    assert kept == [output["logprobs"] for output in with_logprobs.record["outputs"]]
+    assert [len(row) for row in kept] == [len(tokens) for tokens in with_logprobs.tokens]
     assert all(-20 < value <= 0 for row in kept for value in row)
     refused = offstage_here(*asked, "generate.output_logprobs=5")
     said = "offstage: generate.output_logprobs: 5 is neither true nor false; the default is False\n"

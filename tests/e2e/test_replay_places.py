@@ -50,8 +50,8 @@ def test_a_project_that_was_moved_as_a_whole_is_found(moved: Path, replay: Repla
     code, out, err = replay(moved, "--outputs", tmp_path / "outputs", *words)
     assert code == 0, err
     assert "plan      the same" in out
-    found = replayed(tmp_path)
-    assert found["model"]["path"] == str(tmp_path / "moved" / "checkpoint")  # type: ignore[index]
+    config = replayed(tmp_path)
+    assert config["model"]["path"] == str(tmp_path / "moved" / "checkpoint")  # type: ignore[index]
 
 
 def test_what_is_given_is_trusted_and_taken(moved: Path, replay: Replay, project: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_under_a_budget_below_its_head_a_model_has_the_plain_models_bits(
         assert "lm_head.weight" in streamed.plan.block_rows
         for rows, length in ((1, 1), (1, 40), (4, 1), (4, 40)) if name == "llama" else ((4, 9),):
             both = answers(streamed.model, rows, length), answers(plain, rows, length)
-            assert all(torch.equal(found, wanted) for found, wanted in zip(*both, strict=True)), (rows, length)
+            assert all(torch.equal(answer, wanted) for answer, wanted in zip(*both, strict=True)), (rows, length)
         assert streamed.traffic.overflow_bytes == 0
 
 
@@ -91,7 +91,7 @@ def test_blocks_come_to_an_accelerator_from_wherever_the_weight_waits(waits: str
     with load(tmp_path, 0, **options, device_map={"model": 0, "lm_head": waits}) as streamed:
         assert "lm_head.weight" in streamed.plan.block_rows
         both = answers(streamed.model, 2, 9), answers(plain, 2, 9)
-        assert all(torch.equal(found, wanted) for found, wanted in zip(*both, strict=True))
+        assert all(torch.equal(answer, wanted) for answer, wanted in zip(*both, strict=True))
         assert streamed.traffic.overflow_bytes == 0
 
 
@@ -106,4 +106,4 @@ def test_what_is_cast_for_blocks_is_never_whole_in_memory_and_has_the_same_value
     with load(tmp_path, WORDS * 64, dtype="bfloat16") as streamed:
         assert "lm_head.weight" in streamed.plan.block_rows
         both = answers(streamed.model, 2, 9), answers(plain, 2, 9)
-        assert all(torch.equal(found, wanted) for found, wanted in zip(*both, strict=True))
+        assert all(torch.equal(answer, wanted) for answer, wanted in zip(*both, strict=True))

@@ -100,7 +100,7 @@ def test_simulated_accelerators_give_the_answer_of_the_plain_model(checkpoint: P
             checkpoint, outputs, device_map=placement,
             max_memory={0: "1GB", 1: "1GB", "cpu": "1GB"}, hardware={"devices": [{"memory": "2GB"}, {"memory": "2GB"}]},
         )  # fmt: skip
-        held = live.devices.peaks
+        peaks = live.devices.peaks
         for got, wanted in zip(answers(live.model), expected, strict=True):
             assert torch.equal(got, wanted), (number, placement)
-        assert live.devices.peaks == held, "staging memory is allocated once, and none beside it"
+        assert live.devices.peaks == peaks, "staging memory is allocated once, and none beside it"

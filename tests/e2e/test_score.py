@@ -156,9 +156,9 @@ def test_killed_again_and_again_no_window_is_scored_twice(tmp_path: Path, offsta
     assert again.record["metrics"]["perplexity"] == whole.record["metrics"]["perplexity"]
     earlier = again.record["metrics"]["earlier_windows"]
     assert f"; went on after {earlier} windows, which the times aren't of" in again.out
-    (told,) = again.record["outputs"]
-    assert told["text_sha256"] == hashlib.sha256(tmp_path.joinpath("long.txt").read_bytes()).hexdigest()
-    assert told["scores_sha256"] == whole.record["outputs"][0]["scores_sha256"]
+    (output,) = again.record["outputs"]
+    assert output["text_sha256"] == hashlib.sha256(tmp_path.joinpath("long.txt").read_bytes()).hexdigest()
+    assert output["scores_sha256"] == whole.record["outputs"][0]["scores_sha256"]
 
 
 @pytest.mark.long_form

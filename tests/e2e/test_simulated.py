@@ -61,8 +61,8 @@ def test_the_host_is_predicted_with_what_the_simulated_accelerators_hold(
     done = offstage(*given, budgets("60MB", "100MB"), TOKENS)
     assert done.code == 0, done.err
     memory = done.record["memory"]
-    held = sum(memory["measured"][str(device)] for device in range(DEVICES))
-    assert held > 100 * 10**6
+    device_bytes = sum(memory["measured"][str(device)] for device in range(DEVICES))
+    assert device_bytes > 100 * 10**6
     assert memory["predicted"]["cpu"] == pytest.approx(memory["measured"]["cpu"], rel=0.1)
 
 

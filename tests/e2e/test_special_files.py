@@ -195,8 +195,8 @@ def test_a_record_that_is_none_is_refused(
     monkeypatch.setattr(sys, "argv", [command, str(tmp_path)])
     with deadline(), pytest.raises(SystemExit) as exit_info:
         replay() if command == "replay" else report()
-    told = "".join(capfd.readouterr())
+    text = "".join(capfd.readouterr())
     assert exit_info.value.code in ((2, 5) if command == "replay" else (None, 0)), "a report lists what it can't read"
-    assert "not a regular file" in told
-    assert "Traceback" not in told
+    assert "not a regular file" in text
+    assert "Traceback" not in text
     assert not records_in(tmp_path)

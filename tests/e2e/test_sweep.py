@@ -96,8 +96,8 @@ def test_an_experiment_is_a_whole_sweep(experiment: tuple[Path, Finished]) -> No
 
 def test_a_sweep_shares_what_its_jobs_have_in_common(experiment: tuple[Path, Finished]) -> None:
     _, done = experiment
-    told = {(record["config"]["dtype"], json.dumps(record["outputs"])) for record in done.records}
-    assert len(told) == len(DTYPES), "under both budgets the tokens are the same"
+    outputs = {(record["config"]["dtype"], json.dumps(record["outputs"])) for record in done.records}
+    assert len(outputs) == len(DTYPES), "under both budgets the tokens are the same"
     computed = [stage["name"] for record in done.records for stage in record["stages"] if not stage["cached"]]
     assert computed.count("empty_init") == len(DTYPES)
     assert computed.count("generate") == 4, "each placement is measured"

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.j
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Yield the environment in which the cluster is found."""
     pytest.importorskip("submitit")
-    with cluster(tmp_path_factory.mktemp("slurm")) as found:
-        yield {"SLURM_CONF": found["SLURM_CONF"]}
+    with cluster(tmp_path_factory.mktemp("slurm")) as environment:
+        yield {"SLURM_CONF": environment["SLURM_CONF"]}
 
 
 def start(folder: Path, variables: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
@@ -71,8 +71,8 @@ def test_an_interrupted_sweep_leaves_no_job_in_the_queue(tmp_path: Path, slurm: 
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Yield the environment in which a cluster of two nodes is found."""
     pytest.importorskip("submitit")
-    with cluster(tmp_path_factory.mktemp("nodes"), nodes=2) as found:
-        yield {"SLURM_CONF": found["SLURM_CONF"]}
+    with cluster(tmp_path_factory.mktemp("nodes"), nodes=2) as environment:
+        yield {"SLURM_CONF": environment["SLURM_CONF"]}
 
 
 def test_several_nodes_for_a_job_of_one_host_are_refused(tmp_path: Path, slurm: dict[str, str]) -> None:

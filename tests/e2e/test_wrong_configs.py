@@ -21,8 +21,8 @@ def test_a_wrong_config_is_told_by_its_whole_lines(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     done = offstage_here(*case.arguments)
-    told = [line.replace(str(tmp_path), FOLDER) for line in done.err.splitlines()]
-    assert told == [f"offstage: {line}" for line in case.lines]
+    lines = [line.replace(str(tmp_path), FOLDER) for line in done.err.splitlines()]
+    assert lines == [f"offstage: {line}" for line in case.lines]
     assert (done.code, done.out) == (case.code, "")
     assert [record["status"] for record in done.records] in ([], ["failed"])
     assert not list(tmp_path.glob("outputs/cache/plan/*/manifest.json"))

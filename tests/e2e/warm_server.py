@@ -86,9 +86,9 @@ class ForkedCommand:
         with ThreadPoolExecutor(max(1, len(streams))) as readers:
             reading = [readers.submit(stream.read) for stream in streams]
             self.wait(timeout)
-            told = [each.result() for each in reading]
+            texts = [each.result() for each in reading]
         self._close()
-        return (told[0], told[1]) if len(told) == 2 else ("", "")
+        return (texts[0], texts[1]) if len(texts) == 2 else ("", "")
 
     def send_signal(self, number: int) -> None:
         """Send it a signal; its end is no fault."""

@@ -187,21 +187,21 @@ def attempt(scene: Scene, described: Path, server: WarmServer, expected: list[li
         return Outcome(scene.name, seconds, lines, codes, statuses, left, right, faults)
 
 
-def _faults(scene: Scene, found: Outcome, ranks: list[int]) -> Iterator[str]:
-    if found.seconds > scene.seconds:
-        yield f"took {found.seconds:.1f} s"
-    if scene.says and not any(re.search(scene.says, line) for line in found.lines):
+def _faults(scene: Scene, outcome: Outcome, ranks: list[int]) -> Iterator[str]:
+    if outcome.seconds > scene.seconds:
+        yield f"took {outcome.seconds:.1f} s"
+    if scene.says and not any(re.search(scene.says, line) for line in outcome.lines):
         yield f"nobody says {scene.says!r}"
-    for rank, code, status in zip(ranks, found.codes, found.statuses, strict=True):
+    for rank, code, status in zip(ranks, outcome.codes, outcome.statuses, strict=True):
         if code not in scene.codes[rank]:
             yield f"host {rank} exited {code}"
         if status not in ({"none"} if rank in scene.unrecorded else _statuses(code)):
             yield f"the record of host {rank} says {status}"
-    if any("unforeseen" in line or "Traceback" in line for line in found.lines):
+    if any("unforeseen" in line or "Traceback" in line for line in outcome.lines):
         yield "something nobody foresaw"
-    if found.left_over:
-        yield f"{found.left_over} processes left"
-    if not found.next_right:
+    if outcome.left_over:
+        yield f"{outcome.left_over} processes left"
+    if not outcome.next_right:
         yield "the next run isn't right"
 
 
@@ -250,9 +250,9 @@ def begin(root: Path, server: WarmServer) -> tuple[Path, list[list[int]]]:
 
 def free_port() -> int:
     """Return a port that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
@@ -261,12 +261,12 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
     return False
 
 
-def told(found: Outcome) -> str:
-    """Return the row of the table that ``found`` is."""
-    lines = " | ".join(f"{rank}: {line.removeprefix('offstage: ')[:110]}" for rank, line in enumerate(found.lines))
-    verdict = "right" if not found.faults else "WRONG: " + "; ".join(found.faults)
-    codes, statuses = ",".join(map(str, found.codes)), ",".join(found.statuses)
-    return f"{found.scene:34} {found.seconds:5.1f} s  {codes:9} {statuses:24} {verdict}\n    {lines}"
+def row(outcome: Outcome) -> str:
+    """Return the row of the table that ``outcome`` is."""
+    lines = " | ".join(f"{rank}: {line.removeprefix('offstage: ')[:110]}" for rank, line in enumerate(outcome.lines))
+    verdict = "right" if not outcome.faults else "WRONG: " + "; ".join(outcome.faults)
+    codes, statuses = ",".join(map(str, outcome.codes)), ",".join(outcome.statuses)
+    return f"{outcome.scene:34} {outcome.seconds:5.1f} s  {codes:9} {statuses:24} {verdict}\n    {lines}"
 
 
 def main() -> int:
@@ -292,13 +292,13 @@ def main() -> int:
                 outcome = Outcome(scene.name, 0, (), (), (), 0, False, (f"not played: {error!r}",))
             finally:
                 servers.append(server)
-            sys.stdout.write(f"{told(outcome)}\n")
+            sys.stdout.write(f"{row(outcome)}\n")
             sys.stdout.flush()
             return outcome
 
         outcomes = [*lanes.map(play, chosen)]
-    wrong = sum(bool(found.faults) for found in outcomes)
-    sys.stdout.write(f"{len(outcomes)} rounds of {len({found.scene for found in outcomes})} scenes, {wrong} wrong\n")
+    wrong = sum(bool(outcome.faults) for outcome in outcomes)
+    sys.stdout.write(f"{len(outcomes)} rounds of {len({one.scene for one in outcomes})} scenes, {wrong} wrong\n")
     return 1 if wrong else 0
 
 

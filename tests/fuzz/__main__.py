@@ -89,9 +89,9 @@ def _run(kind: Format, numbers: Sequence[int], *, folder: Path, given: argparse.
                     f"  {result.outcome} in case {result.case.number}, {result.case.file}: {last} ({kept})", flush=True
                 )
             seen.add(last)
-    told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    tally = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     taken = f"{time.perf_counter() - began:6.1f} s, the slowest {slowest:.1f} s of processor time"
-    print(f"{kind.name:18} {outcomes.total():6} cases, {taken}: {told}", flush=True)
+    print(f"{kind.name:18} {outcomes.total():6} cases, {taken}: {tally}", flush=True)
     return faults
 
 

@@ -156,9 +156,9 @@ def _make_images(folder: Path) -> None:
 
     image = Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3))
     for kind in ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"):
-        held = io.BytesIO()
-        image.save(held, format=kind)
-        folder.joinpath(f"image.{kind.lower()}").write_bytes(held.getvalue())
+        buffer = io.BytesIO()
+        image.save(buffer, format=kind)
+        folder.joinpath(f"image.{kind.lower()}").write_bytes(buffer.getvalue())
 
 
 def _attempt_image(folder: Path, pristine: Path) -> str:

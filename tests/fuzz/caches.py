@@ -95,14 +95,14 @@ def _make_store(folder: Path) -> None:
 def _fill(folder: Path) -> dict[str, bytes]:
     """Find all tensors in the store, put what isn't there, and return what each comes to."""
     store, wanted = open_store(folder, "key"), _stored()
-    found = store.find(wanted, full=True)
+    located = store.find(wanted, full=True)
     with store.locked():
-        for name in wanted.keys() - found.keys():
+        for name in wanted.keys() - located.keys():
             store.put(name, wanted[name], [memoryview(_bytes(TENSORS[name]))])
         store.publish()
-    found = store.find(wanted)
-    require(found.keys() == wanted.keys(), f"after filling, only {sorted(found)}")
-    return {name: at.file.path.read_bytes() for name, at in found.items() if at}
+    located = store.find(wanted)
+    require(located.keys() == wanted.keys(), f"after filling, only {sorted(located)}")
+    return {name: at.file.path.read_bytes() for name, at in located.items() if at}
 
 
 def _attempt_store(folder: Path, pristine: Path) -> str:
@@ -127,12 +127,12 @@ def _attempt_folder(folder: Path, _pristine: Path) -> str:
     """Read each tensor as its index says: the bytes of its file, in that dtype and shape."""
     loader = OffloadedWeightsLoader(save_folder=folder / "offload")
     for name in loader:
-        tensor, told = loader[name], loader.index[name]
-        data = (folder / "offload" / str(told.get("file", f"{name}.dat"))).read_bytes()
+        tensor, entry = loader[name], loader.index[name]
+        data = (folder / "offload" / str(entry.get("file", f"{name}.dat"))).read_bytes()
         wanted = torch.frombuffer(bytearray(data or b"\0" * 16), dtype=tensor.dtype)[: tensor.numel()].view(
             tensor.shape
         )
-        require(str(tensor.dtype) == f"torch.{told['dtype']}" and same(tensor, wanted), f"{name}: {tensor!r}")
+        require(str(tensor.dtype) == f"torch.{entry['dtype']}" and same(tensor, wanted), f"{name}: {tensor!r}")
     return RIGHT
 
 

@@ -270,7 +270,7 @@ def shift_offsets(content: bytes, _donor: bytes, chance: Random) -> bytes:
         value = json.loads(header)
     except ValueError:
         return content
-    names = [name for name, told in value.items() if _is_entry(told)] if isinstance(value, dict) else []
+    names = [name for name, entry in value.items() if _is_entry(entry)] if isinstance(value, dict) else []
     if not names:  # it was changed before
         return content
     one, other = value[chance.choice(names)], value[chance.choice(names)]
@@ -291,11 +291,11 @@ def shift_offsets(content: bytes, _donor: bytes, chance: Random) -> bytes:
     return len(changed).to_bytes(8, "little") + changed + data
 
 
-def _is_entry(told: Any) -> bool:
-    """Return whether ``told`` is what a header says of a tensor, its sizes numbers."""
-    if not isinstance(told, dict) or not told.keys() >= {"dtype", "shape", "data_offsets"}:
+def _is_entry(entry: Any) -> bool:
+    """Return whether ``entry`` is what a header says of a tensor, its sizes numbers."""
+    if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
         return False
-    return isinstance(told["shape"], list) and all(isinstance(size, int) for size in told["shape"])
+    return isinstance(entry["shape"], list) and all(isinstance(size, int) for size in entry["shape"])
 
 
 def _safetensors(content: bytes) -> tuple[bytes, bytes]:

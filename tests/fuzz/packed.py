@@ -151,8 +151,8 @@ def _attempt_config(folder: Path, pristine: Path) -> str:
 
 def _declared(folder: Path) -> str:
     """Return what a config that was read says of the sizes of blocks."""
-    told = json.loads(folder.joinpath("config.json").read_bytes()).get("quantization_config")
-    return str(told.get("weight_block_size") if isinstance(told, dict) else None)
+    quantization = json.loads(folder.joinpath("config.json").read_bytes()).get("quantization_config")
+    return str(quantization.get("weight_block_size") if isinstance(quantization, dict) else None)
 
 
 def _make_gguf(folder: Path) -> None:
@@ -162,8 +162,8 @@ def _make_gguf(folder: Path) -> None:
             rows = random_blocks(kind, 3, 256, seed=number).tobytes()
             table.append(tensor(f"blk.{place}.weight", [256, 3], code=GGML[kind].code, offset=len(data)))
             data += rows + bytes(-len(rows) % 32)
-        told = {"general.architecture": "llama", "general.alignment": 32, "tokens": ["a", "", "é"]}
-        folder.joinpath(f"{number}.gguf").write_bytes(raw_gguf(table, settings(told), data))
+        metadata = {"general.architecture": "llama", "general.alignment": 32, "tokens": ["a", "", "é"]}
+        folder.joinpath(f"{number}.gguf").write_bytes(raw_gguf(table, settings(metadata), data))
 
 
 def _attempt_gguf(folder: Path, pristine: Path) -> str:
@@ -172,15 +172,15 @@ def _attempt_gguf(folder: Path, pristine: Path) -> str:
     for path in sorted(folder.glob("*.gguf")):
         if path.read_bytes() == pristine.joinpath(path.name).read_bytes():
             continue
-        found = {
+        unpacked = {
             name: read_extent(PackedTensor(GgufCodec((each.kind,)), (each.extent,), "float32", each.shape))
             for name, each in read_gguf_header(path).tensors.items()
         }
         wanted = _by_gguf(path)
-        if wanted is None or wanted.keys() != found.keys():
+        if wanted is None or wanted.keys() != unpacked.keys():
             outcome = ALONE
             continue
-        for name, made in found.items():
+        for name, made in unpacked.items():
             require(_alike(made, wanted[name]), f"{name}: {made!r} instead of {wanted[name]!r}")
     return outcome
 
@@ -199,22 +199,22 @@ def _by_gguf(path: Path) -> Tensors | None:
 
 def _stored() -> dict[str, tuple[torch.Tensor, StoredTensor]]:
     """Return tensors with how a store has them."""
-    found = {}
+    tensors = {}
     for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
         whole = (_matrix(number, *_SHAPE) * 0.02).to(dtype)
         name = str(dtype).removeprefix("torch.")
-        found[name] = whole, StoredTensor(name, _SHAPE, (f"source.{name}",), run=_RUN)
-    return found
+        tensors[name] = whole, StoredTensor(name, _SHAPE, (f"source.{name}",), run=_RUN)
+    return tensors
 
 
 def _make_copies(folder: Path) -> None:
     store, compressor = open_store(folder / "offload", "key"), new_compressor()
     with store.locked():
-        for name, (whole, told) in _stored().items():
+        for name, (whole, stored_tensor) in _stored().items():
             data, size = whole.view(-1).view(torch.uint8).numpy(), whole.element_size()
             borders = tile_borders(whole.numel(), _RUN)
             tiles = (pack_tile(data[begin * size : end * size], name, compressor) for begin, end in borders)
-            store.put_packed(name, told, tiles)
+            store.put_packed(name, stored_tensor, tiles)
         store.note_plain("noise", StoredTensor("bfloat16", (3,), (), run=3))
         store.publish()
 
@@ -222,7 +222,9 @@ def _make_copies(folder: Path) -> None:
 def _attempt_copies(folder: Path, _pristine: Path) -> str:
     """What comes out has the bits that were packed; a copy that the store has set aside is made again, in a run."""
     stored = _stored()
-    copies = open_store(folder / "offload", "key").find({name: told for name, (_, told) in stored.items()})
+    copies = open_store(folder / "offload", "key").find(
+        {name: stored_tensor for name, (_, stored_tensor) in stored.items()}
+    )
     for name, copy in copies.items():
         made = read_extent(copy) if copy else stored[name][0]
         require(same(made, stored[name][0]), f"{name}: {made!r}")
@@ -231,9 +233,9 @@ def _attempt_copies(folder: Path, _pristine: Path) -> str:
 
 def _attempt_planes(folder: Path, _pristine: Path) -> str:
     """Read the copies without the store, which knows each block of them: what was damaged later is found too."""
-    told = json.loads((folder / "offload" / "index.json").read_bytes())
+    index = json.loads((folder / "offload" / "index.json").read_bytes())
     for name, (whole, _) in _stored().items():
-        entry, path = told[f"{name}.zstd"], folder / "offload" / f"{name}.zstd.dat"
+        entry, path = index[f"{name}.zstd"], folder / "offload" / f"{name}.zstd.dat"
         codec = codec_of(name, whole.numel(), entry["run"], entry["tiles"])
         require(codec is not None, f"{name} has no codec")
         if codec is not None:

@@ -30,8 +30,8 @@ def _make_compressed(folder: Path, *, scheme: str) -> None:
     torch.manual_seed(0)
     form, weights = compressed.SCHEMES[scheme]
     tensors = compressed.packed(form, weights, torch.bfloat16, SHAPE)
-    told = {"model_type": "llama", "quantization_config": compressed.declared(form, weights)}
-    folder.joinpath("config.json").write_text(json.dumps(told))
+    config = {"model_type": "llama", "quantization_config": compressed.declared(form, weights)}
+    folder.joinpath("config.json").write_text(json.dumps(config))
     named = {f"{compressed.MODULE}.{name}": tensor for name, tensor in tensors.items()}
     folder.joinpath("model.safetensors").write_bytes(save(named))
 
@@ -46,15 +46,15 @@ def _make_nvfp4(folder: Path) -> None:
 
 def _make_nf4(folder: Path) -> None:
     torch.manual_seed(0)
-    told = {"model_type": "llama", "quantization_config": four_bits.QUANTIZATION}
-    folder.joinpath("config.json").write_text(json.dumps(told))
+    config = {"model_type": "llama", "quantization_config": four_bits.QUANTIZATION}
+    folder.joinpath("config.json").write_text(json.dumps(config))
     named = {f"{four_bits.NAME}{part}": tensor for part, tensor in four_bits.packed(SHAPE).items()}
     folder.joinpath("model.safetensors").write_bytes(save(named))
 
 
 def _make_grouped(folder: Path, *, kind: str) -> None:
-    told = {"model_type": "llama", "quantization_config": dict(grouped.KINDS[kind])}
-    folder.joinpath("config.json").write_text(json.dumps(told))
+    config = {"model_type": "llama", "quantization_config": dict(grouped.KINDS[kind])}
+    folder.joinpath("config.json").write_text(json.dumps(config))
     parts, _ = grouped.packed(grouped.KINDS[kind], (32, 64))
     named = {f"{grouped.MODULE}.{part}": tensor for part, tensor in parts.items()}
     folder.joinpath("model.safetensors").write_bytes(save(named))

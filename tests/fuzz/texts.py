@@ -155,9 +155,9 @@ def _attempt_map(folder: Path, pristine: Path) -> str:
     for path in sorted(folder.glob("*.json")):
         raise_faults(list(plan_options.faults(PlanConfig(device_map=str(path)))))
         choice = plan_options.read_choice(str(path))
-        told = json.loads(path.read_bytes())
+        device_map = json.loads(path.read_bytes())
         for name, device in choice.entries.items():
-            require(parse_device(told[name]) == device, f"{name!r}: {device!r} of {told[name]!r}")
+            require(parse_device(device_map[name]) == device, f"{name!r}: {device!r} of {device_map[name]!r}")
     return RIGHT
 
 

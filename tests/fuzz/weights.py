@@ -61,9 +61,9 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not bits or torch.equal(*bits)
 
 
-def _compare(found: Tensors, wanted: Tensors) -> None:
-    require(found.keys() == wanted.keys(), f"names {sorted(found)} instead of {sorted(wanted)}")
-    for name, tensor in found.items():
+def _compare(tensors: Tensors, wanted: Tensors) -> None:
+    require(tensors.keys() == wanted.keys(), f"names {sorted(tensors)} instead of {sorted(wanted)}")
+    for name, tensor in tensors.items():
         require(same(tensor, wanted[name]), f"{name}: {tensor!r} instead of {wanted[name]!r}")
 
 

@@ -180,8 +180,8 @@ def _fork(work: Any, folder: Path) -> tuple[int, IO[bytes]]:
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
-        held = _held("VmSize")
-        resource.setrlimit(resource.RLIMIT_AS, (held + _ADDRESSES, held + _ADDRESSES))
+        address_space = _memory_bytes("VmSize")
+        resource.setrlimit(resource.RLIMIT_AS, (address_space + _ADDRESSES, address_space + _ADDRESSES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with os.fdopen(writing, "wb") as out:
             work(out)
@@ -200,9 +200,9 @@ def _try_case(kind: Format, whole: Files, case: Case, folder: Path) -> Result:
     shutil.rmtree(place, ignore_errors=True)
     write_files(place, {**whole, case.file: case.content})
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
-    began, held = time.process_time(), _held("VmRSS")
+    began, resident = time.process_time(), _memory_bytes("VmRSS")
     outcome, words = _attempt(kind, place, _pristine(kind, folder))
-    seconds, grown = time.process_time() - began, _held("VmHWM") - held
+    seconds, grown = time.process_time() - began, _memory_bytes("VmHWM") - resident
     if outcome in GOOD and seconds > SECONDS:
         outcome, words = "slow", f"{seconds:.1f} s of processor time; {outcome}: {words}"
     if outcome in GOOD and grown > BYTES:
@@ -231,7 +231,7 @@ def _message_fault(message: str) -> str | None:
     return None
 
 
-def _held(what: str) -> int:
+def _memory_bytes(what: str) -> int:
     """Return a figure of this process's memory in bytes, by its name in ``/proc``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))

@@ -27,10 +27,10 @@ def with_room() -> int:
 
 
 def in_lockstep() -> int:
-    found: list[int] = []
+    fault_counts: list[int] = []
     with torch.no_grad():
-        Lockstep(1, ModuleState(nn.Module())).run([lambda: found.append(most_faults())])
-    return found[0]
+        Lockstep(1, ModuleState(nn.Module())).run([lambda: fault_counts.append(most_faults())])
+    return fault_counts[0]
 
 
 def below_a_commands_door() -> int:

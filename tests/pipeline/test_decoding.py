@@ -59,7 +59,7 @@ RIGHT = {"name": "a", "ratio": 1, "points": [{"x": 1}], "by_device": {"0": 1}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "words"),
     [
         ({"name": 5}, ".name: 5 isn't str"),
         ({"ratio": "much"}, ".ratio: 'much' isn't float"),
@@ -75,11 +75,11 @@ RIGHT = {"name": "a", "ratio": 1, "points": [{"x": 1}], "by_device": {"0": 1}}
         ({"more": 1}, "isn't Whole"),
     ],
 )
-def test_the_first_value_that_is_not_of_its_type_is_named(changes: dict[str, Any], told: str) -> None:
+def test_the_first_value_that_is_not_of_its_type_is_named(changes: dict[str, Any], words: str) -> None:
     assert decode(Whole, RIGHT) == Whole("a", 1, (Point(1),), by_device={0: 1})
     with pytest.raises(ValueError, match="isn't") as refused:
         decode(Whole, {**RIGHT, **changes})
-    assert told in str(refused.value)
+    assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
@@ -98,11 +98,11 @@ def test_a_damaged_artifact_is_refused_in_one_line_with_its_file(kind: type, con
     tmp_path.joinpath("plan.json").write_text(content)
     with pytest.raises(StorageError) as refused:
         Artifact("plan", "key", tmp_path, {}).read(kind, "plan.json")
-    told = str(refused.value)
-    assert told.startswith(f"{tmp_path}/plan.json")
-    assert f"remove {tmp_path}, and it is made again" in told
-    assert "\n" not in told
-    assert len(told) < 600
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path}/plan.json")
+    assert f"remove {tmp_path}, and it is made again" in message
+    assert "\n" not in message
+    assert len(message) < 600
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def test_a_part_that_is_open_passes_other_keys_over_and_keeps_the_whole() -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "words"),
     [
         ({"class": 3}, ".class: 3 isn't str"),
         ({"ids": [1, "2"]}, ".ids.1: '2' isn't int"),
@@ -140,10 +140,10 @@ def test_a_part_that_is_open_passes_other_keys_over_and_keeps_the_whole() -> Non
         ({"inner": {}}, ".inner.count is missing"),
     ],
 )
-def test_a_part_that_is_open_is_strict_about_what_it_knows(changes: dict[str, Any], told: str) -> None:
+def test_a_part_that_is_open_is_strict_about_what_it_knows(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=r"isn't|is missing") as refused:
         decode(Section, {**SECTION, **changes}, "open")
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_whoever_reads_leniently_takes_a_wrong_value_for_none(changes: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "words"),
     [
         ({"ids": {}}, ".ids: {} isn't a list"),
         ({"pairs": [[1]]}, ".pairs.0: [1] isn't a list of 2"),
@@ -176,7 +176,7 @@ def test_whoever_reads_leniently_takes_a_wrong_value_for_none(changes: dict[str,
         ({"inner": {"count": "much"}}, ".inner.count is missing"),
     ],
 )
-def test_a_section_that_is_none_is_refused_by_whoever_reads_leniently_too(changes: dict[str, Any], told: str) -> None:
+def test_a_section_that_is_none_is_refused_by_whoever_reads_leniently_too(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=r"isn't|is missing") as refused:
         decode(Section, {**SECTION, **changes}, "lenient")
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(words)

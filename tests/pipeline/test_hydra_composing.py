@@ -66,9 +66,9 @@ def test_a_runs_config_is_composed_once_and_is_what_hydra_composes(
     "arguments", [["+generate.top_k=x,y"], ["seed=[1"], ["~sed"], ["generate=gredy"]], ids=" ".join
 )
 def test_what_cannot_be_composed_is_said_in_hydras_words(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
+    messages = []
     for once in (False, True):
         with pytest.raises(COMPOSING_ERRORS) as error:
             configs(arguments, monkeypatch, once=once)
-        told.append(str(error.value))
-    assert told[0] == told[1]
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]

@@ -70,7 +70,7 @@ def test_a_real_group_ends_what_needs_more_and_lets_be_what_does_not() -> None:
         pytest.skip(str(error))
     try:
         group.limit(64 * 2**20)
-        code = "import sys; held = b'x' * (int(sys.argv[1]) * 2**20)"
+        code = "import sys; block = b'x' * (int(sys.argv[1]) * 2**20)"
         ends = [
             subprocess.run(group.entering([sys.executable, "-c", code, size]), check=False).returncode
             for size in ("16", "300")

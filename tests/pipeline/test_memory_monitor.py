@@ -22,10 +22,10 @@ linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs 
 
 def fill(mebibytes: int) -> mmap.mmap:
     """Anonymous memory that is resident, and goes back to the system at once when it is closed."""
-    held = mmap.mmap(-1, mebibytes * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for offset in range(0, len(held), 4096):
-        held[offset] = 1
-    return held
+    memory = mmap.mmap(-1, mebibytes * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for offset in range(0, len(memory), 4096):
+        memory[offset] = 1
+    return memory
 
 
 def wait_for_a_sample(monitor: MemoryMonitor) -> None:
@@ -38,9 +38,9 @@ def wait_for_a_sample(monitor: MemoryMonitor) -> None:
 
 def test_memory_over_time_is_kept() -> None:
     with MemoryMonitor() as monitor:
-        held = bytearray(64 * 2**20)
+        memory = bytearray(64 * 2**20)
         wait_for_a_sample(monitor)
-        del held
+        del memory
     series = monitor.series
     assert len(series) >= 2
     assert max(value for _, value in series) >= 64 * 2**20
@@ -51,9 +51,9 @@ def test_a_peak_between_two_boundaries_is_seen() -> None:
     with MemoryMonitor() as monitor:
         monitor.start_stage()
         before = monitor.stage_peak().host_bytes
-        held = fill(64)
+        memory = fill(64)
         wait_for_a_sample(monitor)
-        held.close()
+        memory.close()
         assert monitor.stage_peak().host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
 
 
@@ -61,17 +61,17 @@ def test_a_stage_without_a_pause_counts_what_it_holds_at_its_end() -> None:
     with MemoryMonitor(interval_seconds=60) as monitor:
         monitor.start_stage()
         before = monitor.stage_peak().host_bytes
-        held = fill(64)
+        memory = fill(64)
         assert monitor.stage_peak().host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
-        held.close()
+        memory.close()
 
 
 def test_a_stage_does_not_inherit_the_peak_of_the_one_before_and_the_run_keeps_it() -> None:
     with MemoryMonitor(interval_seconds=60) as monitor:
         monitor.start_stage()
-        held = fill(64)
+        memory = fill(64)
         first = monitor.stage_peak()
-        held.close()
+        memory.close()
         monitor.start_stage()
         second = monitor.stage_peak()
     assert first.host_bytes - second.host_bytes == pytest.approx(64 * MIB, abs=SLACK)
@@ -81,17 +81,17 @@ def test_a_stage_does_not_inherit_the_peak_of_the_one_before_and_the_run_keeps_i
 def test_what_is_held_when_a_stage_begins_counts_for_it() -> None:
     with MemoryMonitor(interval_seconds=60) as monitor:
         before = monitor.peak_host_bytes
-        held = fill(64)
+        memory = fill(64)
         monitor.start_stage()
-        held.close()
+        memory.close()
         assert monitor.stage_peak().host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
 
 
 def test_what_is_held_when_the_monitor_stops_counts_for_the_run() -> None:
     with MemoryMonitor(interval_seconds=60) as monitor:
         before = monitor.peak_host_bytes
-        held = fill(64)
-    held.close()
+        memory = fill(64)
+    memory.close()
     assert monitor.peak_host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
 
 
@@ -120,9 +120,9 @@ def test_the_peaks_stay_when_the_monitor_has_stopped() -> None:
     with MemoryMonitor() as monitor:
         peak = monitor.peak_host_bytes
     assert monitor.peak_host_bytes >= peak > 0
-    held = fill(64)
+    memory = fill(64)
     assert monitor.peak_host_bytes - peak < SLACK
-    held.close()
+    memory.close()
 
 
 @linux
@@ -164,9 +164,9 @@ def test_it_can_be_entered_again() -> None:
             before = monitor.peak_host_bytes
             assert before > 0
     with monitor:
-        held = fill(64)
+        memory = fill(64)
         wait_for_a_sample(monitor)
-        held.close()
+        memory.close()
     assert monitor.peak_host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
 
 
@@ -183,24 +183,24 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.initialised = True
-        self.held = {0: 0, 1: 0}
+        self.allocated = {0: 0, 1: 0}
         self.peaks = {0: 0, 1: 0}
 
     def hold(self, index: int, count: int) -> None:
-        self.held[index] = count
+        self.allocated[index] = count
         self.peaks[index] = max(self.peaks[index], count)
 
     def is_initialized(self) -> bool:
         return self.initialised
 
     def device_count(self) -> int:
-        return len(self.held)
+        return len(self.allocated)
 
     def max_memory_allocated(self, index: int) -> int:
         return self.peaks[index]
 
     def reset_peak_memory_stats(self, index: int) -> None:
-        self.peaks[index] = self.held[index]
+        self.peaks[index] = self.allocated[index]
 
 
 @pytest.fixture

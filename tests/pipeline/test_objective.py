@@ -22,16 +22,16 @@ def record(**objective: Any) -> Run:
     return Run(status="completed", overrides=(), stages=(), outputs=(), **parts)
 
 
-def found(**objective: Any) -> Objective:
+def objective_with(**objective: Any) -> Objective:
     said = objective_of(record(**objective))
     assert said is not None
     return said
 
 
 def test_a_number_is_a_metric_or_what_a_device_was_allowed_or_held() -> None:
-    assert found(metric="decode_seconds_per_token").value == 0.4
-    assert found(metric="memory.budget.cpu").value == 2e9
-    assert found(metric="memory.measured.cpu").value == 3e9
+    assert objective_with(metric="decode_seconds_per_token").value == 0.4
+    assert objective_with(metric="memory.budget.cpu").value == 2e9
+    assert objective_with(metric="memory.measured.cpu").value == 3e9
     assert objective_of(record()) is None
     assert objective_of(replace(record(), config={})) is None, "a record from before there were any"
 
@@ -40,7 +40,7 @@ def test_a_number_is_a_metric_or_what_a_device_was_allowed_or_held() -> None:
     ("side", "bound", "excess"), [("at_most", 0.5, -0.2), ("at_most", 0.2, 1.0), ("at_least", 0.5, 0.2)]
 )
 def test_a_limit_is_kept_or_passed_by_a_share_of_itself(side: str, bound: float, excess: float) -> None:
-    said = found(metric="memory.budget.cpu", **{side: {"decode_seconds_per_token": bound}})
+    said = objective_with(metric="memory.budget.cpu", **{side: {"decode_seconds_per_token": bound}})
     assert said.limits[0].excess == pytest.approx(excess)
     assert said.is_within is (excess <= 0)
 

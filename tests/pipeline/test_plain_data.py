@@ -52,8 +52,8 @@ def nested(depth: int) -> dict[str, Any]:
     ],
 )
 def test_what_no_record_can_hold_is_told_with_its_place(data: Any, place: str, why: str) -> None:
-    ((found, said),) = unrecordable(data)
-    assert found == place
+    ((key_path, said),) = unrecordable(data)
+    assert key_path == place
     assert why in said
 
 

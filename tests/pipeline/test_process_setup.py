@@ -62,7 +62,7 @@ HOST = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "spin_count"),
     [
         (HOST, "10000"),
         ({}, "None"),
@@ -73,7 +73,7 @@ HOST = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ],
 )
 def test_teams_soon_let_other_hosts_on_the_machine_have_the_cores_unless_the_environment_says_otherwise(
-    variables: dict[str, str], told: str
+    variables: dict[str, str], spin_count: str
 ) -> None:
     theirs = {*HOST, *WAIT_POLICIES}
     clean = {name: value for name, value in os.environ.items() if name not in theirs}
@@ -81,4 +81,4 @@ def test_teams_soon_let_other_hosts_on_the_machine_have_the_cores_unless_the_env
     code += "print(os.environ.get('GOMP_SPINCOUNT'))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env={**clean, **variables}, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == told
+    assert done.stdout.strip() == spin_count

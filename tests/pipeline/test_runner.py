@@ -74,7 +74,7 @@ class Lab:
     def __init__(self, folder: Path, *, live: bool = True) -> None:
         self.folder, self.live, self.runs = folder, live, 0
         self.record: dict[str, Any] = {}
-        self.held: list[set[str]] = []
+        self.live_names: list[set[str]] = []
         self.kind: type[Note] = Note
 
     def stages(self, log: list[str]) -> list[Note]:
@@ -93,7 +93,7 @@ class Lab:
                 runner = Runner(stages, config, record=record, monitor=monitor)
                 runner.run()
                 assert [stage.gathered for stage in stages] == [[stage.name] for stage in stages], "once a run"
-                self.held.append(set(runner.chain._live))
+                self.live_names.append(set(runner.chain._live))
         finally:
             self.record = json.loads(record.path.read_text())
         return log
@@ -143,7 +143,7 @@ def test_live_halves_of_cached_stages_are_made_when_asked_for(lab: Lab) -> None:
 
 def test_a_live_half_is_let_go_when_no_stage_will_ask_for_it(lab: Lab) -> None:
     lab.run()
-    assert lab.held == [set()]
+    assert lab.live_names == [set()]
 
 
 def test_only_stages_that_are_not_cached_are_examined(lab: Lab) -> None:
@@ -249,8 +249,8 @@ def test_two_faults_of_one_key_are_both_told(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigError) as caught:
         check_config(config)
-    told = [line for line in str(caught.value).splitlines() if line.startswith("objective.at_most: ")]
-    assert [name for name, line in zip(limits, told, strict=True) if f"'{name}' names no number" in line] == [*limits]
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("objective.at_most: ")]
+    assert [name for name, line in zip(limits, lines, strict=True) if f"'{name}' names no number" in line] == [*limits]
 
 
 def test_faults_of_one_kind_keep_their_class(tmp_path: Path) -> None:

@@ -65,12 +65,12 @@ def test_closing_a_copy_closes_nothing(options: Mapping[str, Any]) -> None:
 
 
 def test_how_attention_is_computed_is_an_option_of_load_and_part_of_what_is_cached() -> None:
-    found = {}
+    activations = {}
     for name in ("eager", "sdpa"):
         with offstage.load(TINY, attn_implementation=name, hardware={"rates": RATES}, max_length=64) as loaded:
             assert loaded.model.config._attn_implementation == name
-            found[name] = loaded.plan.devices["cpu"].ledger["activations"]
-    assert found["sdpa"] < found["eager"], "the plan counts what attention makes"
+            activations[name] = loaded.plan.devices["cpu"].ledger["activations"]
+    assert activations["sdpa"] < activations["eager"], "the plan counts what attention makes"
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), "cpu", {"": torch.device("cpu")}], ids=repr)

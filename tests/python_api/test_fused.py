@@ -76,15 +76,15 @@ def logits_of(loaded: Any) -> torch.Tensor:
 def test_the_bits_are_the_same_wherever_weights_lie_and_in_any_threads(
     tmp_path: Path, architecture: str, dtype: str, compute: str | None, tiles: bool
 ) -> None:
-    path, found, streamed = made(tmp_path, architecture), {}, {}
+    path, by_place, streamed = made(tmp_path, architecture), {}, {}
     for name, place in PLACES.items():
         for threads in (1, 2) if name == "in memory" else (1,):
             with in_threads(threads), load(path, compute=compute, tiles=tiles, dtype=dtype, **place) as loaded:
                 assert packed_modules(loaded.model)
-                found[name, threads] = logits_of(loaded)
+                by_place[name, threads] = logits_of(loaded)
                 streamed[name] = loaded.traffic.streamed_bytes
-    first = found["in memory", 1]
-    assert {name: torch.equal(logits, first) for name, logits in found.items()} == dict.fromkeys(found, True)
+    first = by_place["in memory", 1]
+    assert {name: torch.equal(logits, first) for name, logits in by_place.items()} == dict.fromkeys(by_place, True)
     assert streamed["in memory"] == 0 < streamed["on disk"]
     with load(path, "exact", dtype=dtype, device_map={"": "cpu"}) as loaded:
         exact = logits_of(loaded).float()
@@ -95,17 +95,17 @@ def test_a_plan_counts_packed_bytes_where_they_lie(tmp_path: Path) -> None:
     path = made(tmp_path, "llama")
     with load(path, device_map={"": "cpu"}) as loaded:
         packed, lines = packed_modules(loaded.model), loaded.plan.tensors
-        held = {name: module.weight.nbytes for name, module in packed.items()}
-        assert {name: lines[f"{name}.weight"].bytes for name in packed} == held
+        packed_bytes = {name: module.weight.nbytes for name, module in packed.items()}
+        assert {name: lines[f"{name}.weight"].bytes for name in packed} == packed_bytes
         assert {module.kind for module in packed.values()} <= set(FORMATS_OF_LOOPS)
         fused = loaded.plan.devices["cpu"].weights
-        multiplied = [held[name] for name, module in packed.items() if isinstance(module, PackedLinear)]
+        multiplied = [packed_bytes[name] for name, module in packed.items() if isinstance(module, PackedLinear)]
         assert loaded.plan.forecast["multiplied_bytes_per_token"] == sum(multiplied)
     entries = open_checkpoint(path).entries.values()
-    assert set(held.values()) <= {entry.bytes for entry in entries}
+    assert set(packed_bytes.values()) <= {entry.bytes for entry in entries}
     with load(path, "exact", device_map={"": "cpu"}) as loaded:
         in_use = {name: loaded.plan.tensors[f"{name}.weight"].bytes for name in packed}
-        assert loaded.plan.devices["cpu"].weights - fused == sum(in_use.values()) - sum(held.values())
+        assert loaded.plan.devices["cpu"].weights - fused == sum(in_use.values()) - sum(packed_bytes.values())
 
 
 FP8_CONFIGS = {**CONFIGS, "llama": LlamaConfig(**FP8_SIZES, num_key_value_heads=2)}
@@ -113,7 +113,7 @@ FP8_CONFIGS = {**CONFIGS, "llama": LlamaConfig(**FP8_SIZES, num_key_value_heads=
 
 def answers_everywhere(path: Path, tokens: torch.Tensor, *, dtype: str, kinds: set[str]) -> torch.Tensor:
     """Return the logits of ``tokens``, once they were found the same wherever weights lie, alone and in lockstep."""
-    found, memory = {}, {}
+    by_place, memory = {}, {}
     for place, options in PLACES.items():
         if place == "in part":
             part = max(90_000, memory["in memory"] // 2)
@@ -121,14 +121,14 @@ def answers_everywhere(path: Path, tokens: torch.Tensor, *, dtype: str, kinds: s
         for threads in (1, 2) if place == "in memory" else (1,):
             with in_threads(threads), load(path, dtype=dtype, **options) as loaded, torch.no_grad():
                 assert {module.kind for module in packed_modules(loaded.model).values()} == kinds
-                found[place, threads] = loaded.model(input_ids=tokens).logits
+                by_place[place, threads] = loaded.model(input_ids=tokens).logits
                 memory[place] = loaded.plan.devices["cpu"].weights
                 calls = [partial(loaded.model, input_ids=row[None]) for row in tokens]
                 apart = [call().logits for call in calls]
                 together = [answer.logits for answer in offstage.lockstep(loaded.model, calls, size=2)]
         assert [torch.equal(*pair) for pair in zip(apart, together, strict=True)] == [True, True]
-    first = found["in memory", 1]
-    assert {key: torch.equal(logits, first) for key, logits in found.items()} == dict.fromkeys(found, True)
+    first = by_place["in memory", 1]
+    assert {key: torch.equal(logits, first) for key, logits in by_place.items()} == dict.fromkeys(by_place, True)
     with load(path, "exact", device_map={"": "cpu"}, dtype=dtype) as loaded, torch.no_grad():
         exact = loaded.model(input_ids=tokens).logits.float()
         assert memory["in memory"] < loaded.plan.devices["cpu"].weights
@@ -165,8 +165,8 @@ def save_listed(folder: Path, quantization: Mapping[str, Any], pack: Callable[[t
         else:
             saved[name] = tensor
     save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    told = json.loads((folder / "config.json").read_text()) | {"quantization_config": dict(quantization)}
-    (folder / "config.json").write_text(json.dumps(told))
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": dict(quantization)}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -206,8 +206,8 @@ def save_nf4(folder: Path) -> Path:
             saved[name] = tensor
     folder.mkdir()
     save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    told = {**model.config.to_dict(), "quantization_config": test_bitsandbytes.QUANTIZATION}
-    (folder / "config.json").write_text(json.dumps(told, default=str))
+    config = {**model.config.to_dict(), "quantization_config": test_bitsandbytes.QUANTIZATION}
+    (folder / "config.json").write_text(json.dumps(config, default=str))
     return folder
 
 
@@ -271,29 +271,29 @@ def test_experts_are_multiplied_and_kept_as_they_rest(tmp_path: Path, name: str)
 
 
 def test_scales_under_another_name_are_the_same(tmp_path: Path) -> None:
-    path, found = save_fp8(tmp_path / "model", FP8_CONFIGS["llama"], block=(32, 32)), []
+    path, logits = save_fp8(tmp_path / "model", FP8_CONFIGS["llama"], block=(32, 32)), []
     other = {name.replace("weight_scale_inv", "scale"): tensor for name, tensor in tensors_in(path).items()}
     for tensors in (None, other):
         if tensors is not None:
             rewrite(path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
         with load(path, device_map={"": "cpu"}, dtype="bfloat16") as loaded:
             assert packed_modules(loaded.model)
-            found.append(logits_of(loaded))
-    assert torch.equal(*found)
+            logits.append(logits_of(loaded))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_that_are_looked_up_have_the_bits_that_unpacking_the_table_gives(tmp_path: Path, dtype: str) -> None:
-    path, found = made(tmp_path, "qwen2"), {}
+    path, rows = made(tmp_path, "qwen2"), {}
     for products in ("exact", "fused"):
         with load(path, products, dtype=dtype, device_map={"": "cpu"}) as loaded:
             embedding = loaded.model.get_input_embeddings()
             assert isinstance(embedding, PackedEmbedding) == (products == "fused")
-            found[products] = embedding(TOKENS)
+            rows[products] = embedding(TOKENS)
             if products == "fused":
                 assert loaded.model.lm_head.weight is embedding.weight
-    assert found["fused"].dtype == found["exact"].dtype
-    assert torch.equal(found["fused"], found["exact"])
+    assert rows["fused"].dtype == rows["exact"].dtype
+    assert torch.equal(rows["fused"], rows["exact"])
 
 
 def test_what_needs_unpacked_weights_is_refused_by_name(tmp_path: Path) -> None:

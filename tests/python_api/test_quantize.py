@@ -102,11 +102,11 @@ def test_pickled_shards_are_quantised_too(tmp_path: Path) -> None:
     (pickled / "config.json").write_text((source / "config.json").read_text())
     torch.save(plain_tensors(source), pickled / "pytorch_model.bin")
     for place in ("resident", "disk"):
-        found = []
+        answers = []
         for path in (source, pickled):
             with load(path, quantize="q8_0", **PLACES[place]) as loaded:
-                found.append(answer_of(loaded))
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+                answers.append(answer_of(loaded))
+        assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
 
 
 def test_what_can_not_be_quantised_is_refused_by_name(tmp_path: Path) -> None:

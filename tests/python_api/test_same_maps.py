@@ -60,7 +60,7 @@ def whole_layers(model: Any) -> list[str]:
     return list(model._no_split_modules)
 
 
-def held(model: nn.Module, device_map: Mapping[str, Any], device: object) -> int:
+def bytes_on(model: nn.Module, device_map: Mapping[str, Any], device: object) -> int:
     """Return the bytes that ``device`` holds by ``device_map``."""
     sizes, total = offstage.compute_module_sizes(model), 0
     for name, _ in model.named_parameters():
@@ -90,7 +90,7 @@ def test_balanced_budgets_leave_no_more_to_the_host_and_are_at_least_as_even(mod
         assert shares["cpu"] == most["cpu"]
         assert shares[1] == most[1], "the last accelerator takes what is left"
         maps.append(functions.infer_auto_device_map(model, max_memory=shares, no_split_module_classes=list(classes)))
-    own, theirs = ([held(model, one, device) for device in (0, 1)] for one in maps)
+    own, theirs = ([bytes_on(model, one, device) for device in (0, 1)] for one in maps)
     assert sum(own) >= sum(theirs), "accelerate's low_zero sends to the host what the accelerators have room for"
     assert low_zero or max(own) <= max(theirs)
 
@@ -99,8 +99,8 @@ def test_the_host_keeps_no_room_of_its_own_beside_an_accelerator_s(model: Any) -
     most, classes = budgets(model, {0: 0.5, "cpu": 0.4, "disk": 9}), whole_layers(model)
     own = offstage.infer_auto_device_map(model, max_memory=most, no_split_module_classes=classes)
     theirs = modeling.infer_auto_device_map(model, max_memory=dict(most), no_split_module_classes=list(classes))
-    assert held(model, theirs, "cpu") <= held(model, own, "cpu") <= most["cpu"]
-    assert held(model, theirs, 0) <= held(model, own, 0) <= most[0]
+    assert bytes_on(model, theirs, "cpu") <= bytes_on(model, own, "cpu") <= most["cpu"]
+    assert bytes_on(model, theirs, 0) <= bytes_on(model, own, 0) <= most[0]
 
 
 def test_what_else_scripts_pass_for_tied_parameters_changes_nothing(model: Any) -> None:

@@ -234,13 +234,13 @@ def test_threads_that_call_the_model_themselves_have_their_turn_between(opened: 
         thread.start()
     try:
         model: Any = loaded.model
-        found = [model.generate(ids_of(client), **options_of(client))[0].tolist() for client in range(3)]
+        tokens = [model.generate(ids_of(client), **options_of(client))[0].tolist() for client in range(3)]
         answers = loaded.generate([ids_of(1)[0].tolist()], **options_of(1))
     finally:
         ended.set()
         for thread in busy:
             thread.join(60)
-    assert found == alone[:3]
+    assert tokens == alone[:3]
     assert [*ids_of(1)[0].tolist(), *answers[0].token_ids] == alone[1]
 
 

@@ -125,8 +125,8 @@ def coded(tensor: torch.Tensor, codec: ScaledRows) -> tuple[np.ndarray, np.ndarr
     scales = torch.exp2(torch.ceil(torch.log2(largest / 127)))
     codes = torch.round(at_rest / scales).clamp(-127, 127).to(torch.int8)
     unpacked = codes.float() * scales
-    found = (unpacked.mT if codec.turned else unpacked).contiguous().to(tensor.dtype)
-    return codes.numpy(), scales.numpy(), found
+    dequantised = (unpacked.mT if codec.turned else unpacked).contiguous().to(tensor.dtype)
+    return codes.numpy(), scales.numpy(), dequantised
 
 
 def quantised(model: nn.Module, codec: ScaledRows) -> nn.Module:
@@ -169,17 +169,17 @@ class PackedFile:
         self._path.write_bytes(self._data)
         status = self._path.stat()
         file = ShardFile(self._path.name, self._path, status.st_size, status.st_mtime_ns, "")
-        found: dict[str, AtRest] = {}
+        at_rest: dict[str, AtRest] = {}
         for name, (places, dtype, shape) in self._places.items():
             if len(places) == 1:
-                found[name] = Extent(file, places[0][0], dtype, shape)
+                at_rest[name] = Extent(file, places[0][0], dtype, shape)
             else:
                 parts = tuple(Extent(file, begin, "uint8", (size,)) for begin, size in places)
-                found[name] = PackedTensor(self.codec, parts, dtype, shape)
-        return found
+                at_rest[name] = PackedTensor(self.codec, parts, dtype, shape)
+        return at_rest
 
 
-def held(tensor: PackedTensor) -> PackedTensor:
+def read_into_memory(tensor: PackedTensor) -> PackedTensor:
     """Return ``tensor`` with its parts in memory."""
     parts = [np.fromfile(part.file.path, np.uint8, part.bytes, offset=part.begin) for part in tensor.parts]
     return in_memory(tensor, parts)

@@ -27,12 +27,12 @@ class SimulatedMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         while self._gone:
             self._allocator.free(self._gone.popleft())
-        there = {_storage(tensor)._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        known = {_storage(tensor)._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in filter(lambda each: isinstance(each, torch.Tensor) and not each.is_meta, tree_leaves(result)):
             storage = _storage(tensor)
-            if storage.nbytes() and storage._cdata not in there:
-                there.add(storage._cdata)
+            if storage.nbytes() and storage._cdata not in known:
+                known.add(storage._cdata)
                 block = self._allocator.allocate(storage.nbytes())
                 weakref.finalize(storage, self._gone.append, block).atexit = False
         return result

@@ -13,7 +13,7 @@ sizes = compute_module_sizes(model)
 print(sizes[""], sizes["model.layers.0"], sizes["model.layers.0.mlp.gate_proj"])
 
 
-def held(device_map):
+def bytes_by_device(device_map):
     """Return the bytes on each device; no two entries of a map lie one in the other."""
     bytes_on = Counter()
     for name, device in device_map.items():
@@ -25,14 +25,14 @@ budgets = {0: "150kB", 1: "200KiB", "cpu": "1MB"}
 print(get_max_memory(budgets))
 device_map = infer_auto_device_map(model, max_memory=budgets, no_split_module_classes=["LlamaDecoderLayer"])
 check_device_map(model, device_map)
-print(all(count <= get_max_memory(budgets)[device] for device, count in held(device_map).items()))
+print(all(count <= get_max_memory(budgets)[device] for device, count in bytes_by_device(device_map).items()))
 print([f"model.layers.{index}" in device_map for index in range(6)])
 
 balanced = get_balanced_memory(
     model, max_memory={0: "1MB", 1: "1MB", 2: "1MB"}, no_split_module_classes=["LlamaDecoderLayer"]
 )
 device_map = infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=["LlamaDecoderLayer"])
-print(sorted(balanced), sorted(held(device_map)))
+print(sorted(balanced), sorted(bytes_by_device(device_map)))
 
 print(dict(infer_auto_device_map(model, max_memory={"cpu": "10MB"})))
 print(dict(infer_auto_device_map(model, max_memory={0: "10MB"}, dtype="float16")))

@@ -13,7 +13,7 @@ prompt = torch.tensor([[21, 22, 23, 1]])
 expected = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
 
 disk_offload(model, "offload", execution_device=torch.device("cpu"))
-found = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
-print(found, found == expected)
+tokens = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+print(tokens, tokens == expected)
 with torch.no_grad():
     print(model(input_ids=prompt, decoder_input_ids=prompt).logits.sum().item())

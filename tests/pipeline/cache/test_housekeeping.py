@@ -45,12 +45,12 @@ def test_the_least_recently_used_goes_first(older_than: float | None, most: int 
 def test_an_artifact_is_taken_only_when_no_store_uses_it(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.obtain("plan", KEY, write)
-    (found,) = entries(tmp_path)
-    assert found.bytes > 0
-    assert prune([found]).in_use == (found,)
+    (entry,) = entries(tmp_path)
+    assert entry.bytes > 0
+    assert prune([entry]).in_use == (entry,)
     assert store.find("plan", KEY) is not None
     store.release()
-    assert prune([found]).taken == (found,)
+    assert prune([entry]).taken == (entry,)
     assert entries(tmp_path) == []
     assert not list(tmp_path.glob("plan/.*.use.lock")), "its lease is gone too"
 
@@ -60,9 +60,9 @@ def test_finding_an_artifact_keeps_it_and_makes_it_recent(tmp_path: Path) -> Non
     os.utime(tmp_path / "plan" / KEY, (0, 0))
     store = Store(tmp_path)
     assert store.find("plan", KEY) is not None
-    (found,) = entries(tmp_path)
-    assert time.time() - found.used < 60
-    assert prune([found]).in_use == (found,)
+    (entry,) = entries(tmp_path)
+    assert time.time() - entry.used < 60
+    assert prune([entry]).in_use == (entry,)
 
 
 def test_an_offload_store_stays_while_any_run_works(tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ def test_verifying_hashes_large_files_too_and_sets_damage_aside(size: int, tmp_p
     store = Store(tmp_path)
     store.obtain("plan", KEY, lambda folder: folder.joinpath("data").write_bytes(b"x" * size))
     store.release()
-    (found,) = entries(tmp_path)
-    assert find_damage(found) is None
-    with found.folder.joinpath("data").open("r+b") as file:
+    (entry,) = entries(tmp_path)
+    assert find_damage(entry) is None
+    with entry.folder.joinpath("data").open("r+b") as file:
         file.write(b"y")
-    assert find_damage(found) == "data doesn't match its hash"
-    aside = set_aside(found)
+    assert find_damage(entry) == "data doesn't match its hash"
+    aside = set_aside(entry)
     assert aside is not None
     assert aside.joinpath("data").is_file()
     assert entries(tmp_path) == []
@@ -140,12 +140,12 @@ def test_verifying_hashes_large_files_too_and_sets_damage_aside(size: int, tmp_p
 def test_damage_that_a_run_uses_is_left_where_it_is(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.obtain("plan", KEY, write)
-    (found,) = entries(tmp_path)
-    found.folder.joinpath("answer.json").write_text("{}")
-    assert find_damage(found) is not None
-    assert set_aside(found) is None
+    (entry,) = entries(tmp_path)
+    entry.folder.joinpath("answer.json").write_text("{}")
+    assert find_damage(entry) is not None
+    assert set_aside(entry) is None
     store.release()
-    assert set_aside(found) is not None
+    assert set_aside(entry) is not None
 
 
 READERS = """

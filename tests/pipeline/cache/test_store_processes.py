@@ -109,7 +109,7 @@ def test_a_process_that_waits_for_another_says_so_once(root: Path, caplog: pytes
         go_on.wait(120)
         return write(folder)
 
-    def set_once_told() -> None:
+    def set_once_logged() -> None:
         while not caplog.records and builder.is_alive():
             time.sleep(0.01)
         time.sleep(0.3)  # whatever is said again is said meanwhile
@@ -119,7 +119,7 @@ def test_a_process_that_waits_for_another_says_so_once(root: Path, caplog: pytes
     with caplog.at_level(logging.INFO, logger="offstage"):
         builder.start()
         started.wait(120)
-        threading.Thread(target=set_once_told).start()
+        threading.Thread(target=set_once_logged).start()
         _, made, cached = Store(root).obtain("plan", KEY, never)
     builder.join()
     assert (made, cached) == (None, True)

@@ -92,8 +92,8 @@ class Browser:
     def point(self, x: float, y: float, *acts: str) -> None:
         """Bring the mouse to ``x`` and ``y`` of what is seen, and do ``acts`` there: ``Pressed`` or ``Released``."""
         for act in ("Moved", *acts):
-            held = {"button": "left", "clickCount": 1, "buttons": int(act == "Pressed")} if act != "Moved" else {}
-            self._ask("Input.dispatchMouseEvent", type=f"mouse{act}", x=x, y=y, **held)
+            button = {"button": "left", "clickCount": 1, "buttons": int(act == "Pressed")} if act != "Moved" else {}
+            self._ask("Input.dispatchMouseEvent", type=f"mouse{act}", x=x, y=y, **button)
 
     def print_page(self) -> bytes:
         """Return the page as it comes onto paper: a PDF."""

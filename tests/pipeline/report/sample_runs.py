@@ -71,9 +71,9 @@ def write_run(
         "measured": {"cpu": peak},
     }
     outputs = ({"prompt": prompt, "prompt_tokens": 1, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
-    told = {"memory": memory, "metrics": figures, "outputs": outputs, "experts": experts or {}}
+    sections = {"memory": memory, "metrics": figures, "outputs": outputs, "experts": experts or {}}
     rows = {"repeats": tuple(repeats), "steps": tuple(steps), "layers": placed(budget)}
-    record.merge(Report("", **told, **rows, model=MODEL))
+    record.merge(Report("", **sections, **rows, model=MODEL))
     count = cpu_layers(budget)
     record.note(device_map={**dict.fromkeys(LAYERS[:count], "cpu"), **dict.fromkeys(LAYERS[count:], "disk")})
     if series:

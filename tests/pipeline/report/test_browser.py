@@ -13,8 +13,8 @@ from offstage.pipeline.report.command import run
 from tests.pipeline.report.browser import CONTRAST, DRAWN, Browser, browser, installed
 from tests.pipeline.report.sample_runs import write_sweep
 
-FOUND = installed()
-pytestmark = pytest.mark.skipif(FOUND is None, reason="no chromium here: apt-get install chromium")
+CHROMIUM = installed()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 PLOTS = ["speed", "pareto", "placement", "memory", "stages"]
 VIEWS = [(width, scheme) for width in (390, 1440) for scheme in ("light", "dark")]
@@ -52,8 +52,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    assert FOUND
-    with browser(FOUND) as opened:
+    assert CHROMIUM
+    with browser(CHROMIUM) as opened:
         yield opened
 
 
@@ -136,10 +136,10 @@ def test_a_mark_tells_its_job_and_numbers_to_who_points_at_it(desk: Browser) -> 
     _, x, y = measured(desk)
     desk.point(x - 30, y)
     desk.point(x, y)
-    told = desk.evaluate(f"new Promise(done => setTimeout(() => done({HOVERED}), 300))")
-    assert "#0" in told
-    assert "budget 1.00 GB" in told
-    assert "time a token 1.562 spredicted 700.0 mslower bound 1.562 s" in told
+    tooltip = desk.evaluate(f"new Promise(done => setTimeout(() => done({HOVERED}), 300))")
+    assert "#0" in tooltip
+    assert "budget 1.00 GB" in tooltip
+    assert "time a token 1.562 spredicted 700.0 mslower bound 1.562 s" in tooltip
 
 
 def test_a_rectangle_zooms_and_a_double_click_shows_all_again(desk: Browser) -> None:

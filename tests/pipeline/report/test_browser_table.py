@@ -16,8 +16,8 @@ from tests.pipeline.report.browser import CONTRAST, Browser, browser, installed
 from tests.pipeline.report.sample_runs import repeat, write_failure, write_many, write_run
 from tests.pipeline.report.test_exports import FORMULAS
 
-FOUND = installed()
-pytestmark = pytest.mark.skipif(FOUND is None, reason="no chromium here: apt-get install chromium")
+CHROMIUM = installed()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 MANY, REFUSED = 118, 12
 REASON = "max_memory.cpu: too small, " + "and told at length, " * 20
@@ -39,7 +39,7 @@ LAID_OUT = f"""[...document.querySelectorAll('{PARTS}')].map(part => {{
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, Path]]:
     """A browser, and the page of runs of two checkpoints, those of the second all refused for one reason."""
-    assert FOUND
+    assert CHROMIUM
     sweep = write_many(tmp_path_factory.mktemp("many"), MANY)
     for number in range(MANY, MANY + REFUSED):
         path = write_failure(sweep / str(number), message=REASON) / "run.json"
@@ -47,7 +47,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, 
         record["config"]["model"]["path"] = "/another/checkpoint"
         path.write_text(json.dumps(record))
     run([str(sweep)])
-    with browser(FOUND) as chromium:
+    with browser(CHROMIUM) as chromium:
         yield chromium, sweep / "report.html"
 
 
@@ -101,14 +101,14 @@ def test_a_screen_that_is_too_narrow_leaves_out_details_and_the_button_shows_the
     opened: tuple[Browser, Path], tmp_path: Path
 ) -> None:
     times = [repeat(0.5), repeat(0.6)]
-    told = {
+    metrics = {
         "load_seconds": 1.0,
         "stall_share": 0.5,
         "streamed_bytes_per_second": 10**9,
         "time_to_first_token_seconds": 2,
     }
     titles = "[...document.querySelectorAll('#table thead th')].map(heading => heading.innerText.split('\\n')[0])"
-    write_run(tmp_path / "0", metrics=told, repeats=times)
+    write_run(tmp_path / "0", metrics=metrics, repeats=times)
     run([str(tmp_path)])
     chromium, shown = opened[0], {}
     for width in (1440, 600):

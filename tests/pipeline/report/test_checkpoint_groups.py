@@ -60,8 +60,8 @@ def test_each_checkpoint_has_a_section_and_no_id_is_there_twice(tmp_path: Path) 
     named = re.findall(r'(?:href="#|url\(#|labelledby=")([^")]+)', page)
     assert named
     assert not set(named) - set(ids)
-    told = json.loads((tmp_path / "report.json").read_text())["checkpoints"]
-    assert [(group["checkpoint"], group["jobs"]) for group in told] == [("opt", ["#0", "#2"]), ("llama", ["#1"])]
+    groups = json.loads((tmp_path / "report.json").read_text())["checkpoints"]
+    assert [(group["checkpoint"], group["jobs"]) for group in groups] == [("opt", ["#0", "#2"]), ("llama", ["#1"])]
 
 
 def test_a_job_links_to_its_folder_from_where_the_page_lies(tmp_path: Path) -> None:

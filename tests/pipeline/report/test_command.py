@@ -69,8 +69,8 @@ def test_the_output_folder_is_made_and_the_sweep_left_alone(tmp_path: Path) -> N
 
 
 def test_the_page_has_the_title_author_and_caption_that_are_asked_for(tmp_path: Path) -> None:
-    told = {"--title": "Budgets & bits", "--author": "A. <Reader>", "--caption": "What {{ 6*7 }} budgets cost."}
-    run([str(write_run(tmp_path / "0")), *(word for pair in told.items() for word in pair)])
+    options = {"--title": "Budgets & bits", "--author": "A. <Reader>", "--caption": "What {{ 6*7 }} budgets cost."}
+    run([str(write_run(tmp_path / "0")), *(word for pair in options.items() for word in pair)])
     page = (tmp_path / "0" / "report.html").read_text()
     assert "<title>Budgets &amp; bits · offstage</title>" in page
     for words in ("<h1>Budgets &amp; bits</h1>", ">A. &lt;Reader&gt;</p>", ">What {{ 6*7 }} budgets cost.</p>"):
@@ -219,8 +219,8 @@ def test_a_thousand_runs_take_seconds(tmp_path: Path) -> None:
         [sys.executable, "-c", MEASURE, str(sweep)], env=_paths(), capture_output=True, text=True, check=True
     )
     words = done.stdout.split()
-    seconds, held = float(words[-3]), int(words[-1])
-    sys.stderr.write(f"1,000 runs: {seconds:.1f} s, {held / 2**20:.0f} MiB\n")
+    seconds, peak_bytes = float(words[-3]), int(words[-1])
+    sys.stderr.write(f"1,000 runs: {seconds:.1f} s, {peak_bytes / 2**20:.0f} MiB\n")
     assert (sweep / "report.csv").read_text().count("\n") == 1001
     assert seconds < 20
-    assert held < 2**30
+    assert peak_bytes < 2**30

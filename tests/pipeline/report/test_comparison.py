@@ -11,7 +11,7 @@ from tests.pipeline.report.sample_runs import write_run
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after", "told"),
+    ("name", "before", "after", "texts"),
     [
         ("perplexity", 23.4375, 12.5, ("23.4375", "12.5000")),
         ("bits_per_byte", 1.25, 0.5, ("1.2500", "0.5000")),
@@ -29,14 +29,14 @@ from tests.pipeline.report.sample_runs import write_run
     ],
 )
 def test_a_figure_is_told_in_its_own_unit(
-    tmp_path: Path, name: str, before: float | None, after: float, told: tuple[str, str]
+    tmp_path: Path, name: str, before: float | None, after: float, texts: tuple[str, str]
 ) -> None:
     runs = [
         find_one(write_run(tmp_path / side, metrics={} if value is None else {name: value}))
         for side, value in (("a", before), ("b", after))
     ]
     (changes,) = (section.changes for section in compare_runs(*runs).sections if section.title == "Speed")
-    assert [(change.before, change.after) for change in changes if change.key == name] == [told]
+    assert [(change.before, change.after) for change in changes if change.key == name] == [texts]
 
 
 def test_memory_is_told_in_bytes(tmp_path: Path) -> None:

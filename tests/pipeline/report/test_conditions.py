@@ -43,14 +43,14 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object] = lambda reco
     (folder / "run.json").write_text(json.dumps(record))
 
 
-def told(folder: Path) -> dict[str, list[str]]:
+def conditions_of(folder: Path) -> dict[str, list[str]]:
     return {entry.key: [value for value, _ in entry.values] for entry in conditions(find([folder]).jobs)}
 
 
 def test_what_all_jobs_share_is_told_once(tmp_path: Path) -> None:
     for number in range(2):
         write(tmp_path / str(number), tokens=[1, 2, 3])
-    assert told(tmp_path) == {
+    assert conditions_of(tmp_path) == {
         "model": ["LlamaForCausalLM, 1.10 billion parameters"],
         "checkpoint": ["/ckpt"],
         "dtype": ["bfloat16, 2.20 GB"],
@@ -70,9 +70,9 @@ def test_what_all_jobs_share_is_told_once(tmp_path: Path) -> None:
 def test_the_checkout_that_a_run_was_started_in_is_told_with_its_changes(tmp_path: Path) -> None:
     state = {"commit": "1" * 40, "dirty": True}
     write(tmp_path, lambda record: record["environment"].update(repository=state, git_dirty=True))
-    conditions_told = told(tmp_path)
-    assert conditions_told["repository"] == [f"{'1' * 12} with changes"]
-    assert conditions_told["versions"][0].startswith("offstage 0.1.0 at 0d017e1aa9e8 with changes, ")
+    by_key = conditions_of(tmp_path)
+    assert by_key["repository"] == [f"{'1' * 12} with changes"]
+    assert by_key["versions"][0].startswith("offstage 0.1.0 at 0d017e1aa9e8 with changes, ")
 
 
 def change_torch(record: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def test_what_jobs_differ_in_is_named_with_its_jobs(
 
 def test_a_machine_that_jobs_shared_says_that_seconds_are_contended(tmp_path: Path) -> None:
     write(tmp_path / "0", lambda record: record["environment"].update(jobs_beside=3))
-    (machine,) = told(tmp_path)["machine"]
+    (machine,) = conditions_of(tmp_path)["machine"]
     assert "4.00 GB of it allowed, jobs beside it at most: 3, so that seconds are contended; 2x H200" in machine
 
 
@@ -131,7 +131,7 @@ def test_records_from_before_these_fields_make_the_page_too(tmp_path: Path) -> N
         record["outputs"][0].pop("prompt_tokens")
 
     write(tmp_path / "0", strip)
-    assert told(tmp_path) == {
+    assert conditions_of(tmp_path) == {
         "checkpoint": ["/ckpt"],
         "dtype": ["auto"],
         "last stage": ["generate"],

@@ -115,8 +115,8 @@ def test_every_second_of_the_stages_is_the_records(sweep: Path) -> None:
 def test_the_front_is_what_no_other_job_beats(sweep: Path, report: dict[str, Any]) -> None:
     points = {}
     for number, record in enumerate(records(sweep)):
-        rate, held = record["metrics"].get("decode_tokens_per_second"), record["memory"]["measured"]
-        memory = sum(count for device, count in held.items() if device != "disk" and count is not None)
+        rate, measured = record["metrics"].get("decode_tokens_per_second"), record["memory"]["measured"]
+        memory = sum(count for device, count in measured.items() if device != "disk" and count is not None)
         if rate is not None and memory:
             points[f"#{number}"] = (memory, rate)
     beaten = {

@@ -77,20 +77,20 @@ def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(t
     disturbed = [repeat(seconds, contended=seconds > 0.62, earlier=seconds < 0.61) for seconds in SLOW]
     write_jobs(tmp_path, [repeat(seconds) for seconds in FAST], [*disturbed, repeat(9.0, counts=False)])
     run([str(tmp_path)])
-    page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
+    page, report = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
     assert "Repeats of each job" in page
     assert "Of 1 pairs of jobs 1 differ" in page
     assert "Of 1 pairs of jobs 1 differ" in " ".join(capsys.readouterr().out.split())
     assert "taken while others used the processor" in page
     assert "5, 1 earlier, 2 contended" in page
     assert "others used the processor meanwhile" in page
-    (series,) = told["checkpoints"][0]["seconds_per_token_by_budget"]
+    (series,) = report["checkpoints"][0]["seconds_per_token_by_budget"]
     assert [(point["least"], point["y"], point["largest"]) for point in series["measured"]] == [
         (0.50, 0.52, 0.54),
         (0.60, 0.62, 0.64),
     ]
     assert [point["contended"] for point in series["measured"]] == [False, True]
-    assert [len(job["repeats"]) for job in told["jobs"]] == [5, 6]
+    assert [len(job["repeats"]) for job in report["jobs"]] == [5, 6]
     rows = list(csv.DictReader((tmp_path / "report.csv").read_text().splitlines()))
     assert [row["provenance"] for row in rows] == ["measured, median of 5", "measured, median of 5, 1 earlier"]
 
@@ -98,13 +98,13 @@ def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(t
 def test_what_an_earlier_run_measured_is_hollow_and_said(tmp_path: Path) -> None:
     folder = write_jobs(tmp_path, [repeat(0.5)], [repeat(0.6, earlier=True)])
     run([str(folder)])
-    page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
+    page, report = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
     assert page.count("A hollow mark was measured by an earlier run.") == 2, "in the plots of speed"
-    assert [point["cached"] for point in told["checkpoints"][0]["seconds_per_token_by_budget"][0]["measured"]] == [
+    assert [point["cached"] for point in report["checkpoints"][0]["seconds_per_token_by_budget"][0]["measured"]] == [
         False,
         True,
     ]
-    assert [job["provenance"] for job in told["jobs"]] == ["measured", "measured earlier"]
+    assert [job["provenance"] for job in report["jobs"]] == ["measured", "measured earlier"]
     assert "completed, cached" in page
 
 

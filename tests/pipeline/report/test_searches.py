@@ -13,13 +13,13 @@ from tests.pipeline.report.sample_runs import write_run
 LEAST = {"metric": "memory.budget.cpu", "at_most": {"decode_seconds_per_token": 0.5}}
 
 
-def write_search(folder: Path, **found: Any) -> Path:
+def write_search(folder: Path, **fields: Any) -> Path:
     for number in range(3):
         run = write_run(folder / str(number), budget=(number + 1) * 10**9, seconds=1 / (number + 1))
         record = json.loads((run / "run.json").read_text())
         record["config"]["objective"] = LEAST
         (run / "run.json").write_text(json.dumps(record))
-    (folder / RESULTS).write_text(json.dumps({"jobs": 3, "trials": 5, **found}))
+    (folder / RESULTS).write_text(json.dumps({"jobs": 3, "trials": 5, **fields}))
     return folder
 
 

@@ -60,8 +60,8 @@ def test_the_table_has_all_that_a_plan_alone_predicts(tmp_path: Path) -> None:
     planned = {**PREDICTED, "predicted_bottleneck": "storage"}
     write_run(tmp_path / "0", seconds=None, streamed=None, metrics=planned)
     cells = table(tmp_path)
-    told = ("time a token, predicted, ms", "streamed a token, predicted, GB", "bottleneck, predicted")
-    assert [cells[title] for title in told] == [("375.0",), ("3.00",), ("storage",)]
+    titles = ("time a token, predicted, ms", "streamed a token, predicted, GB", "bottleneck, predicted")
+    assert [cells[title] for title in titles] == [("375.0",), ("3.00",), ("storage",)]
 
 
 def test_bytes_that_were_streamed_as_predicted_are_told_once(tmp_path: Path) -> None:
@@ -159,8 +159,8 @@ def test_a_run_over_hosts_has_the_peaks_of_each(tmp_path: Path) -> None:
         "host 2, peak 0": (None, 2),
         "host 2, peak cpu": (None, 2 * 10**9),
     }
-    told = {entry.key: entry.values for entry in summary.conditions}
-    assert told["hosts"] == (("1x EPYC, 2x Xeon", ("#1",)),)
+    conditions = {entry.key: entry.values for entry in summary.conditions}
+    assert conditions["hosts"] == (("1x EPYC, 2x Xeon", ("#1",)),)
 
 
 def test_of_hosts_that_were_planned_for_the_table_has_what_is_predicted_of_each(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_of_hosts_that_were_planned_for_the_table_has_what_is_predicted_of_each(
     summary = summarise(find([tmp_path]))
     peaks = {column.title: column.values for column in summary.table if "predicted peak" in column.title}
     assert peaks == {"host 0, predicted peak cpu": (10**9,), "host 1, predicted peak cpu": (2 * 10**9,)}
-    told = {entry.key: entry.values for entry in summary.conditions}
-    assert told["hosts"] == (("2x planned for", ("#0",)),)
+    conditions = {entry.key: entry.values for entry in summary.conditions}
+    assert conditions["hosts"] == (("2x planned for", ("#0",)),)
 
 
 def test_the_table_tells_each_of_several_links(tmp_path: Path) -> None:

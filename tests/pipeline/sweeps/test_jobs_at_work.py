@@ -124,7 +124,7 @@ def test_an_interrupt_ends_those_at_work_and_none_begins(at_once: int, tmp_path:
 
 def test_a_job_that_somebody_is_at_is_waited_for_and_keeps_nobody_from_work(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
-    held = lock(tmp_path / "0" / ".job.lock")
-    ended, statuses = run(tmp_path, [0, 0, 0], at_once=2, when_one_ends=partial(os.close, held))
+    descriptor = lock(tmp_path / "0" / ".job.lock")
+    ended, statuses = run(tmp_path, [0, 0, 0], at_once=2, when_one_ends=partial(os.close, descriptor))
     assert (set(ended), next(iter(ended))) == ({0, 1, 2}, 1)
     assert statuses == ["completed"] * 3

@@ -67,8 +67,8 @@ def test_jobs_that_all_fail_have_no_best_and_end_no_search(sampler: str) -> None
     assert len(study.tried) >= 1
 
 
-@pytest.mark.parametrize(("direction", "found"), [("minimize", 1), ("maximize", 3)])
-def test_what_is_proposed_again_is_no_job_again(direction: Direction, found: int) -> None:
+@pytest.mark.parametrize(("direction", "best_seed"), [("minimize", 1), ("maximize", 3)])
+def test_what_is_proposed_again_is_no_job_again(direction: Direction, best_seed: int) -> None:
     three = SearchSpace({"seed": CategoricalDistribution(["1", "2", "3"])}, ())
     study = search(
         lambda seed: Objective("seed", seed), trials=20, at_a_time=4, sampler="random", direction=direction, space=three
@@ -76,4 +76,4 @@ def test_what_is_proposed_again_is_no_job_again(direction: Direction, found: int
     assert sorted(each.proposal for each in study.tried) == [("seed=1",), ("seed=2",), ("seed=3",)]
     best = study.best()
     assert best is not None
-    assert best.proposal == (f"seed={found}",)
+    assert best.proposal == (f"seed={best_seed}",)

@@ -35,11 +35,11 @@ def test_a_record_becomes_the_numbers_that_are_known(tmp_path: Path) -> None:
 def test_a_run_that_ended_well_has_its_config_its_name_and_what_it_is_found_by(tmp_path: Path) -> None:
     record = with_plan(started(tmp_path, stop_after="plan"), cached=True)
     record.finish("completed")
-    told = TrackedRun.of(record, host="here")
-    assert (told.name, told.notes, told.files) == ("day/1", "why", (record.path,))
-    assert told.params["model.path"] == "/ckpt"
-    assert told.ended >= told.started > 10**12
-    assert told.tags == {
+    tracked = TrackedRun.of(record, host="here")
+    assert (tracked.name, tracked.notes, tracked.files) == ("day/1", "why", (record.path,))
+    assert tracked.params["model.path"] == "/ckpt"
+    assert tracked.ended >= tracked.started > 10**12
+    assert tracked.tags == {
         "overrides": "seed=1 a=2", "checkpoint": "/ckpt", "status": "completed", "cached": "true",
         "provenance": "measured earlier", "host": "here", "git_commit": "abc", "stage/plan": "cached",
     }  # fmt: skip
@@ -73,12 +73,12 @@ def test_repeats_that_count_and_steps_of_a_training_are_points_of_their_own(tmp_
     steps = [{"loss": 2.0, "held_bytes": {"cpu": 7}}, {"loss": math.inf, "held_bytes": {"cpu": 8}}]
     record.merge(Report(repeats=tuple(repeats), steps=tuple(steps)))
     record.finish("completed")
-    told = TrackedRun.of(record)
+    tracked = TrackedRun.of(record)
     first = 1767225601500
-    assert [point for point in told.points if point.step] == [
+    assert [point for point in tracked.points if point.step] == [
         MetricPoint("repeat/s", 1.0, first, 1),
         MetricPoint("repeat/s", 3.0, first + 2000, 2),
-        MetricPoint("step/loss", 2.0, told.ended, 1),
-        MetricPoint("step/held_bytes/cpu", 7.0, told.ended, 1),
-        MetricPoint("step/held_bytes/cpu", 8.0, told.ended, 2),
+        MetricPoint("step/loss", 2.0, tracked.ended, 1),
+        MetricPoint("step/held_bytes/cpu", 7.0, tracked.ended, 1),
+        MetricPoint("step/held_bytes/cpu", 8.0, tracked.ended, 2),
     ]

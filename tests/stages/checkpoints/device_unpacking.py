@@ -91,9 +91,9 @@ _GRIDS = {
 def block_scaled() -> Iterator[tuple[str, PackedTensor]]:
     """Yield tensors of FP8, FP4, INT8 and INT4 with scales of every dtype and shape."""
     for name in ("fp8", "fp4", "int8", "int4"):
-        for told, (shape, (height, width)) in _GRIDS.items():
+        for label, (shape, (height, width)) in _GRIDS.items():
             for dtype in ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8"):
-                if (told != "runs" and dtype != "float32") or (told == "blocks that a read cuts" and name != "fp8"):
+                if (label != "runs" and dtype != "float32") or (label == "blocks that a read cuts" and name != "fp8"):
                     continue
                 codes = _bytes(*shape[:-1], shape[-1] // (2 if name in ("fp4", "int4") else 1))
                 grid = (*shape[:-2], -(-shape[-2] // height), -(-shape[-1] // width))
@@ -104,7 +104,7 @@ def block_scaled() -> Iterator[tuple[str, PackedTensor]]:
                     "bfloat16",
                     shape,
                 )
-                yield f"{name}, {told}, scales in {dtype}", tensor
+                yield f"{name}, {label}, scales in {dtype}", tensor
     codes, scales = _bytes(64, 96), _scales("float8_e4m3fn", 64, 12)
     parts, kinds = [codes, scales, np.array([1234.5], np.float32)], ["uint8", "float8_e4m3fn", "float32"]
     yield "nvfp4", tensor_of(ScaledCodes("fp4", 1, 16), parts, kinds, "bfloat16", (64, 192))
@@ -162,9 +162,9 @@ def ggml() -> Iterator[tuple[str, PackedTensor]]:
         "transposed": (Arrangement(transposed=True), (256, 120)),
         "less": (Arrangement(less=1.0), (120, 256)),
     }
-    for told, (arrangement, shape) in arrangements.items():
+    for label, (arrangement, shape) in arrangements.items():
         part = _RANDOM.integers(256, size=(120, 256 // 32 * 34), dtype=np.uint8)
-        yield f"q8_0, {told}", tensor_of(GgufCodec(("q8_0",), arrangement), [part], ["uint8"], "bfloat16", shape)
+        yield f"q8_0, {label}", tensor_of(GgufCodec(("q8_0",), arrangement), [part], ["uint8"], "bfloat16", shape)
     halves = [_RANDOM.integers(256, size=(60, 256 // 32 * 34), dtype=np.uint8) for _ in range(2)]
     yield "q8_0 in halves", tensor_of(GgufCodec(("q8_0", "q8_0")), halves, ["uint8"] * 2, "bfloat16", (4, 30, 256))
 

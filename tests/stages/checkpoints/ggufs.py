@@ -16,7 +16,7 @@ HALVES = {
 }  # fmt: skip
 """Where in a block of each format a float16 stands."""
 KEYS = {"general.architecture": "llama"}
-Told = tuple[str, str, npt.NDArray[Any]]
+WrittenTensor = tuple[str, str, npt.NDArray[Any]]
 
 
 def text(value: str) -> bytes:
@@ -101,18 +101,20 @@ def make_gguf(path: Any, architecture: str, config: Any, *, kinds: Sequence[str]
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for told, shape in _as_told(name, tuple(tensor.shape), named):
+        for gguf_name, shape in _names_in_file(name, tuple(tensor.shape), named):
             fitting = [kind for kind in kinds if shape[-1] % FORMATS[kind].elements == 0]
             kind = fitting[turn % len(fitting)] if len(shape) > 1 else "f32"
             turn += len(shape) > 1
             rows = random_blocks(kind, int(np.prod(shape[:-1])), shape[-1], seed=turn)
             packed = rows.reshape(*shape[:-1], -1)
-            writer.add_tensor(told, packed, raw_shape=packed.shape, raw_dtype=gguf.GGMLQuantizationType[kind.upper()])
+            writer.add_tensor(
+                gguf_name, packed, raw_shape=packed.shape, raw_dtype=gguf.GGMLQuantizationType[kind.upper()]
+            )
     writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))  # which no model of transformers has
     return _ended(writer, path)
 
 
-def write_gguf(path: Any, architecture: str, config: Any, tensors: Iterable[Told], *, tokens: int = 0) -> Any:
+def write_gguf(path: Any, architecture: str, config: Any, tensors: Iterable[WrittenTensor], *, tokens: int = 0) -> Any:
     """Write the file of a model whose ``tensors`` (name, kind, float32 values) the ``gguf`` package quantises."""
     import gguf
 
@@ -148,18 +150,18 @@ def _ended(writer: Any, path: Any) -> Any:
     return path
 
 
-def _as_told(name: str, shape: tuple[int, ...], named: Any) -> list[tuple[str, tuple[int, ...]]]:
+def _names_in_file(name: str, shape: tuple[int, ...], named: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Return what a tensor of the model is called in a file, with its shape there; what is joined comes in halves."""
     if name.endswith("experts.gate_up_proj"):
         layer, half = name.split(".")[2], (shape[0], shape[1] // 2, *shape[2:])
         return [(f"blk.{layer}.ffn_{which}_exps.weight", half) for which in ("gate", "up")]
     bare, suffix = name.rpartition(".")[::2] if name.endswith((".weight", ".bias")) else (name, "weight")
-    told = named.get_name(bare) or named.get_name(bare.removeprefix("transformer."))
+    gguf_name = named.get_name(bare) or named.get_name(bare.removeprefix("transformer."))
     if name.endswith("shared_expert_gate.weight"):
         shape = shape[-1:]
     if name.startswith("transformer.h.") and "c_" in name:  # GPT-2's, whose matrices are the other way round
         shape = tuple(reversed(shape))
-    return [(f"{told}.{suffix}", shape)]
+    return [(f"{gguf_name}.{suffix}", shape)]
 
 
 def _write_tokenizer(writer: Any, count: int) -> None:

@@ -18,8 +18,8 @@ def meant(quantization: dict[str, Any], *names: str) -> list[str]:
     return [name for name in names if converts({name}, "Linear")]
 
 
-def compressed(**told: Any) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", **told}
+def compressed(**fields: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", **fields}
 
 
 @pytest.mark.parametrize(

@@ -172,13 +172,13 @@ UNFIT: Mapping[str, tuple[str, str, list[int], list[int], int | None]] = {
 }
 
 
-@pytest.mark.parametrize(("architecture", "name", "sizes", "told", "code"), UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize(("architecture", "name", "sizes", "written", "code"), UNFIT.values(), ids=UNFIT)
 def test_a_tensor_of_another_shape_or_kind_is_refused_by_name(
     tmp_path: Path,
     architecture: str,
     name: str,
     sizes: list[int],
-    told: list[int],
+    written: list[int],
     code: int | None,
 ) -> None:
     path = made(tmp_path, architecture)
@@ -186,8 +186,8 @@ def test_a_tensor_of_another_shape_or_kind_is_refused_by_name(
     head = name.encode() + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
     at = content.index(head) + len(head)
     kind = content[at : at + 4] if code is None else struct.pack("<I", code)
-    changed = content[: at - 8 * len(sizes)] + struct.pack(f"<{len(told)}Q", *told) + kind + content[at + 4 :]
+    changed = content[: at - 8 * len(sizes)] + struct.pack(f"<{len(written)}Q", *written) + kind + content[at + 4 :]
     path.write_bytes(changed)
-    words = f"'{name}' of shape {told[::-1]}"
+    words = f"'{name}' of shape {written[::-1]}"
     with pytest.raises(CheckpointError, match=re.escape(words) + ".* can't be the model's"):
         open_reader(open_checkpoint(path))

@@ -39,10 +39,10 @@ def test_a_header_is_fetched_and_nothing_else(
 ) -> None:
     hub.redirects = redirects
     fetch_headers(REPOSITORY, COMMIT, names, tmp_path)
-    told = json.loads((tmp_path / FILE_NAME).read_text())
+    headers = json.loads((tmp_path / FILE_NAME).read_text())
     raw = hub.files[NAME].read_bytes()
     length = int.from_bytes(raw[:8], "little")
-    assert told == {NAME: {"size": len(raw), "header": raw[8 : 8 + length].decode()}}
+    assert headers == {NAME: {"size": len(raw), "header": raw[8 : 8 + length].decode()}}
     assert hub.sent[NAME] == 8 + length
     assert read_header(hub.files[NAME])[1].keys() == {"a", "b"}
 

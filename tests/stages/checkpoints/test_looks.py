@@ -86,8 +86,8 @@ def spoil(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
-def lie(path: Path, **told: object) -> None:
-    write_sealed(path, {**read_sealed(path), **told})
+def lie(path: Path, **fields: object) -> None:
+    write_sealed(path, {**read_sealed(path), **fields})
 
 
 SPOILT: dict[str, Callable[[Path], object]] = {

@@ -146,11 +146,11 @@ def test_a_failed_read_leaves_the_error_to_the_usual_way(tmp_path: Path, monkeyp
 @pytest.mark.usefixtures("compiled")
 def test_what_is_in_memory_or_for_other_operators_goes_the_usual_way(tmp_path: Path) -> None:
     tensor = packed_at(tmp_path / "file", "fp8")
-    held = in_memory(tensor, [np.fromfile(part.file.path, np.uint8)[part.begin : part.end] for part in tensor.parts])
+    copy = in_memory(tensor, [np.fromfile(part.file.path, np.uint8)[part.begin : part.end] for part in tensor.parts])
     doubles = replace(tensor, dtype="float64")
     with reading(tensor, doubles) as reader:
-        found, count = brought(reader, held)
-        assert (found, count) == (bytes(byte_view(read_extent(tensor))), 0)
+        unpacked, count = brought(reader, copy)
+        assert (unpacked, count) == (bytes(byte_view(read_extent(tensor))), 0)
         assert brought(reader, doubles)[0] == bytes(byte_view(read_extent(doubles)))
 
 
@@ -176,15 +176,15 @@ def test_no_more_is_kept_than_a_little_however_many_blocks_there_are(
 @pytest.mark.usefixtures("compiled")
 def test_tensors_that_follow_each_other_at_one_address_are_told_apart(tmp_path: Path) -> None:
     tensor = packed_at(tmp_path / "file", "fp8")
-    wanted, found = b"", b""
+    wanted, unpacked = b"", b""
     with reading(tensor) as reader:
         for begin in range(0, 2944, 128):
             rows = tensor.codec.rows(tensor, begin, begin + 128)
             assert rows is not None
             wanted += bytes(byte_view(read_extent(rows)))
-            found += brought(reader, rows)[0]
+            unpacked += brought(reader, rows)[0]
             del rows
-    assert found == wanted
+    assert unpacked == wanted
 
 
 @pytest.mark.usefixtures("compiled")

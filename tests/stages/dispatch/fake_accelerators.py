@@ -32,8 +32,8 @@ class ByOperators(TorchFunctionMode):
 def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(entry, torch.Tensor) for entry in entries):
-        found: torch.Tensor = aten.index(tensor, [e if isinstance(e, torch.Tensor) else None for e in entries])
-        return found
+        selection: torch.Tensor = aten.index(tensor, [e if isinstance(e, torch.Tensor) else None for e in entries])
+        return selection
     if Ellipsis in entries:
         place, named = entries.index(Ellipsis), sum(entry is not None and entry is not Ellipsis for entry in entries)
         entries[place : place + 1] = [slice(None)] * (tensor.dim() - named)

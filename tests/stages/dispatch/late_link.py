@@ -78,9 +78,9 @@ class DeviceBytes:
             while self._gone:
                 self.allocator.free(self._gone.popleft())
             block = self.allocator.allocate(size)
-        found = at(self.address + block.begin, size)
-        weakref.finalize(found, _let_go, self._gone, block, self._bytes).atexit = False
-        return found
+        view = at(self.address + block.begin, size)
+        weakref.finalize(view, _let_go, self._gone, block, self._bytes).atexit = False
+        return view
 
 
 def _let_go(gone: deque[Block], block: Block, _whole: Bytes) -> None:
@@ -252,9 +252,9 @@ class LateLink:
 
         def kernel() -> None:
             for seconds in (self._kernel_seconds, 0.0):
-                found = at(address, wanted.nbytes)
-                if wanted.nbytes and not np.array_equal(found, wanted):
-                    share = float(np.mean(found == POISON))
+                content = at(address, wanted.nbytes)
+                if wanted.nbytes and not np.array_equal(content, wanted):
+                    share = float(np.mean(content == POISON))
                     self.wrong.append(f"computed with other bytes than the weight's, {share:.0%} poison ({name})")
                     return
                 time.sleep(seconds)

@@ -160,10 +160,10 @@ class Stacked(nn.Module):
 
         def grouped_mm(left: torch.Tensor, stack: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
             if torch.overrides.has_torch_function((stack,)):
-                found: torch.Tensor = torch.overrides.handle_torch_function(
+                product: torch.Tensor = torch.overrides.handle_torch_function(
                     grouped_mm, (stack,), left, stack, offs=offs
                 )
-                return found
+                return product
             begins = [0, *offs.tolist()[:-1]]
             for matrix, begin, end in zip(stack, begins, offs.tolist(), strict=True):
                 if end > begin:

@@ -69,15 +69,15 @@ def waiting(model: nn.Module) -> set[str]:
 
 def anatomy(model: nn.Module) -> dict[str, Any]:
     """Return all that a module and its submodules are made of: what must be the same after hooks are removed."""
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for name, module in model.named_modules():
-        found[f"{name}:class"] = type(module)
+        parts[f"{name}:class"] = type(module)
         for key, value in vars(module).items():
             whole = isinstance(value, dict | set)
-            found[f"{name}:{key}"] = type(value)(value) if whole else value
+            parts[f"{name}:{key}"] = type(value)(value) if whole else value
         for key, tensor in {**module._parameters, **module._buffers}.items():
-            found[f"{name}:{key}:attributes"] = None if tensor is None else dict(vars(tensor))
-    return found
+            parts[f"{name}:{key}:attributes"] = None if tensor is None else dict(vars(tensor))
+    return parts
 
 
 def same_anatomy(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -129,8 +129,8 @@ class Setup:
         for name, home in placed.items():
             if isinstance(home, int):
                 owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
-                there = self.devices.put(owner._parameters[attribute].data, home)
-                owner._parameters[attribute] = nn.Parameter(there, requires_grad=False)
+                on_device = self.devices.put(owner._parameters[attribute].data, home)
+                owner._parameters[attribute] = nn.Parameter(on_device, requires_grad=False)
         self.resident = sum(tensor.bytes for tensor in skeleton.tensors if placed[tensor.name] == 0)
         store = options.pop("store", to_disk)
         extents = store(model, {name for name, home in placed.items() if home == "disk"}, folder / "weights")

@@ -38,8 +38,8 @@ def imported(*modules: Any) -> SimpleNamespace:
         "OffloadedWeightsLoader",
         "init_empty_weights",
     ]
-    found = {name: getattr(module, name) for module in modules for name in names if hasattr(module, name)}
-    return SimpleNamespace(**found)
+    functions = {name: getattr(module, name) for module in modules for name in names if hasattr(module, name)}
+    return SimpleNamespace(**functions)
 
 
 def apis() -> tuple[SimpleNamespace, SimpleNamespace]:
@@ -72,10 +72,10 @@ def cpu_from_a_state_dict(api: Any, _: Path) -> Any:
 def disk(api: Any, folder: Path) -> Any:
     model = seeded(Net)
     api.disk_offload(model, folder)
-    there = sorted(waiting(model))
+    waiting_names = sorted(waiting(model))
     result = model(X)
     api.remove_hook_from_submodules(model)
-    return result, there, sorted(waiting(model)), model(X), sorted(model.state_dict())
+    return result, waiting_names, sorted(waiting(model)), model(X), sorted(model.state_dict())
 
 
 def disk_with_preloaded_classes(api: Any, folder: Path) -> Any:
@@ -265,8 +265,8 @@ def test_the_signatures_are_the_same() -> None:
     assert len(names) > 12
 
     def shape(function: Any) -> list[tuple[str, Any]]:
-        found = inspect.signature(function.__init__ if inspect.isclass(function) else function).parameters.values()
-        return [(parameter.name, parameter.default) for parameter in found]
+        parameters = inspect.signature(function.__init__ if inspect.isclass(function) else function).parameters.values()
+        return [(parameter.name, parameter.default) for parameter in parameters]
 
     different = [name for name in names if shape(getattr(theirs, name)) != shape(getattr(ours, name))]
     assert different == []

@@ -54,20 +54,20 @@ def answers(model: Any, name: str) -> list[torch.Tensor]:
 
 def in_turn(model: torch.nn.Module, devices: int, draw: random.Random) -> dict[str, DeviceId]:
     """Return a map that leaves a tensor or two of each layer on an accelerator, one layer after another on the next."""
-    found: dict[str, DeviceId] = {}
+    device_map: dict[str, DeviceId] = {}
     layers: dict[str, list[str]] = {}
     for name in _sizes(model):
         parts = name.split(".")
         number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
         if number is None:
-            found[name] = 0
+            device_map[name] = 0
         else:
             layers.setdefault(".".join(parts[: number + 1]), []).append(name)
     for turn, names in enumerate(layers.values()):
         kept = draw.sample([name for name in names if "expert" not in name], 2)
-        found |= {name: turn % devices if name in kept else draw.choice(["cpu", "disk"]) for name in names}
-        found |= {name: "cpu" for name in names if "expert" in name}
-    return found
+        device_map |= {name: turn % devices if name in kept else draw.choice(["cpu", "disk"]) for name in names}
+        device_map |= {name: "cpu" for name in names if "expert" in name}
+    return device_map
 
 
 def options(name: str, devices: int, way: str, plain: Any, draw: random.Random) -> dict[str, Any]:
@@ -109,32 +109,32 @@ def _sizes(model: torch.nn.Module) -> dict[str, int]:
 
 def called_by(model: Any, arguments: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the modules that a forward of ``model`` calls: T5 has a name for its words that none of its code uses."""
-    found = set[str]()
+    called = set[str]()
     handles = [
-        module.register_forward_pre_hook(lambda _module, _args, name=name: found.add(name))
+        module.register_forward_pre_hook(lambda _module, _args, name=name: called.add(name))
         for name, module in model.named_modules()
     ]
     model(**arguments)
     for handle in handles:
         handle.remove()
-    return found
+    return called
 
 
 def planned_bytes(loaded: LoadedModel, sizes: Mapping[str, int], called: set[str]) -> Counter[DeviceId]:
     """Return what a forward that calls these modules brings to each device by the plan, experts aside."""
-    found: Counter[DeviceId] = Counter()
+    by_device: Counter[DeviceId] = Counter()
     for name, serving in loaded.plan.serving.items():
         if is_streamed(serving) and parent(name) in called:
-            found[loaded.plan.execution[parent(name)]] += sizes[name]
-    return found
+            by_device[loaded.plan.execution[parent(name)]] += sizes[name]
+    return by_device
 
 
 def routed_bytes(loaded: LoadedModel) -> Counter[DeviceId]:
     """Return what experts were brought to each device so far."""
-    found: Counter[DeviceId] = Counter()
+    by_device: Counter[DeviceId] = Counter()
     for module, use in streamer_of(loaded.model).routed.uses.items():
-        found[loaded.plan.execution[module]] += use.streamed_bytes
-    return found
+        by_device[loaded.plan.execution[module]] += use.streamed_bytes
+    return by_device
 
 
 def check(name: str, devices: int, way: str, number: int, folder: Path) -> int:
@@ -144,8 +144,8 @@ def check(name: str, devices: int, way: str, number: int, folder: Path) -> int:
     sizes = _sizes(plain)
     given = options(name, devices, way, plain, draw)
     with torch.no_grad(), fitted(folder, given) as loaded:
-        for found, expected in zip(answers(loaded.model, name), answers(plain, name), strict=True):
-            assert torch.equal(found, expected), given
+        for answer, expected in zip(answers(loaded.model, name), answers(plain, name), strict=True):
+            assert torch.equal(answer, expected), given
         before, routed = loaded.traffic.copy(), routed_bytes(loaded)
         arguments = asked(name) if name == "t5" else {"input_ids": tokens((1, 1))}
         loaded.model(**arguments)

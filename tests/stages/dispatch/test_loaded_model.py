@@ -113,12 +113,12 @@ def test_what_was_loaded_says_in_a_few_lines_what_lies_where_after_it_was_closed
     checkpoint: Path, cache: Path
 ) -> None:
     with load(checkpoint, cache, device_map=ON_DISK) as loaded:
-        first, titles, *devices, told = repr(loaded).splitlines()
+        first, titles, *devices, summary = repr(loaded).splitlines()
         assert first == f"LoadedModel({type(loaded.model).__name__} from {str(checkpoint)!r}, computes on cpu)"
         assert titles.split()[1:3] == ["on", "weights"]
         assert [line.split()[0] for line in devices] == ["cpu", "disk"]
         streamed = format_bytes(loaded.plan.forecast["streamed_bytes_per_token"])
-        assert told.startswith(f"{streamed} streamed a token, ")
+        assert summary.startswith(f"{streamed} streamed a token, ")
         assert all(name in loaded.report() for name in ("lm_head", *devices))
     assert repr(loaded).splitlines()[1:-1] == [titles, *devices]
 
@@ -166,7 +166,7 @@ def test_a_model_that_streams_nothing_can_be_used_on(checkpoint: Path, plain: nn
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "words"),
     [
         ({"device_map": "optimum"}, ConfigError, r"device_map: 'optimum' is no policy"),
         ({"storag": {}}, ConfigError, r"storag: unknown option \(did you mean 'storage'\?\)"),
@@ -186,8 +186,8 @@ def test_a_model_that_streams_nothing_can_be_used_on(checkpoint: Path, plain: nn
         ({"revision": "v2"}, ConfigError, "model.revision"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(options, error, told, checkpoint, cache) -> None:
-    with pytest.raises(error, match=told):
+def test_what_cannot_be_followed_is_refused_by_name(options, error, words, checkpoint, cache) -> None:
+    with pytest.raises(error, match=words):
         load(checkpoint, cache, **options)
 
 

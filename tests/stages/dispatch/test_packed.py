@@ -21,7 +21,15 @@ from tests.long_form import in_ci
 from tests.stages.dispatch.experts.mixtures import mixture, waiting_experts
 from tests.stages.dispatch.experts.test_expert_stack import answers, equal
 from tests.stages.dispatch.placed_models import LAYOUTS, ROOM, Setup, X, net, score_for
-from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, held, is_packed, quantised, to_packed
+from tests.stages.packed_models import (
+    PackedFile,
+    ScaledRows,
+    TorchScaledRows,
+    is_packed,
+    quantised,
+    read_into_memory,
+    to_packed,
+)
 from tests.stages.shard_load.checkpoints import disk_weights
 
 CODECS = {
@@ -111,7 +119,7 @@ def test_experts_are_unpacked_in_their_slots_where_the_accelerator_can(
     stacks = [stack for spec in describe(model, rehearsed=False).experts for stack in spec.tensors]
     places = to_packed(codec)(model, stacks, tmp_path / "weights")
     if waits == "memory":
-        places = {stack: held(at) if isinstance(at, PackedTensor) else at for stack, at in places.items()}
+        places = {stack: read_into_memory(at) if isinstance(at, PackedTensor) else at for stack, at in places.items()}
     rows = {stack: locate_rows([place], place.shape, place.dtype) for stack, place in places.items()}
     stored = disk_weights(places, rows)
     for unpacking in (10**6, 10**3):
@@ -150,7 +158,7 @@ def into_memory(codec: ScaledRows) -> Callable[..., dict[str, AtRest]]:
     def store(model: nn.Module, on_disk: set[str], path: Path) -> dict[str, AtRest]:
         weights = {name for name in on_disk if is_packed(name, model.get_parameter(name))}
         places = to_packed(codec)(model, weights, path)
-        return {name: held(place) for name, place in places.items() if isinstance(place, PackedTensor)}
+        return {name: read_into_memory(place) for name, place in places.items() if isinstance(place, PackedTensor)}
 
     return store
 
@@ -215,7 +223,7 @@ def test_experts_come_into_their_slots_one_by_one(
     stacks = [stack for spec in describe(model, rehearsed=False).experts for stack in spec.tensors]
     places = to_packed(codec)(model, stacks, tmp_path / "weights")
     if waits == "memory":
-        places = {stack: held(at) if isinstance(at, PackedTensor) else at for stack, at in places.items()}
+        places = {stack: read_into_memory(at) if isinstance(at, PackedTensor) else at for stack, at in places.items()}
     rows = {stack: locate_rows([place], place.shape, place.dtype) for stack, place in places.items()}
     for slots in (3, 1000):
         with waiting_experts(model, slots, stored=disk_weights(places, rows), computes=computes) as (_, traffic):

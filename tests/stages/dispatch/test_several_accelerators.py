@@ -152,7 +152,7 @@ def test_a_file_that_changes_fails_the_pass_and_both_accelerators_go_on_after_it
     path.write_bytes(whole[:-4])
     with pytest.raises(CheckpointError, match="the file changed while it was being served"):
         [stage.model(X) for _ in range(3)]
-    under_way = [held.transfer.work for cache in stage.streamer._caches for held in cache._entries.values()]
+    under_way = [entry.transfer.work for cache in stage.streamer._caches for entry in cache._entries.values()]
     wait([work for arriving in under_way for work in arriving])
     path.write_bytes(whole)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

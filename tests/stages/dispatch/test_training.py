@@ -135,14 +135,14 @@ def test_hooks_inside_the_model_get_no_streamed_weight_either(stage: Stage) -> N
 
 
 def test_a_graph_that_is_kept_is_gone_through_twice(stage: Stage) -> None:
-    model, found = stage().model, []
+    model, gradients = stage().model, []
     for each in (net(), model):
         x = X.clone().requires_grad_()
         y = each(x).square().sum()
-        found.append([torch.autograd.grad(y, x, retain_graph=True)[0], torch.autograd.grad(y, x)[0]])
+        gradients.append([torch.autograd.grad(y, x, retain_graph=True)[0], torch.autograd.grad(y, x)[0]])
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             torch.autograd.grad(y, x)
-    assert equal(*found)
+    assert equal(*gradients)
 
 
 def test_two_graphs_are_gone_through_in_any_order(stage: Stage) -> None:
@@ -156,12 +156,12 @@ def test_two_graphs_are_gone_through_in_any_order(stage: Stage) -> None:
 
 
 def test_gradients_of_gradients_are_the_same(stage: Stage) -> None:
-    found = []
+    gradients = []
     for model in (net(), stage().model):
         x = X.clone().requires_grad_()
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(first.square().sum(), x)[0])
-    assert torch.equal(*found)
+        gradients.append(torch.autograd.grad(first.square().sum(), x)[0])
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("layout", ["disk", "mixed"])
@@ -252,12 +252,12 @@ def test_what_was_changed_since_it_was_saved_is_refused_as_torch_does(stage: Sta
 
 
 def test_a_call_of_one_module_alone_has_right_gradients_too(stage: Stage) -> None:
-    model, found = stage().model, []
+    model, gradients = stage().model, []
     for each in (net(), model):
         x = X.clone().requires_grad_()
         each[1](x).square().sum().backward()
-        found.append(x.grad)
-    assert torch.equal(*found)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -274,7 +274,7 @@ def test_a_model_that_is_one_checkpoint_has_right_gradients(use_reentrant: bool,
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_activations_are_offloaded_around_a_streamed_model_as_around_the_plain_one(ratio: float, tmp_path) -> None:
-    plain, model, found = adapted_llama(), adapted_llama(), []
+    plain, model, runs = adapted_llama(), adapted_llama(), []
     stage = on_stage(model, "disk", tmp_path, staging_bytes=STAGING)
     for each, name in ((plain, "plain"), (model, "streamed")):
         offload = CPUOffload(ratio, tag=f"{name} {ratio}", target="disk", folder=tmp_path)
@@ -283,9 +283,9 @@ def test_activations_are_offloaded_around_a_streamed_model_as_around_the_plain_o
             with offload:
                 return model(TOKENS, labels=TOKENS).loss
 
-        found.append((trained(each, 4, step), offload.traffic.popitem()[1]))
-    assert equal(found[0][0], found[1][0])
-    assert found[1][1].offloaded_bytes == found[0][1].offloaded_bytes > 0
+        runs.append((trained(each, 4, step), offload.traffic.popitem()[1]))
+    assert equal(runs[0][0], runs[1][0])
+    assert runs[1][1].offloaded_bytes == runs[0][1].offloaded_bytes > 0
     assert stage.streamer.traffic.overflow_bytes == 0
     stage.streamer.remove()
 

@@ -45,7 +45,7 @@ class Counting(TorchDispatchMode):
         weakref.finalize(storage, lambda: setattr(self, "live", self.live - self.known.pop(key)))
 
 
-def held_by_a_real_forward(model: nn.Module, sequences: int, length: int) -> int:
+def real_forward_peak(model: nn.Module, sequences: int, length: int) -> int:
     """Return the peak of a forward on padded prompts, without the keys and values that it leaves."""
     tokens = torch.ones((sequences, length), dtype=torch.long)
     mask = torch.ones_like(tokens)
@@ -60,7 +60,7 @@ def held_by_a_real_forward(model: nn.Module, sequences: int, length: int) -> int
     return counting.peak - (counting.live if cache else 0)
 
 
-def held_by_a_real_token(model: nn.Module, sequences: int, length: int) -> int:
+def real_token_peak(model: nn.Module, sequences: int, length: int) -> int:
     """Return the peak of a forward of one more token of padded prompts, without what is kept after it."""
     tokens = torch.ones((sequences, length), dtype=torch.long)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_a_real_forward_holds_what_was_weighed(name: str, dtype: torch.dtype) ->
     moments = weigh(on_meta(config).to(dtype).requires_grad_(False), real._no_split_modules).moments
     for shape in SHAPES:
         weighed = max(moment.at(*shape, {})[0] for moment in moments)
-        assert weighed == pytest.approx(held_by_a_real_forward(real, *shape), rel=0.05, abs=2000), shape
+        assert weighed == pytest.approx(real_forward_peak(real, *shape), rel=0.05, abs=2000), shape
 
 
 @pytest.mark.parametrize("name", in_ci("Llama", "BLOOM", "Mixtral", of=NAMES))
@@ -106,7 +106,7 @@ def test_a_real_token_after_a_long_prompt_holds_what_was_weighed(name: str) -> N
     decoding = weigh(on_meta(config).to(torch.float32).requires_grad_(False), real._no_split_modules).decoding
     for shape in [(1, 400), (5, 300)]:
         weighed = max(moment.at(*shape, {})[0] for moment in decoding)
-        assert weighed == pytest.approx(held_by_a_real_token(real, *shape), rel=0.15), shape
+        assert weighed == pytest.approx(real_token_peak(real, *shape), rel=0.15), shape
 
 
 def test_blocks_of_one_kind_are_weighed_once() -> None:
@@ -150,7 +150,7 @@ def test_what_a_recurrent_model_holds_grows_with_the_tokens(name: str) -> None:
     moments = weigh(on_meta(RECURRENT[name]), real._no_split_modules).moments
     for shape in ((1, 500), (2, 750)):
         weighed = max(moment.at(*shape, {})[0] for moment in moments)
-        assert weighed == pytest.approx(held_by_a_real_forward(real, *shape), rel=0.1), shape
+        assert weighed == pytest.approx(real_forward_peak(real, *shape), rel=0.1), shape
 
 
 def test_a_batch_counts_what_is_neither_contiguous_nor_transposed_or_else_one_of_its_products() -> None:

@@ -55,8 +55,8 @@ def test_experts_are_known_with_their_weights_and_how_many_a_token_uses(name: st
     assert skeleton.unrehearsed is None
     assert len(skeleton.experts) == {"Qwen2-MoE": 1, "DeepSeek-V3": 2}.get(name, 3)
     for spec in skeleton.experts:
-        held = {f"{spec.module}.{key}" for key, _ in model.get_submodule(spec.module).named_parameters(recurse=False)}
-        assert (spec.count, spec.per_token, set(spec.tensors)) == (6, 3, held)
+        names = {f"{spec.module}.{key}" for key, _ in model.get_submodule(spec.module).named_parameters(recurse=False)}
+        assert (spec.count, spec.per_token, set(spec.tensors)) == (6, 3, names)
 
 
 def test_experts_that_a_models_own_code_computes_are_known_too() -> None:

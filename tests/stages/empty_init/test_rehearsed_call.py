@@ -41,5 +41,5 @@ def test_the_peak_of_a_call_is_foretold(name: str, tmp_path: Path) -> None:
         counting.meet(tensor.untyped_storage(), counts=False)
     with torch.no_grad(), counting:
         kept = answer(model, call, given)
-    held = sum(tensor.nbytes for tensor in kept.values()) + sum(value.nbytes for value in call.arguments.values())
-    assert foretold == pytest.approx(counting.peak + held, rel=0.02)
+    resident = sum(tensor.nbytes for tensor in kept.values()) + sum(value.nbytes for value in call.arguments.values())
+    assert foretold == pytest.approx(counting.peak + resident, rel=0.02)

@@ -66,7 +66,7 @@ class HeldElsewhere:
         return lambda: torch.from_numpy(copy).clone()
 
 
-def held_by_a_real_step(model: nn.Module, *inputs: torch.Tensor, offloads: int | None = None, **named: Any) -> int:
+def real_step_peak(model: nn.Module, *inputs: torch.Tensor, offloads: int | None = None, **named: Any) -> int:
     storages = LiveStorages()
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *inputs)}
     everything = 2**62 if offloads is None else offloads
@@ -82,7 +82,7 @@ def held_by_a_real_step(model: nn.Module, *inputs: torch.Tensor, offloads: int |
 def test_a_real_step_holds_what_was_rehearsed(checkpointed: bool) -> None:
     model, x = Blocks(4, checkpointed=checkpointed), torch.randn(32, 64, requires_grad=True)
     peaks = rehearse_step(model, lambda module: module(x), smallest=0).peaks
-    assert peaks.peak() == held_by_a_real_step(model, x)
+    assert peaks.peak() == real_step_peak(model, x)
 
 
 def test_checkpointing_holds_less() -> None:
@@ -106,10 +106,10 @@ def test_a_real_step_of_a_language_model_holds_what_was_rehearsed_without_offloa
     named = {"input_ids": tokens, "attention_mask": mask, "labels": tokens, "use_cache": False}
     peaks = rehearse_step(on_meta(CONFIGS[name]).train(), lambda model: model(**named), smallest=4096).peaks
     real = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
-    assert peaks.peak() == pytest.approx(held_by_a_real_step(real, **named), rel=0.02)
+    assert peaks.peak() == pytest.approx(real_step_peak(real, **named), rel=0.02)
     if name != "Mixtral":  # whose halves of one tensor are saved apart
-        held, coming = held_by_a_real_step(real, offloads=4096, **named), 3 * 40 * 64 * FLOAT
-        assert held <= peaks.peak(1.0) <= 1.02 * held + coming  # one more tensor comes back ahead of its use
+        peak, coming = real_step_peak(real, offloads=4096, **named), 3 * 40 * 64 * FLOAT
+        assert peak <= peaks.peak(1.0) <= 1.02 * peak + coming  # one more tensor comes back ahead of its use
 
 
 def test_what_comes_back_in_the_backward_is_let_go_again() -> None:

@@ -100,8 +100,8 @@ def test_checkpointed_layers_are_counted_in_the_forward_alone(reentrant: bool) -
 
 def test_the_peak_is_what_a_process_really_takes() -> None:
     command = [sys.executable, "-m", "tests.stages.finetune.high_water"]
-    told = subprocess.run(command, env=with_tests(), capture_output=True, text=True, check=True)
-    for name, (profiled, measured) in json.loads(told.stdout).items():
+    process = subprocess.run(command, env=with_tests(), capture_output=True, text=True, check=True)
+    for name, (profiled, measured) in json.loads(process.stdout).items():
         assert measured > 10**8, name
         assert profiled == pytest.approx(measured, rel=0.05), name
 
@@ -221,10 +221,10 @@ def test_the_table_has_a_row_a_module_and_the_totals() -> None:
 
 def test_the_json_has_all_of_it() -> None:
     profile = profile_memory(TwoWays(), torch.randn(4, 3, 8, 8), data=False)
-    told = json.loads(profile.json())
-    assert told["modules"][1]["name"] == "convolution"
-    assert told["modules"][1]["type"] == "Conv2d"
-    assert told["modules"][1]["inputs"] == [[4, 3, 8, 8]]
-    assert told["activation_bytes"] == profile.activation_bytes
-    assert told["seconds"] is None
-    assert told["peak_by_ratio"]["0.0"] == profile.peak_bytes
+    fields = json.loads(profile.json())
+    assert fields["modules"][1]["name"] == "convolution"
+    assert fields["modules"][1]["type"] == "Conv2d"
+    assert fields["modules"][1]["inputs"] == [[4, 3, 8, 8]]
+    assert fields["activation_bytes"] == profile.activation_bytes
+    assert fields["seconds"] is None
+    assert fields["peak_by_ratio"]["0.0"] == profile.peak_bytes

@@ -16,11 +16,11 @@ def test_each_round_takes_all_sequences_in_an_order_of_its_own() -> None:
 
 
 def test_the_orders_of_rounds_that_are_over_take_no_memory() -> None:
-    def orders_held() -> int:
+    def count_orders() -> int:
         return len([one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.shape == (1000,)])
 
     pick(SEQUENCES, seed=4, begin=0, count=1)
-    before = orders_held()
+    before = count_orders()
     for turn in range(1, 20):
         pick(SEQUENCES, seed=4, begin=1000 * turn, count=1)
-    assert orders_held() <= before + 1
+    assert count_orders() <= before + 1

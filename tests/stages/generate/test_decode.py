@@ -95,12 +95,12 @@ def test_the_plain_loop_stops_when_every_row_has_ended(llama: LlamaForCausalLM) 
 
 
 def test_the_clock_tells_prefill_from_decoding() -> None:
-    told: list[str] = []
-    clock = Clock(tick=lambda: told.append("tick"), first=lambda: told.append("first"))
-    clock.see = lambda new: told.append(str(new.shape[1]))
+    events: list[str] = []
+    clock = Clock(tick=lambda: events.append("tick"), first=lambda: events.append("first"))
+    clock.see = lambda new: events.append(str(new.shape[1]))
     for count in (1, 2):
         clock.token(torch.ones(3, count))
-    assert told == ["first", "tick", "1", "tick", "2"]
+    assert events == ["first", "tick", "1", "tick", "2"]
 
 
 def test_tokens_that_were_guessed_come_together() -> None:

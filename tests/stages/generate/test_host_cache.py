@@ -52,9 +52,9 @@ def states(positions: int, *, rows: int = 2, dtype: torch.dtype = torch.bfloat16
 
 def same(one: DynamicLayer, other: HostLayer, positions: int, *, rows: int = 2) -> None:
     given = states(positions, rows=rows)
-    for expected, found in zip(one.update(*given), other.update(*given), strict=True):
-        assert torch.equal(found, expected)
-        assert found.stride() == expected.stride(), "kernels are chosen by that too"
+    for expected, updated in zip(one.update(*given), other.update(*given), strict=True):
+        assert torch.equal(updated, expected)
+        assert updated.stride() == expected.stride(), "kernels are chosen by that too"
     assert other.get_seq_length() == one.get_seq_length()
     assert other.get_mask_sizes(1) == one.get_mask_sizes(1)
 
@@ -173,8 +173,8 @@ def test_a_call_that_has_its_encoder_called_leaves_the_caches_of_others_as_they_
 def test_what_stands_in_the_way_is_told_by_how_a_model_decodes(
     architecture: str, words: str | None, tmp_path: Path
 ) -> None:
-    told = {"architectures": [architecture], "is_encoder_decoder": architecture.startswith(("T5", "Whisper"))}
-    tmp_path.joinpath("config.json").write_text(json.dumps(told))
+    config = {"architectures": [architecture], "is_encoder_decoder": architecture.startswith(("T5", "Whisper"))}
+    tmp_path.joinpath("config.json").write_text(json.dumps(config))
     assert (words or "") in (why_not_on_host(architecture, tmp_path) or "")
     assert (words is None) == (why_not_on_host(architecture, tmp_path) is None)
 

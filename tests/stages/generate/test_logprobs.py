@@ -87,11 +87,11 @@ def test_the_plain_loop_has_them_too(llama: LlamaForCausalLM) -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return llama(input_ids=tokens).logits
 
-    ids, found = torch.tensor([[5, 6, 7], [8, 9, 1]]), ChosenLogprobs()
-    decode_plainly(Bare(), ids, {"max_new_tokens": 5}, clock=Clock(), logprobs=found)
+    ids, logprobs = torch.tensor([[5, 6, 7], [8, 9, 1]]), ChosenLogprobs()
+    decode_plainly(Bare(), ids, {"max_new_tokens": 5}, clock=Clock(), logprobs=logprobs)
     for row in range(2):
         _, scores = expected(llama, make_batch([ids[row].tolist()], pad=0, side="left"), {"max_new_tokens": 5})
-        assert found.of(row, 5) == pytest.approx(scores[0].tolist(), abs=1e-4)
+        assert logprobs.of(row, 5) == pytest.approx(scores[0].tolist(), abs=1e-4)
 
 
 def test_a_word_that_is_impossible_has_none() -> None:

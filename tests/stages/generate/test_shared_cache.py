@@ -44,14 +44,14 @@ def test_each_position_sees_what_it_sees_in_plain_decoding(before: int) -> None:
         for layer in range(2):
             assert view.get_seq_length(layer) == place
             assert view.get_mask_sizes(1, layer) == plain.get_mask_sizes(1, layer)
-            found, wanted = (one.update(states(place, 1), states(place, 1), layer) for one in (view, plain))
-            assert all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(found, wanted, strict=True))
+            cached, wanted = (one.update(states(place, 1), states(place, 1), layer) for one in (view, plain))
+            assert all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(cached, wanted, strict=True))
         plain.crop(0)
     take_back(shared, 2)
     plain = filled(before + 1)
     for layer in range(2):
-        found, wanted = (one.update(states(77, 1), states(77, 1), layer)[0] for one in (shared, plain))
-        assert torch.equal(found, wanted)
+        cached, wanted = (one.update(states(77, 1), states(77, 1), layer)[0] for one in (shared, plain))
+        assert torch.equal(cached, wanted)
 
 
 def test_a_position_waits_until_the_one_before_has_written() -> None:

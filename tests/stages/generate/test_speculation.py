@@ -117,9 +117,9 @@ def test_a_cache_that_is_taken_back_wrongly_does_not_go_unseen(
 
     monkeypatch.setattr(speculation, "take_back", take_back_wrongly)
     with open_streamed(tmp_path) as loaded:
-        found, wanted = answer(loaded.model, prompt, guesses=5), answer(loaded.model, prompt)
-    assert found.judged.guessed > found.judged.accepted
-    assert found.scores != wanted.scores
+        speculated, wanted = answer(loaded.model, prompt, guesses=5), answer(loaded.model, prompt)
+    assert speculated.judged.guessed > speculated.judged.accepted
+    assert speculated.scores != wanted.scores
 
 
 def test_ends_strings_and_the_most_tokens_stop_it_where_they_stop_plain_decoding(tmp_path: Path) -> None:

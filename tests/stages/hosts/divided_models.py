@@ -144,14 +144,14 @@ def main() -> None:
         wanted = of_the_first(folder / f"{name}.wanted", partial(generated_by_way, model))
         stand_in(model, partition, Wire(here), here.rank)
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        told = {tensor.name for tensor in share(skeleton, partition.away(here.rank)).tensors}
+        share_names = {tensor.name for tensor in share(skeleton, partition.away(here.rank)).tensors}
         before = here.sent_bytes
-        same = {way: is_same(wanted[way], found) for way, found in generated_by_way(model).items()}
-        found = {
+        same = {way: is_same(wanted[way], generated) for way, generated in generated_by_way(model).items()}
+        report = {
             "same": same,
-            "tensors": {tensor_name for tensor_name, _ in tensors} == told,
+            "tensors": {tensor_name for tensor_name, _ in tensors} == share_names,
             "sent_bytes": here.sent_bytes - before,
             "cuts": {stack: list(cuts) for stack, cuts in partition.cuts.items()},
         }
-        (folder / f"{name}-{here.rank}.json").write_text(json.dumps(found))
+        (folder / f"{name}-{here.rank}.json").write_text(json.dumps(report))
     here.close()

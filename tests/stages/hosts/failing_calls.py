@@ -37,7 +37,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
     """
     with offstage.load(folder, max_memory={"cpu": 10**9}, cache=cache_beside(folder)) as whole:
         wanted = [_answer(whole.model, ids) for ids in _GOOD]
-    found: dict[str, Any] = {}
+    by_case: dict[str, Any] = {}
     options: dict[str, Any] = {"hosts": "auto", "concurrency": "lockstep", "batch_size": 3}
     with offstage.load(folder, max_memory={"cpu": 10**9}, cache=cache_beside(folder), **options) as loaded:
         ask = partial(_answer, loaded.model)
@@ -47,21 +47,21 @@ def outcomes(folder: Path) -> dict[str, Any]:
 
         with _changing(loaded.model):
             again = loaded.generate([*_GOOD], lockstep=3, batch_size=1, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS)
-        found["begun again"] = right([torch.tensor([[*one.prompt_token_ids, *one.token_ids]]) for one in again])
+        by_case["begun again"] = right([torch.tensor([[*one.prompt_token_ids, *one.token_ids]]) for one in again])
         with _failing(loaded.model, lambda hidden: hidden.shape[1] == len(_BAD)):
-            found["alone"] = _error(lambda: ask(_BAD))
-            found["after one alone"] = right([ask(ids) for ids in _GOOD])
-            found["in lockstep"] = _error(
+            by_case["alone"] = _error(lambda: ask(_BAD))
+            by_case["after one alone"] = right([ask(ids) for ids in _GOOD])
+            by_case["in lockstep"] = _error(
                 lambda: offstage.lockstep(loaded.model, [partial(ask, ids) for ids in (*_GOOD, _BAD, *_GOOD)], size=3)
             )
-            found["after lockstep"] = right(offstage.lockstep(loaded.model, [partial(ask, ids) for ids in _GOOD]))
+            by_case["after lockstep"] = right(offstage.lockstep(loaded.model, [partial(ask, ids) for ids in _GOOD]))
             submitted = [loaded.submit(ask, ids) for ids in (_BAD, *_GOOD)]
-            found["submitted"] = _error(submitted[0].result)
-            found["beside it"] = right([future.result() for future in submitted[1:]])
-        found |= _cancelled(loaded, ask, right)
-        found["kept of calls"] = _kept(loaded.model)
-        found["in the end"] = right(offstage.lockstep(loaded.model, [partial(ask, ids) for ids in _GOOD]))
-    return found
+            by_case["submitted"] = _error(submitted[0].result)
+            by_case["beside it"] = right([future.result() for future in submitted[1:]])
+        by_case |= _cancelled(loaded, ask, right)
+        by_case["kept of calls"] = _kept(loaded.model)
+        by_case["in the end"] = right(offstage.lockstep(loaded.model, [partial(ask, ids) for ids in _GOOD]))
+    return by_case
 
 
 def _cancelled(
@@ -90,10 +90,10 @@ def _kept(model: Any) -> int:
 
 
 def _answer(model: Any, ids: list[int], *, tokens: int = _TOKENS) -> torch.Tensor:
-    found: torch.Tensor = model.generate(
+    sequences: torch.Tensor = model.generate(
         torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, do_sample=False
     )
-    return found
+    return sequences
 
 
 def _error(call: Callable[[], object]) -> str:

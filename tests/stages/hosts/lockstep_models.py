@@ -139,8 +139,8 @@ def main() -> None:
     saved = {name: save(name, folder / f"{name}-{rank}") for name in names}
     for number, case in enumerate(cases):
         name, _, lies = case.partition(":")
-        found = compared(saved[name], random.Random(seed + number), lies)
-        (folder / f"{name}-{lies}-{rank}.json").write_text(json.dumps(found))
+        comparison = compared(saved[name], random.Random(seed + number), lies)
+        (folder / f"{name}-{lies}-{rank}.json").write_text(json.dumps(comparison))
     (folder / f"failing-{rank}.json").write_text(json.dumps(outcomes(saved["llama"])))
     (folder / f"pace-{rank}.json").write_text(json.dumps(paced(saved["llama"])))
     peers().close()

@@ -51,12 +51,12 @@ def main() -> None:
         if here.rank == 0:
             here.send(message_of(value), other, tag=1)
         shape, data = here.receive(other, tag=1)
-        found, left = _built(shape, data)
+        received, left = _built(shape, data)
         assert not left.numel(), name
         if here.rank == 0:
-            assert same(value, found), name
+            assert same(value, received), name
         else:
-            here.send(message_of(found), other, tag=1)
+            here.send(message_of(received), other, tag=1)
     (folder / f"parts-{here.rank}.json").write_text(json.dumps(parts))
     here.close()
 

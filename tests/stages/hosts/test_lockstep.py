@@ -81,8 +81,8 @@ def order_of(grouping: Grouping, tasks: int, *, size: int, ending: list[int]) ->
     for ended in [None, *ending]:
         if ended is not None:
             lanes.end(dict(joined)[ended])
-        while (found := lanes.next()) is not None:
-            joined.append(found[:2])
+        while (joining := lanes.next()) is not None:
+            joined.append(joining[:2])
     return joined
 
 

@@ -53,10 +53,10 @@ def test_one_time_has_no_percentiles() -> None:
 def test_samples_count_that_are_whole_warm_enough_and_fresh_where_that_is_asked_for(
     measure: dict[str, Any], repeats: list[dict[str, Any]], counting: list[int], missing: int
 ) -> None:
-    found, wanted = [repeat(**given) for given in repeats], MeasureConfig(**measure)
-    fit = counted(found, wanted)
-    assert [place for place, one in enumerate(found) if any(one is other for other in fit)] == counting
-    assert lacking(found, wanted) == missing
+    timed, wanted = [repeat(**given) for given in repeats], MeasureConfig(**measure)
+    fit = counted(timed, wanted)
+    assert [place for place, one in enumerate(timed) if any(one is other for other in fit)] == counting
+    assert lacking(timed, wanted) == missing
 
 
 def test_what_is_stored_comes_back_and_of_very_many_times_percentiles_stay() -> None:

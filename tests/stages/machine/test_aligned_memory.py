@@ -71,5 +71,5 @@ def test_whole_huge_pages_of_a_buffer_are_asked_for_and_what_is_beside_them_take
 def _is_huge(address: int) -> bool:
     maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     spans = ((re.match(r"([0-9a-f]+)-([0-9a-f]+) ", one), one) for one in maps)
-    (found,) = (one for span, one in spans if span and int(span[1], 16) <= address < int(span[2], 16))
-    return "hg" in found.rpartition("VmFlags:")[2].split()
+    (mapping,) = (one for span, one in spans if span and int(span[1], 16) <= address < int(span[2], 16))
+    return "hg" in mapping.rpartition("VmFlags:")[2].split()

@@ -74,18 +74,18 @@ def test_segments_that_nobody_uses_go_back_before_it_is_out_of_memory_and_no_oth
 
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_in_use_never_overlap_and_all_that_is_freed_comes_back(seed: int) -> None:
-    chance, allocator, held = random.Random(seed), CachingAllocator(), list[Block]()
+    chance, allocator, blocks = random.Random(seed), CachingAllocator(), list[Block]()
     for _ in range(600):
-        if held and chance.random() < 0.45:
-            allocator.free(held.pop(chance.randrange(len(held))))
+        if blocks and chance.random() < 0.45:
+            allocator.free(blocks.pop(chance.randrange(len(blocks))))
         else:
-            held.append(
+            blocks.append(
                 allocator.allocate(chance.choice([700, 80_000, 900_000, 3 * MIB, 14 * MIB]), chance.choice([0, 1]))
             )
-        spans = sorted((block.begin, block.begin + block.size) for block in held)
+        spans = sorted((block.begin, block.begin + block.size) for block in blocks)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-        assert allocator.allocated == sum(block.size for block in held) <= allocator.reserved
-    for block in held:
+        assert allocator.allocated == sum(block.size for block in blocks) <= allocator.reserved
+    for block in blocks:
         allocator.free(block)
     allocator.capacity = 0
     with pytest.raises(BudgetError):

@@ -66,10 +66,10 @@ def test_threads_that_ask_at_once_get_no_more_than_there_is(monkeypatch: pytest.
 
 def test_a_full_ledger_raises_and_says_how_much_would_do() -> None:
     devices = Devices({3: 10})
-    held = devices.put(tensor(10), 3)
+    on_device = devices.put(tensor(10), 3)
     with pytest.raises(BudgetError, match=r"max_memory\.3: the simulated accelerator 3 is full.*give it 11 bytes"):
         devices.put(tensor(1), 3)
-    assert devices.peaks == {3: held.nbytes}
+    assert devices.peaks == {3: on_device.nbytes}
 
 
 def test_what_was_made_on_a_simulated_device_is_counted_once() -> None:

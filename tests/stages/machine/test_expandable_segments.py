@@ -64,23 +64,23 @@ def test_whole_pages_go_back_before_it_is_out_of_memory_and_are_the_first_that_c
 
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_in_use_never_overlap_have_memory_and_all_that_is_freed_comes_back(seed: int) -> None:
-    chance, allocator, held = random.Random(seed), ExpandableAllocator(80 * MIB), list[Block]()
+    chance, allocator, blocks = random.Random(seed), ExpandableAllocator(80 * MIB), list[Block]()
     refused = 0
     for _ in range(600):
-        if held and chance.random() < 0.45:
-            allocator.free(held.pop(chance.randrange(len(held))))
+        if blocks and chance.random() < 0.45:
+            allocator.free(blocks.pop(chance.randrange(len(blocks))))
             continue
         size, stream = chance.choice([700, 80_000, 900_000, 3 * MIB, 14 * MIB]), chance.choice([0, UNPACKING])
         try:
-            held.append(allocator.allocate(size, stream))
+            blocks.append(allocator.allocate(size, stream))
         except BudgetError:
             refused += 1
-        spans = sorted((block.begin, block.begin + block.size) for block in held)
+        spans = sorted((block.begin, block.begin + block.size) for block in blocks)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-        assert all(block.is_backed and not block.is_free for block in held)
-        assert allocator.allocated == sum(block.size for block in held) <= allocator.reserved <= 80 * MIB
+        assert all(block.is_backed and not block.is_free for block in blocks)
+        assert allocator.allocated == sum(block.size for block in blocks) <= allocator.reserved <= 80 * MIB
     assert refused
-    for block in held:
+    for block in blocks:
         allocator.free(block)
     with pytest.raises(BudgetError):
         allocator.allocate(99 * MIB)

@@ -68,9 +68,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     folder = tmp_path_factory.mktemp("measured")
     write_sealed(folder / FILE_NAME, {identity({"ATEN_CPU_CAPABILITY": "another"}): OTHERS})
     peak = peak_bytes()
-    held = np.ones(2**28, np.uint8)
+    memory = np.ones(2**28, np.uint8)
     highest = peak_bytes()
-    del held
+    del memory
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "user"))
         kernels = local_kernels(folder)
@@ -157,9 +157,9 @@ def test_figures_are_coarse(measured: Measured) -> None:
 
 
 def test_a_processor_has_tiles_if_its_features_say_so(tmp_path: Path) -> None:
-    told = tmp_path / "cpuinfo"
-    told.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n\nprocessor\t: 1\n")
-    assert has_tiles(told)
-    told.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_int8\n\n")
-    assert not has_tiles(told)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n\nprocessor\t: 1\n")
+    assert has_tiles(cpuinfo)
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_int8\n\n")
+    assert not has_tiles(cpuinfo)
     assert not has_tiles(tmp_path / "none")

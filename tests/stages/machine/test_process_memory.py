@@ -71,11 +71,11 @@ def test_where_it_cannot_be_measured_it_is_nominal_and_the_next_run_asks_again(
 
 
 def test_a_process_is_measured_and_what_it_holds_is_kept_for_the_user_too(tmp_path: Path) -> None:
-    held = process_memory(tmp_path / MEASURED)
-    assert 5 * 10**7 < held.host < 10**11
-    assert held.device == held.context == 0
+    memory = process_memory(tmp_path / MEASURED)
+    assert 5 * 10**7 < memory.host < 10**11
+    assert memory.device == memory.context == 0
     for folder in (tmp_path / MEASURED, user_cache() / MEASURED):
-        assert read_sealed(folder / FILE_NAME) == {identity(): asdict(held)}
+        assert read_sealed(folder / FILE_NAME) == {identity(): asdict(memory)}
         assert not (folder / DECODING_NAME).exists(), "no rate was asked for"
 
 

@@ -99,20 +99,20 @@ class Kept(NamedTuple):
 
 def kept_bytes(model: Any, given: Mapping[str, torch.Tensor], *, new: int, beams: int) -> Kept:
     """Return what ``model`` keeps of so many ``new`` tokens: the last of them never goes through it."""
-    found: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
 
     def note(module: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
         caches = [*kept_cache(kwargs).values(), *kept_cache(output).values()]
         tensors = list(tensors_of([caches, *(vars(part) for part in module.modules())], set()))
         storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
-        found.append((sum(storages.values()), sum(one.nbytes for one in tensors)))
+        sizes.append((sum(storages.values()), sum(one.nbytes for one in tensors)))
 
     model.generation_config.eos_token_id = None
     handle = model.register_forward_hook(note, with_kwargs=True)
     with torch.no_grad():
         model.generate(**given, max_new_tokens=new, min_new_tokens=new, num_beams=beams, do_sample=False)
     handle.remove()
-    return Kept(found[0][0], *found[-1])
+    return Kept(sizes[0][0], *sizes[-1])
 
 
 def tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

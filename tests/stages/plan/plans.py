@@ -47,7 +47,7 @@ def make_plan(
 def of(plan: Plan, part: str) -> dict[DeviceId, Any]:
     """Return what each device of ``plan`` has of ``part``, those without any left out."""
     parts = {device: getattr(one, part) for device, one in plan.devices.items()}
-    return {device: there for device, there in parts.items() if there or (part == "simulated" and there is not None)}
+    return {device: count for device, count in parts.items() if count or (part == "simulated" and count is not None)}
 
 
 def plan_by_hand(

@@ -30,11 +30,11 @@ def outline(
 
 
 def _in_order(tensors: Mapping[str, int]) -> list[str]:
-    found = {"": None}
+    modules = {"": None}
     for tensor in tensors:
         parts = tensor.split(".")
-        found |= {".".join(parts[:count]): None for count in range(1, len(parts))}
-    return list(found)
+        modules |= {".".join(parts[:count]): None for count in range(1, len(parts))}
+    return list(modules)
 
 
 def stack(count: int, size: int = 10) -> Outline:

@@ -61,10 +61,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(folder: Path, *, left: int = 0, rows: int, prompt: int, new: int, **options: Any) -> int:
     """Answer prompts where there is what the plan says, less ``left`` bytes; return what is the allocator's of it."""
-    return held(folder, left=left, rows=rows, prompt=prompt, new=new, **options)[0].ledger["allocator"]
+    return compared(folder, left=left, rows=rows, prompt=prompt, new=new, **options)[0].ledger["allocator"]
 
 
-def held(folder: Path, *, left: int, rows: int, prompt: int, new: int, **options: Any) -> tuple[DevicePlan, int]:
+def compared(folder: Path, *, left: int, rows: int, prompt: int, new: int, **options: Any) -> tuple[DevicePlan, int]:
     """Return what the plan says of the accelerator of ``generate``, and what was reserved there at most."""
     tokens = torch.randint(2, 2000, (rows, prompt), generator=torch.Generator().manual_seed(1))
     given = {"batch_size": rows, "max_length": prompt + new, "hardware": HARDWARE, "cache": folder / "cache", **options}
@@ -98,7 +98,7 @@ def test_few_activations_are_not_said_to_take_more_than_the_segments_that_they_s
     where: str, settings: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ALLOCATOR_SETTINGS[0], settings)
-    planned, reserved = held(checkpoint, left=0, rows=1, prompt=60, new=3, **WHERE[where])
+    planned, reserved = compared(checkpoint, left=0, rows=1, prompt=60, new=3, **WHERE[where])
     assert reserved <= planned.own_bytes <= reserved + LARGE_SEGMENT + 2 * SMALL_SEGMENT
 
 
@@ -106,7 +106,7 @@ def churn(chance: random.Random, most: int, room: int) -> int:
     """Take and give back large blocks of at most so many bytes at once, where ``room`` bytes of a segment are left;
     return how much is reserved in the end.
     """
-    allocator, held = CachingAllocator(), list[Block]()
+    allocator, blocks = CachingAllocator(), list[Block]()
     allocator.allocate(LARGE_SEGMENT // 2 - BLOCK_BYTES)
     if (left := LARGE_SEGMENT // 2 + BLOCK_BYTES - room) > SMALL_BYTES:
         allocator.allocate(left)
@@ -115,11 +115,11 @@ def churn(chance: random.Random, most: int, room: int) -> int:
         size = chance.choice([SMALL_BYTES + BLOCK_BYTES, chance.randint(SMALL_BYTES + 1, most)])
         size = -(-size // BLOCK_BYTES) * BLOCK_BYTES
         while sum(asked.values()) + size > most:
-            block = held.pop(chance.randrange(len(held)))
+            block = blocks.pop(chance.randrange(len(blocks)))
             del asked[id(block)]
             allocator.free(block)
-        held.append(allocator.allocate(size))
-        asked[id(held[-1])] = size
+        blocks.append(allocator.allocate(size))
+        asked[id(blocks[-1])] = size
     return allocator.reserved
 
 
@@ -179,5 +179,5 @@ def test_what_is_reserved_of_a_model_of_a_gigabyte_is_within_a_twentieth_of_what
     model.save_pretrained(tmp_path)
     del model
     request = {"left": 0, "rows": 1, "prompt": 24, "new": 2}
-    planned, reserved = held(tmp_path, **request, device_map={"": 0}, max_memory={0: "1.2GB"})
+    planned, reserved = compared(tmp_path, **request, device_map={"": 0}, max_memory={0: "1.2GB"})
     assert reserved <= planned.own_bytes <= 1.05 * reserved

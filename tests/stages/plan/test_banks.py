@@ -61,7 +61,7 @@ def test_what_is_expected_is_what_uniform_routing_finds(slots: int, prompt: int,
     """Six layers of 64 experts, of which a token uses 8; slots are empty as the prompt begins."""
     before = wanted(64, 8, prompt)
     expected = kept_share(slots, layers=6, count=64, used=8, before=before, passes=passes)
-    runs = [found for seed in range(6) for found in hits(slots, prompt, passes, random.Random(seed))]
+    runs = [hit_count for seed in range(6) for hit_count in hits(slots, prompt, passes, random.Random(seed))]
     assert sum(runs) / len(runs) / 8 == pytest.approx(expected, abs=0.04)
 
 
@@ -74,15 +74,15 @@ def hits(slots: int, prompt: int, passes: int, draw: random.Random) -> Iterator[
         for layer in range(6):
             tokens = prompt if number == 0 else 1
             routed = sorted({(layer, expert) for _ in range(tokens) for expert in draw.sample(range(64), 8)})
-            found = call(kept, layer, routed)
+            hit_count = call(kept, layer, routed)
             if number:
-                yield found
+                yield hit_count
 
 
 def call(kept: ExpertSlots, layer: int, routed: list[Expert]) -> int:
     """Have ``kept`` bring what a layer's call uses, one tensor of all after the other; return how many were whole."""
-    there = [expert for expert in routed if kept.has(expert)]
-    kept.count(layer, hits=there, misses=len(routed) - len(there))
+    cached_experts = [expert for expert in routed if kept.has(expert)]
+    kept.count(layer, hits=cached_experts, misses=len(routed) - len(cached_experts))
     busy = routed if len(routed) <= kept.room(layer) else []
     for tensor in TENSORS:
         waiting = [expert for expert in routed if not kept.is_there(expert, tensor)]
@@ -91,4 +91,4 @@ def call(kept: ExpertSlots, layer: int, routed: list[Expert]) -> int:
             for expert in batch:
                 assert kept.ask(expert, [tensor], [*busy, *batch])
             kept.wait(batch, tensor)
-    return len(there)
+    return len(cached_experts)

@@ -79,11 +79,11 @@ def test_the_link_brings_packed_bytes_and_the_device_moves_what_unpacking_takes(
     assert "dequantising" not in plan.predicted["cpu"], "the host has nothing to unpack"
     away = [name for name, serving in plan.serving.items() if serving in ("direct", "packed")]
     assert of(plan, "transfer_bytes") == {0: 5 * len(away)}
-    told = plan.forecast
-    assert told["device_dequantised_bytes_per_token"] == told["dequantised_bytes_per_token"] == 10 * len(away)
-    assert told["device_moved_bytes_per_token"] == 50 * len(away)
-    assert told["seconds_per_token"] == pytest.approx(max(5 * len(away) / 100, (200 + 50 * len(away)) / 10**4))
-    assert told["seconds_per_token"] == pytest.approx(
+    forecast = plan.forecast
+    assert forecast["device_dequantised_bytes_per_token"] == forecast["dequantised_bytes_per_token"] == 10 * len(away)
+    assert forecast["device_moved_bytes_per_token"] == 50 * len(away)
+    assert forecast["seconds_per_token"] == pytest.approx(max(5 * len(away) / 100, (200 + 50 * len(away)) / 10**4))
+    assert forecast["seconds_per_token"] == pytest.approx(
         lower_bound_seconds(plan, streamed_bytes=5 * len(away), storage_bytes=5 * len(away))
     )
     assert plan.devices[0].weights + plan.devices[0].reserve + plan.devices[0].dequantising <= 60

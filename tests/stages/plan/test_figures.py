@@ -28,8 +28,8 @@ NOMINAL = Rates()
 
 def model(*, seconds: float, calls: int) -> Outline:
     """Return a model that is read in so many ``seconds`` at the nominal rate, with so many modules to call."""
-    found = outline({"l.0.w": round(seconds * NOMINAL.host)})
-    return replace(found, skeleton=replace(found.skeleton, calls=("l.0",) * calls))
+    base = outline({"l.0.w": round(seconds * NOMINAL.host)})
+    return replace(base, skeleton=replace(base.skeleton, calls=("l.0",) * calls))
 
 
 def light(*, seconds: float = 0.001, calls: int = 75, **given: Any) -> bool:
@@ -56,9 +56,9 @@ def test_segments_of_an_accelerator_are_taken_to_expand_where_it_was_found_that_
 ) -> None:
     real = Hardware((Accelerator("an H100", 10**10, 10**10, simulated=False),), Host(10**10, 10**10))
     monkeypatch.setattr(figures, "hardware", lambda config: real)
-    found = asdict(ProcessMemory(4 * 10**8, 10**7, 10**8, expands=can))
+    memory = asdict(ProcessMemory(4 * 10**8, 10**7, 10**8, expands=can))
     (tmp_path / MEASURED).mkdir()
-    write_sealed(tmp_path / MEASURED / FILE_NAME, {f"{process_identity()} on an H100": found})
+    write_sealed(tmp_path / MEASURED / FILE_NAME, {f"{process_identity()} on an H100": memory})
     assert [one.expands for one in known_machine(config(), tmp_path).accelerators] == [can]
 
 

@@ -61,15 +61,15 @@ def counted_seconds(model: Outline, plan: Plan, passes: int = 6) -> float:
         parts += [(plan.execution[one], size) for one, size in zip(modules, sizes, strict=True) if size]
     now, ends = 0.0, []
     free = dict.fromkeys(of(plan, "reserve"), 0.0)
-    held: dict[DeviceId, deque[tuple[float, int]]] = {device: deque() for device in of(plan, "reserve")}
+    queues: dict[DeviceId, deque[tuple[float, int]]] = {device: deque() for device in of(plan, "reserve")}
     for _ in range(passes):
         for device, size in parts:
-            begin, there = free[device], held[device]
-            while sum(count for _, count in there) + size > plan.devices[device].reserve:
-                begin = max(begin, there.popleft()[0])
+            begin, queue = free[device], queues[device]
+            while sum(count for _, count in queue) + size > plan.devices[device].reserve:
+                begin = max(begin, queue.popleft()[0])
             free[device] = begin + size / LINK
             now = max(now, free[device])
-            there.append((now, size))
+            queue.append((now, size))
         ends.append(now)
     return ends[-1] - ends[-2]
 
@@ -212,12 +212,12 @@ def test_with_one_accelerator_or_none_a_plan_is_what_it_was_before_links_were_se
 
 def digest(model: Outline, cases: list[dict[DeviceId, int | None]]) -> str:
     """Return what stands for the placements under all these budgets."""
-    found = sha256()
+    checksum = sha256()
     for budgets in cases:
         placement = optimal(model, {**budgets, DISK: None})
-        told = [sorted(placement.homes.items()), str(placement.main), sorted(placement.packed)]
-        found.update(json.dumps(told).encode())
-    return found.hexdigest()[:12]
+        summary = [sorted(placement.homes.items()), str(placement.main), sorted(placement.packed)]
+        checksum.update(json.dumps(summary).encode())
+    return checksum.hexdigest()[:12]
 
 
 def unlike(model: Outline, *devices: tuple[int, str | None], **rates: str) -> Plan:
@@ -259,8 +259,8 @@ def test_a_link_that_hardly_brings_anything_is_left_to_layers_that_stay(slow: in
 def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     model = llama(24)
     rates = {"host_to_device": "1TB", "device": "100GB"}
-    held = model.skeleton.bytes
-    config = {"max_memory": {"0": str(held), "1": str(held)}, "device_map": "balanced", "generate": {}}
+    weight_bytes = model.skeleton.bytes
+    config = {"max_memory": {"0": str(weight_bytes), "1": str(weight_bytes)}, "device_map": "balanced", "generate": {}}
     listed = [{"memory": "1TB", "name": "RTX 4090"}, {"memory": "1TB", "rates": {"device": "25GB"}}]
     hardware = {"devices": listed, "host": {"memory": "8TB"}, "rates": FAST | rates}
     plan = make_plan(model, {**config, "hardware": hardware})

@@ -128,6 +128,6 @@ def test_experts_wait_on_the_host_before_they_wait_on_disk() -> None:
     here = blocks()
     dense = sum(here.sizes[name] for name in here.sizes if name not in here.listed)
     placement = optimal(here, {0: dense + 4 * EXPERT, CPU: 10 * EXPERT, DISK: None})
-    held = {home: sum(here.sizes[n] for n, at in placement.homes.items() if at == home) for home in (0, CPU, DISK)}
-    assert held[CPU] == 10 * EXPERT
-    assert held[0] >= dense + EXPERT
+    by_home = {home: sum(here.sizes[n] for n, at in placement.homes.items() if at == home) for home in (0, CPU, DISK)}
+    assert by_home[CPU] == 10 * EXPERT
+    assert by_home[0] >= dense + EXPERT

@@ -334,8 +334,8 @@ def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> No
 def test_the_screen_shows_the_slots() -> None:
     model = mixture("Mixtral")
     plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))
-    told = "expert cache of 6 slots for 18 experts on cpu; hit rate 25% with uniform routing, so 62.21 kB"
-    assert f"{told} of experts a token are read" in render(plan)
+    cache_line = "expert cache of 6 slots for 18 experts on cpu; hit rate 25% with uniform routing, so 62.21 kB"
+    assert f"{cache_line} of experts a token are read" in render(plan)
     assert "slots" in render(plan).splitlines()[-5]
 
 

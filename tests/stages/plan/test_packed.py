@@ -258,21 +258,21 @@ def test_no_budget_is_exceeded_by_what_rests_packed(policy: str, case: Any) -> N
         require_fit(lay_out(outline, placement, budgets))
     except BudgetError:
         return
-    held = _lying(outline, placement)
-    assert held == {
+    resident = _lying(outline, placement)
+    assert resident == {
         device: count for device, count in resident_bytes(outline, placement.homes, placement.packed).items() if count
     }
     kept = lay_out(outline, placement, budgets).reserves
-    for device in {*held, *kept}:
+    for device in {*resident, *kept}:
         budget = budgets[device]
-        assert budget is None or held.get(device, 0) + kept.get(device, 0) <= budget
+        assert budget is None or resident.get(device, 0) + kept.get(device, 0) <= budget
 
 
 def _lying(outline: Outline, placement: Placement) -> Mapping[DeviceId, int]:
     """Return the bytes on each device, counted tensor by tensor."""
-    found: Counter[DeviceId] = Counter()
+    by_device: Counter[DeviceId] = Counter()
     for name, device in placement.homes.items():
         packed = outline.packed.get(name)
         rests = packed is not None and (device == "disk" or name in placement.packed)
-        found[device] += packed.bytes if packed is not None and rests else outline.sizes[name]
-    return +found
+        by_device[device] += packed.bytes if packed is not None and rests else outline.sizes[name]
+    return +by_device

@@ -47,7 +47,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def found(checkpoint: Path, cache: Path, **options: Any) -> tuple[torch.Tensor, Any, int, int]:
+def answer_and_traffic(checkpoint: Path, cache: Path, **options: Any) -> tuple[torch.Tensor, Any, int, int]:
     """Return the logits, the plan, and the bytes streamed and read from storage for one more token."""
     with offstage.load(checkpoint, cache=cache, max_length=16, **options) as loaded, torch.inference_mode():
         logits = loaded.model(TOKENS).logits
@@ -68,15 +68,15 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_plan_predicts_the_bytes_of_what_rests_packed_exactly(place: str, checkpoint: Path, cache: Path) -> None:
-    expected, whole, *_ = found(checkpoint, cache, max_memory={"cpu": "100MB"})
+    expected, whole, *_ = answer_and_traffic(checkpoint, cache, max_memory={"cpu": "100MB"})
     assert not whole.serving
-    logits, plan, streamed, stored = found(checkpoint, cache, storage={"io": "direct"}, **PLACES[place])
+    logits, plan, streamed, stored = answer_and_traffic(checkpoint, cache, storage={"io": "direct"}, **PLACES[place])
     assert torch.equal(logits, expected)
     assert streamed == plan.forecast["streamed_bytes_per_token"]
     assert ("packed" in plan.serving.values()) == (place != "the rest on disk")
-    held, budget = plan.devices["cpu"].weights, plan.budgets["cpu"]
+    resident, budget = plan.devices["cpu"].weights, plan.budgets["cpu"]
     assert budget is not None
-    assert held + plan.devices["cpu"].reserve <= budget
+    assert resident + plan.devices["cpu"].reserve <= budget
     if place == "all packed in memory":
         assert stored == 0
         assert set(packed_bytes(plan)["fp8"]) == {"used", "cpu"}

@@ -70,8 +70,8 @@ def models(draw: st.DrawFn, *, ties: bool = True) -> nn.Module:
         model.add_module(f"top{index}", draw(modules()))
     owners = [(module, name) for module in model.modules() for name in module._parameters]
     for _ in range(draw(st.integers(0, 2)) if ties and len(owners) > 1 else 0):
-        (here, name), (there, other) = draw(st.sampled_from(owners)), draw(st.sampled_from(owners))
-        there.register_parameter(other, here._parameters[name])
+        (owner, name), (tied, other) = draw(st.sampled_from(owners)), draw(st.sampled_from(owners))
+        tied.register_parameter(other, owner._parameters[name])
     return model
 
 
@@ -104,10 +104,10 @@ def test_every_tensor_is_placed_once_and_no_budget_is_exceeded(policy: str, case
     if placement is None:
         return
     assert set(placement.homes) == {outline.skeleton.leader(name) for name in outline.sizes}
-    held, kept = resident_bytes(outline, placement.homes), lay_out(outline, placement, budgets).reserves
-    for device in {*held, *kept}:
+    resident, kept = resident_bytes(outline, placement.homes), lay_out(outline, placement, budgets).reserves
+    for device in {*resident, *kept}:
         budget = budgets[device]
-        assert budget is None or held.get(device, 0) + kept.get(device, 0) <= budget
+        assert budget is None or resident.get(device, 0) + kept.get(device, 0) <= budget
     assert all(isinstance(device, int) or device == placement.main for device in kept), "reserves where things compute"
 
 

@@ -77,8 +77,8 @@ def test_what_rests_packed_is_divisible_where_rows_can_be_had_alone() -> None:
     for by_row in (True, False):
         packed = PackedSpec("q", 100, 10, by_row=by_row)
         tensors = [replace(t, packed=packed) if t.name == "1.weight" else t for t in model.skeleton.tensors]
-        found = divisible(replace(model, skeleton=replace(model.skeleton, tensors=tuple(tensors))))
-        assert found == ({"1.weight"} if by_row else frozenset())
+        names = divisible(replace(model, skeleton=replace(model.skeleton, tensors=tuple(tensors))))
+        assert names == ({"1.weight"} if by_row else frozenset())
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -215,10 +215,10 @@ def test_a_worked_out_budget_is_the_least_that_works_where_the_host_has_no_more(
 def test_a_host_that_truly_cannot_is_refused_by_its_own_limit_and_the_least_named_works() -> None:
     with pytest.raises(BudgetError) as refused:
         short_host(330 * 10**6)
-    told = str(refused.value)
-    assert told.startswith("hardware.host.memory: 330.00 MB are free on the host, and the run takes ")
-    assert "max_memory" not in told
-    (least,) = re.findall(r"the least that works is (\d+) bytes", told)
+    message = str(refused.value)
+    assert message.startswith("hardware.host.memory: 330.00 MB are free on the host, and the run takes ")
+    assert "max_memory" not in message
+    (least,) = re.findall(r"the least that works is (\d+) bytes", message)
     assert short_host(int(least)).devices["cpu"].reserve == 3 * 10**7
 
 

@@ -92,9 +92,9 @@ def plainly(model: Any, window: Window) -> tuple[list[float], list[bool], torch.
 def check(model: Any, windows: Sequence[Window]) -> None:
     """Hold each of ``windows``, alone, against the plain call."""
     for window in windows:
-        (found,) = score_windows(model, [window], CPU)
+        (scores,) = score_windows(model, [window], CPU)
         values, greedy, loss = plainly(model, window)
-        assert found == TokenScores(values, greedy)
+        assert scores == TokenScores(values, greedy)
         digits = 2e-6 if loss.dtype == torch.float32 else 2**-8  # the loss of T5 and Bart is of their own dtype
         assert -math.fsum(values) / len(values) == pytest.approx(float(loss), rel=digits)
 
@@ -102,10 +102,10 @@ def check(model: Any, windows: Sequence[Window]) -> None:
 def test_a_continuation_that_ends_after_the_context_s_last_position_is_scored_by_it() -> None:
     model = made(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=WORDS, n_positions=8), torch.float32)
     pair = EncodedText(tokens(9), 4, is_whole=True)
-    (found,) = score_windows(model, list(cut([pair], window=8, stride=8)), CPU)
+    (scores,) = score_windows(model, list(cut([pair], window=8, stride=8)), CPU)
     with torch.no_grad():
         rows = model(torch.tensor([pair.ids[:8]])).logits[0].log_softmax(-1)
-    assert found.values == [float(rows[place - 1, pair.ids[place]]) for place in range(4, 9)]
+    assert scores.values == [float(rows[place - 1, pair.ids[place]]) for place in range(4, 9)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -145,10 +145,10 @@ def test_padding_on_the_right_changes_the_last_bits_at_most(config: PretrainedCo
     texts = [EncodedText(tokens(length), 0 if source else 1, source[:length]) for length in (40, 7, 23)]
     windows = list(cut(texts, window=64, stride=64))
     together = score_windows(model, windows, CPU)
-    for window, found in zip(windows, together, strict=True):
+    for window, scores in zip(windows, together, strict=True):
         (alone,) = score_windows(model, [window], CPU)
-        assert found.values == pytest.approx(alone.values, abs=2e-5)
-        assert len(found.greedy) == len(window.scored)
+        assert scores.values == pytest.approx(alone.values, abs=2e-5)
+        assert len(scores.greedy) == len(window.scored)
 
 
 @pytest.mark.parametrize("words", [WORDS, 4096, 50257])
@@ -184,11 +184,11 @@ class Bare(torch.nn.Module):
 
 def test_any_model_of_logits_can_be_asked_and_what_is_not_finite_is_null() -> None:
     (window,) = cut([EncodedText([5, 6, 9], 1)], window=9, stride=9)
-    (found,) = score_windows(Bare(), [window], CPU)
-    assert found.greedy == [True, False]
-    assert found.values[0] == pytest.approx(found.values[1] + 5)
-    (found,) = score_windows(Bare(1.0), [window], CPU)
-    assert found.values == [None, None]
+    (scores,) = score_windows(Bare(), [window], CPU)
+    assert scores.greedy == [True, False]
+    assert scores.values[0] == pytest.approx(scores.values[1] + 5)
+    (scores,) = score_windows(Bare(1.0), [window], CPU)
+    assert scores.values == [None, None]
 
 
 def test_sums_go_over_all_tokens_alike() -> None:

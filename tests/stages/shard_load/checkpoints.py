@@ -161,13 +161,13 @@ def make_context(
 def disk_weights(extents: Mapping[str, AtRest], rows: Mapping[str, Rows] | None = None) -> DiskWeights:
     """Return the tensors that lie at ``extents`` as a model's that wait there, and those of experts at ``rows``."""
     by_row = rows or {}
-    found = {}
+    sources = {}
     for name in dict.fromkeys((*extents, *by_row)):
         at = (extents[name],) if name in extents else tuple(piece for row in by_row[name] for piece in row)
         spec = TensorSpec(name, at[0].shape, at[0].dtype)
         way: Way = "in_place" if name in extents else "by_expert"
-        found[name] = TensorSource(spec, name, "disk", way, at, by_row.get(name, ()))
-    return DiskWeights(found)
+        sources[name] = TensorSource(spec, name, "disk", way, at, by_row.get(name, ()))
+    return DiskWeights(sources)
 
 
 def state_of(placed: Any) -> dict[str, torch.Tensor]:
@@ -176,11 +176,11 @@ def state_of(placed: Any) -> dict[str, torch.Tensor]:
     return {name: placed.offloaded.get(name, value) for name, value in state.items()}
 
 
-def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert tensors.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].cpu(), tensor), name
+        assert tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(tensors[name].cpu(), tensor), name
 
 
 def raw_safetensors(header: object, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -31,11 +31,11 @@ def test_tensors_lie_side_by_side_in_memory_of_whole_pages() -> None:
 
 def test_a_tensor_is_held_as_it_is_or_as_a_copy_and_only_once() -> None:
     block, tensor = HostBlock([24]), torch.randn(2, 3)
-    held = block.hold(tensor.t())
-    assert torch.equal(held, tensor.t())
-    assert held in block
+    in_block = block.hold(tensor.t())
+    assert torch.equal(in_block, tensor.t())
+    assert in_block in block
     assert tensor not in block
-    assert block.hold(held) is held
+    assert block.hold(in_block) is in_block
     assert block.hold(torch.tensor(3)).shape == ()
 
 
@@ -64,8 +64,8 @@ def test_an_accelerators_weights_on_the_host_are_read_into_one_block(tmp_path: P
     on_host = {t.data_ptr(): t for n, t in placed.model.named_parameters() if "norm" not in n}
     assert all(tensor in placed.host for tensor in on_host.values())
     assert all(buffer in placed.host for buffer in placed.model.buffers() if buffer.numel())
-    held = sum(tensor.nbytes for tensor in on_host.values())
-    assert held <= placed.host.memory.nbytes < held + PAGE + 64 * (len(on_host) + 20) + 2048 * 2
+    weight_bytes = sum(tensor.nbytes for tensor in on_host.values())
+    assert weight_bytes <= placed.host.memory.nbytes < weight_bytes + PAGE + 64 * (len(on_host) + 20) + 2048 * 2
 
 
 def test_a_host_that_computes_itself_keeps_its_weights_where_they_are(tmp_path: Path) -> None:

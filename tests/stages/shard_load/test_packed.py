@@ -124,8 +124,8 @@ def test_what_rests_packed_in_memory_is_read_once_and_unpacked_from_there(
         assert isinstance(source, PackedTensor)
         assert all(isinstance(part.file, MemoryFile) for part in source.parts)
         assert placed.model.get_parameter(name).is_meta
-    held = sum(source.spec.bytes for source in sources.values() if source.way == "resident")
-    assert held == sum(tensor.nbytes for name, tensor in plain.items() if name not in names)
+    resident_bytes = sum(source.spec.bytes for source in sources.values() if source.way == "resident")
+    assert resident_bytes == sum(tensor.nbytes for name, tensor in plain.items() if name not in names)
     monkeypatch.setattr("os.preadv", None)
     for name in names:
         assert torch.equal(placed.offloaded[name], plain[name]), name

@@ -217,24 +217,24 @@ def test_kills_while_the_store_is_written_leave_the_next_load_right(tmp_path: Pa
     assert_same(state_of(placed), make_model("llama", BFLOAT16).state_dict())
 
 
-def load_with_small_files(context: FakeContext, out: Path, told: Path) -> None:
-    """Load where no file can grow beyond 4000 bytes, and write what the error says to ``told``."""
+def load_with_small_files(context: FakeContext, out: Path, message: Path) -> None:
+    """Load where no file can grow beyond 4000 bytes, and write what the error says to the file ``message``."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
     with pytest.raises(StorageError) as caught:
         load(context, out)
-    told.write_text(str(caught.value))
+    message.write_text(str(caught.value))
 
 
 def test_a_write_that_fails_names_the_folder_and_the_bytes_and_leaves_nothing_half_written(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    arguments = (context_for(tmp_path, checkpoint), tmp_path / "failed", tmp_path / "told")
+    arguments = (context_for(tmp_path, checkpoint), tmp_path / "failed", tmp_path / "message")
     process = multiprocessing.get_context("fork").Process(target=load_with_small_files, args=arguments)
     process.start()
     process.join(300)
-    told = (tmp_path / "told").read_text()
-    assert re.search(r"cache/offload/\w+: writing '[\w.]+' \(6.14 kB\) failed: File too large; free some space", told)
+    words = (tmp_path / "message").read_text()
+    assert re.search(r"cache/offload/\w+: writing '[\w.]+' \(6.14 kB\) failed: File too large; free some space", words)
     assert not list(tmp_path.glob("cache/offload/*/.tmp-*"))
     placed = load(context_for(tmp_path, checkpoint), tmp_path / "out")
     assert_same(state_of(placed), make_model("llama", BFLOAT16).state_dict())

@@ -24,8 +24,8 @@ def test_every_count_of_a_layer_is_in_the_json(tmp_path: Path) -> None:
     write_run(tmp_path / "0", experts=USES, metrics={"expert_hit_rate": 0.5})
     write_run(tmp_path / "1")
     run([str(tmp_path)])
-    page, told = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
-    assert [job["experts"] for job in told["jobs"]] == [USES, {}]
+    page, report = markup(tmp_path / "report.html"), json.loads((tmp_path / "report.json").read_text())
+    assert [job["experts"] for job in report["jobs"]] == [USES, {}]
     assert "expert cache hit rate" in page
 
 

@@ -66,6 +66,6 @@ def test_what_a_record_says_is_no_markup_in_a_picture(tmp_path: Path) -> None:
     for number, policy in enumerate(("<b>bold</b>", "balanced")):
         write_run(tmp_path / str(number), policy=policy, repeats=[repeat(0.5), repeat(0.6)], series=SERIES)
     (group,) = group_jobs(find([tmp_path]).jobs)
-    told = "".join(picture.figure.to_json() for picture in pictures(group))
-    assert "&lt;b&gt;bold" in told.replace("\\u003c", "<").replace("\\u0026", "&")
-    assert "<b>" not in told.replace("\\u003c", "<").replace("\\u003e", ">")
+    figures = "".join(picture.figure.to_json() for picture in pictures(group))
+    assert "&lt;b&gt;bold" in figures.replace("\\u003c", "<").replace("\\u0026", "&")
+    assert "<b>" not in figures.replace("\\u003c", "<").replace("\\u003e", ">")

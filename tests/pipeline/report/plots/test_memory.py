@@ -55,11 +55,11 @@ def test_the_process_without_weights_is_a_part_of_its_own(tmp_path: Path) -> Non
     assert "where the record has that part" in drawn(tmp_path).caption
 
 
-@pytest.mark.parametrize(("noted", "told"), [(BASE_BYTES, BASE_BYTES), (2 * PEAK, PEAK), (None, 0)])
-def test_the_base_is_a_part_of_the_peak_of_the_host_alone(noted: int | None, told: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("noted", "expected"), [(BASE_BYTES, BASE_BYTES), (2 * PEAK, PEAK), (None, 0)])
+def test_the_base_is_a_part_of_the_peak_of_the_host_alone(noted: int | None, expected: int, tmp_path: Path) -> None:
     metrics = {} if noted is None else {"base_host_bytes": noted}
     run = only(write_run(tmp_path / "0", peak=PEAK, metrics=metrics)).run
-    assert base_bytes(run, "cpu") == told
+    assert base_bytes(run, "cpu") == expected
     assert base_bytes(run, "0") == 0
 
 

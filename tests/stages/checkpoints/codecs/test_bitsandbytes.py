@@ -23,36 +23,36 @@ RUN, NESTED_RUN = 64, 256
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def as_text(told: object) -> torch.Tensor:
-    return torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+def as_text(state: object) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def packed(shape: tuple[int, ...], *, dtype: str = "bfloat16", nested: bool = True) -> dict[str, torch.Tensor]:
     """Return what the library writes of a weight of random codes, by the names' ends."""
     count = shape[0] * shape[1]
     codes = torch.randint(256, (count // 2, 1), dtype=torch.uint8)
-    told = {"quant_type": "nf4", "blocksize": RUN, "dtype": dtype, "shape": list(shape)}
+    state = {"quant_type": "nf4", "blocksize": RUN, "dtype": dtype, "shape": list(shape)}
     values = {"": codes, ".quant_map": torch.linspace(-1, 1, 16), ".absmax": torch.rand(count // RUN)}
     if nested:
-        told |= {"nested_blocksize": NESTED_RUN, "nested_dtype": "float32", "nested_offset": 0.05189931392669678}
+        state |= {"nested_blocksize": NESTED_RUN, "nested_dtype": "float32", "nested_offset": 0.05189931392669678}
         values |= {
             ".absmax": torch.randint(256, (count // RUN,), dtype=torch.uint8),
             ".nested_absmax": torch.rand(-(-count // RUN // NESTED_RUN)) * 0.1,
             ".nested_quant_map": torch.linspace(-1, 1, 256),
         }
-    return {**values, ".quant_state.bitsandbytes__nf4": as_text(told)}
+    return {**values, ".quant_state.bitsandbytes__nf4": as_text(state)}
 
 
 def unpacked(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the weight by the library's definition, in the dtype that it was quantised from."""
-    told = json.loads(bytes(tensors[".quant_state.bitsandbytes__nf4"].tolist()))
+    state = json.loads(bytes(tensors[".quant_state.bitsandbytes__nf4"].tolist()))
     scales = tensors[".absmax"]
-    if "nested_offset" in told:
+    if "nested_offset" in state:
         above = tensors[".nested_absmax"].repeat_interleave(NESTED_RUN)[: scales.numel()]
-        scales = tensors[".nested_quant_map"][scales.int()] * above + torch.tensor(told["nested_offset"])
+        scales = tensors[".nested_quant_map"][scales.int()] * above + torch.tensor(state["nested_offset"])
     codes = tensors[""].flatten()
     values = tensors[".quant_map"][torch.stack((codes >> 4, codes & 15), -1).flatten().int()]
-    return (values.view(-1, RUN) * scales[:, None]).to(DTYPES[told["dtype"]]).view(told["shape"])
+    return (values.view(-1, RUN) * scales[:, None]).to(DTYPES[state["dtype"]]).view(state["shape"])
 
 
 def folded(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, AtRest]:
@@ -92,8 +92,8 @@ def test_weights_that_the_library_has_packed_are_unpacked_as_it_does(kind: str, 
     torch.manual_seed(1)
     weight = (torch.randn(96, 128) * 0.02).bfloat16()
     codes, state = library.quantize_4bit(weight, quant_type=kind, compress_statistics=nested, blocksize=RUN)
-    told = {f".{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
-    (tensor,) = folded(tmp_path, {"": codes, **told}).values()
+    parts = {f".{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
+    (tensor,) = folded(tmp_path, {"": codes, **parts}).values()
     assert same_bits(read_as(tensor, torch.bfloat16), library.dequantize_4bit(codes, state))
 
 
@@ -136,15 +136,15 @@ def test_only_four_bits_are_served(tmp_path: Path) -> None:
 
 GOOD, PLAIN = packed((64, 96)), packed((64, 96), nested=False)
 TEXT = ".quant_state.bitsandbytes__nf4"
-TOLD = json.loads(bytes(GOOD[TEXT].tolist()))
+QUANT_STATE = json.loads(bytes(GOOD[TEXT].tolist()))
 
 
 def without(part: str) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in GOOD.items() if key != part}
 
 
-def told(**changed: object) -> dict[str, torch.Tensor]:
-    return {**GOOD, TEXT: as_text({**TOLD, **changed})}
+def with_state(**changed: object) -> dict[str, torch.Tensor]:
+    return {**GOOD, TEXT: as_text({**QUANT_STATE, **changed})}
 
 
 BROKEN: Mapping[str, tuple[dict[str, torch.Tensor], str]] = {
@@ -161,17 +161,20 @@ BROKEN: Mapping[str, tuple[dict[str, torch.Tensor], str]] = {
     "a text that is too long": ({**GOOD, TEXT: torch.zeros(20_000, dtype=torch.uint8)}, "is uint8 [20000]"),
     "a text without end": ({**GOOD, TEXT: torch.full((16_000,), ord("["), dtype=torch.uint8)}, "is no JSON text"),
     "a list": ({**GOOD, TEXT: as_text([1])}, "is no JSON object"),
-    "another shape": (told(shape=[64, 128]), "says shape [64, 128] in runs of 64, where the codes are uint8 [3072, 1]"),
-    "a shape of texts": (told(shape=["a"]), "says shape ['a']"),
-    "a shape that is too large": (told(shape=[2**40, 2**40]), "says shape [1099511627776, 1099511627776]"),
-    "runs of nothing": (told(blocksize=0), "blocksize 0"),
-    "runs of a text": (told(blocksize=[64]), "blocksize [64]"),
-    "runs of a fraction": (told(blocksize=64.0), "blocksize 64.0"),
-    "runs that don't end with it": (told(blocksize=4096), "in runs of 4096"),
-    "another dtype": (told(dtype="int8"), "dtype int8"),
-    "an offset that is none": (told(nested_offset="x"), "nested_offset x"),
-    "nested runs of nothing": (told(nested_blocksize=-1), "nested_blocksize -1"),
-    "nested runs of a fraction": (told(nested_blocksize=256.0), "nested_blocksize 256.0"),
+    "another shape": (
+        with_state(shape=[64, 128]),
+        "says shape [64, 128] in runs of 64, where the codes are uint8 [3072, 1]",
+    ),
+    "a shape of texts": (with_state(shape=["a"]), "says shape ['a']"),
+    "a shape that is too large": (with_state(shape=[2**40, 2**40]), "says shape [1099511627776, 1099511627776]"),
+    "runs of nothing": (with_state(blocksize=0), "blocksize 0"),
+    "runs of a text": (with_state(blocksize=[64]), "blocksize [64]"),
+    "runs of a fraction": (with_state(blocksize=64.0), "blocksize 64.0"),
+    "runs that don't end with it": (with_state(blocksize=4096), "in runs of 4096"),
+    "another dtype": (with_state(dtype="int8"), "dtype int8"),
+    "an offset that is none": (with_state(nested_offset="x"), "nested_offset x"),
+    "nested runs of nothing": (with_state(nested_blocksize=-1), "nested_blocksize -1"),
+    "nested runs of a fraction": (with_state(nested_blocksize=256.0), "nested_blocksize 256.0"),
 }
 
 

@@ -46,8 +46,8 @@ def declared(form: str, weights: Mapping[str, Any], **more: Any) -> dict[str, An
     """Return what a config says of weights, as the library writes it."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": form}
     nothing: dict[str, Any] = {"sparsity_config": {}, "transform_config": {}, "kv_cache_scheme": None}
-    told = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
-    return {**told, "ignore": ["lm_head"], "quantization_status": "compressed", **nothing, **more}
+    quantization = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    return {**quantization, "ignore": ["lm_head"], "quantization_status": "compressed", **nothing, **more}
 
 
 def shape_of_scales(weights: Mapping[str, Any], rows: int, columns: int) -> tuple[int, ...]:
@@ -69,8 +69,8 @@ def packed(
     codes = torch.randint(256, (rows, columns * weights["num_bits"] // 8), dtype=torch.uint8)
     scale = (torch.rand(shape_of_scales(weights, rows, columns)) * 0.01).to(scales)
     if form == "pack-quantized":
-        shape_told = torch.tensor([rows, columns])
-        return {"weight_packed": codes.view(torch.int32), "weight_scale": scale, "weight_shape": shape_told}
+        shape_tensor = torch.tensor([rows, columns])
+        return {"weight_packed": codes.view(torch.int32), "weight_scale": scale, "weight_shape": shape_tensor}
     if form == "nvfp4-pack-quantized":
         divisor = torch.tensor([1234.5])
         return {

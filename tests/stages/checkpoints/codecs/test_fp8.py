@@ -37,9 +37,9 @@ def folded(
 
 def packed(folder: Path, codes: torch.Tensor, scales: torch.Tensor, **quantization: object) -> PackedTensor:
     tensors = {"a.weight": codes, "a.weight_scale_inv": scales}
-    found = folded(folder, tensors, FP8 | quantization)
-    assert list(found) == ["a.weight"]
-    tensor = found["a.weight"]
+    entries = folded(folder, tensors, FP8 | quantization)
+    assert list(entries) == ["a.weight"]
+    tensor = entries["a.weight"]
     assert isinstance(tensor, PackedTensor)
     return tensor
 
@@ -246,8 +246,8 @@ def test_a_block_size_that_is_none_is_refused(tmp_path: Path, size: object) -> N
 
 @pytest.mark.parametrize("name", ["a.scale", "a.qscale_weight"])
 def test_scales_have_the_names_that_transformers_renames(tmp_path: Path, name: str) -> None:
-    found = folded(tmp_path, {"a.weight": CODES, name: SCALE})
-    assert list(found) == ["a.weight"]
+    entries = folded(tmp_path, {"a.weight": CODES, name: SCALE})
+    assert list(entries) == ["a.weight"]
 
 
 def test_scales_of_activations_and_what_is_plain_are_left_aside(tmp_path: Path) -> None:

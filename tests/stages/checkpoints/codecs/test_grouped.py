@@ -83,10 +83,10 @@ def folded(folder: Path, parts: Mapping[str, torch.Tensor], quantization: Mappin
     save_file({f"{MODULE}.{name}": part for name, part in parts.items()}, folder / "model.safetensors")
     entries = fold_grouped(open_checkpoint(folder).entries, quantization)
     (name,) = entries
-    found = entries[name]
+    tensor = entries[name]
     assert name == f"{MODULE}.weight"
-    assert isinstance(found, PackedTensor)
-    return found
+    assert isinstance(tensor, PackedTensor)
+    return tensor
 
 
 def quantise(model: nn.Module, quantization: Mapping[str, Any], folder: Path) -> nn.Module:
@@ -109,8 +109,8 @@ def quantise(model: nn.Module, quantization: Mapping[str, Any], folder: Path) ->
         index |= dict.fromkeys(shard, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     config: Any = model.config
-    told = {**config.to_dict(), "quantization_config": dict(quantization)}
-    (folder / "config.json").write_text(json.dumps(told, default=str))
+    fields = {**config.to_dict(), "quantization_config": dict(quantization)}
+    (folder / "config.json").write_text(json.dumps(fields, default=str))
     return model
 
 

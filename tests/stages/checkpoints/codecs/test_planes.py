@@ -121,16 +121,16 @@ def test_a_flipped_bit_anywhere_is_found_and_said_or_changes_nothing(tmp_path: P
     whole, passed = path.read_bytes(), 0
     for place in range(4, len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
-        found, told = None, ""
+        unpacked, message = None, ""
         try:
-            found = read_extent(packed)
+            unpacked = read_extent(packed)
         except CheckpointError as error:
-            told = str(error)
-        if found is not None:
-            assert torch.equal(found, tensor)
+            message = str(error)
+        if unpacked is not None:
+            assert torch.equal(unpacked, tensor)
             passed += 1
         else:
-            assert "weight.packed: damaged at byte" in told
+            assert "weight.packed: damaged at byte" in message
             assert not path.exists()
     assert passed < len(whole) / 100
 

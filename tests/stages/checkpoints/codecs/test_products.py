@@ -106,10 +106,10 @@ def codes(
 
     def make(folder: Path, rows: int, columns: int) -> Weight:
         draw = torch.Generator().manual_seed(rows)
-        found = torch.randint(0, 256, (rows, columns // (2 if code == "fp4" else 1)), dtype=torch.uint8, generator=draw)
+        codes = torch.randint(0, 256, (rows, columns // (2 if code == "fp4" else 1)), dtype=torch.uint8, generator=draw)
         if not strange and code == "fp8":
-            found[(found & 0x7F) == 0x7F] = 0x7E
-        found &= 0x87 if extreme else 0xFF
+            codes[(codes & 0x7F) == 0x7F] = 0x7E
+        codes &= 0x87 if extreme else 0xFF
         grid = -(-rows // block[0]), -(-columns // block[1])
         if scales in ("uint8", "float8_e8m0fnu"):
             factors = torch.randint(118, 122, grid, dtype=torch.uint8, generator=draw)
@@ -117,7 +117,7 @@ def codes(
             factors = (torch.rand(grid, generator=draw) * 0.01 + 1e-3).to(getattr(torch, scales))
             factors *= 2.0**100 if extreme else 1
             factors *= 2.0**34 if extreme else 1
-        return ScaledMatrix(rows, columns, code, *block, scales), [found, factors]
+        return ScaledMatrix(rows, columns, code, *block, scales), [codes, factors]
 
     return make
 
@@ -164,11 +164,11 @@ def way_of_bfloat16(*, tiles: bool = False) -> loops.Way:
 
 
 def wanted_of(
-    given: Tensor, parts: list[Tensor], told: str, bias: Tensor | None = None, *, tiles: bool = False
+    given: Tensor, parts: list[Tensor], matrix_text: str, bias: Tensor | None = None, *, tiles: bool = False
 ) -> Tensor:
     """Return the products as torch's operators compute them: of bfloat16 in pairs where processors do, or in tiles."""
     way: loops.Way = way_of_bfloat16(tiles=tiles) if given.dtype == torch.bfloat16 else "floats"
-    return by_operators(given, parts, told, bias, way=way)
+    return by_operators(given, parts, matrix_text, bias, way=way)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -193,15 +193,15 @@ def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(
         pytest.skip("the processor has no tiles of bfloat16 (AMX)")
     make, rows, columns = WEIGHTS[name]
     matrix, parts = make(tmp_path, rows, columns)
-    given, told = given_rows(39, columns, dtype), as_text(matrix)
+    given, matrix_text = given_rows(39, columns, dtype), as_text(matrix)
     bias = given_rows(1, matrix.rows, dtype)[0]
-    wanted = wanted_of(given, parts, told, bias, tiles=tiles)
+    wanted = wanted_of(given, parts, matrix_text, bias, tiles=tiles)
     assert bool(wanted.isnan().any()) == ("no numbers" in name)
     for count in (1, 2, 3):
         with in_threads(count):
             for some in (1, 2, 3, 4, 7, 13, 17, 32, 39):
-                assert same_bits(multiply_packed(given[:some], parts, told, bias, tiles=tiles), wanted[:some])
-            assert same_bits(multiply_packed(given[2:6], parts, told, bias, tiles=tiles), wanted[2:6])
+                assert same_bits(multiply_packed(given[:some], parts, matrix_text, bias, tiles=tiles), wanted[:some])
+            assert same_bits(multiply_packed(given[2:6], parts, matrix_text, bias, tiles=tiles), wanted[2:6])
 
 
 @pytest.mark.usefixtures("compiled")
@@ -210,31 +210,31 @@ def test_bits_hang_neither_on_threads_nor_on_rows_nor_on_what_computes(
 def test_what_is_given_may_be_rounded_for_the_product(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make, rows, columns = WEIGHTS[name]
     matrix, parts = make(tmp_path, rows, columns)
-    given, told = given_rows(5, columns, dtype), as_text(matrix)
-    product = multiply_packed(given, parts, told, compute=torch.bfloat16)
-    wanted = by_operators(given.bfloat16().float(), parts, told, way=way_of_bfloat16()).to(dtype)
+    given, matrix_text = given_rows(5, columns, dtype), as_text(matrix)
+    product = multiply_packed(given, parts, matrix_text, compute=torch.bfloat16)
+    wanted = by_operators(given.bfloat16().float(), parts, matrix_text, way=way_of_bfloat16()).to(dtype)
     assert same_bits(product, wanted)
-    assert not same_bits(product, multiply_packed(given, parts, told))
+    assert not same_bits(product, multiply_packed(given, parts, matrix_text))
 
 
 def test_tiles_are_those_of_operators_where_there_are_no_loops(tmp_path: Path) -> None:
     make, rows, columns = WEIGHTS["q8_0"]
     matrix, parts = make(tmp_path, rows, columns)
-    given, told = given_rows(5, columns, torch.bfloat16), as_text(matrix)
+    given, matrix_text = given_rows(5, columns, torch.bfloat16), as_text(matrix)
     assert loops.loops() is None
-    in_tiles = multiply_packed(given, parts, told, tiles=True)
-    assert same_bits(in_tiles, by_operators(given, parts, told, way="tiles"))
-    assert same_bits(multiply_packed(given[3:], parts, told, tiles=True), in_tiles[3:])
+    in_tiles = multiply_packed(given, parts, matrix_text, tiles=True)
+    assert same_bits(in_tiles, by_operators(given, parts, matrix_text, way="tiles"))
+    assert same_bits(multiply_packed(given[3:], parts, matrix_text, tiles=True), in_tiles[3:])
 
 
 @pytest.mark.usefixtures("compiled")
 def test_what_rests_at_an_address_may_change(tmp_path: Path) -> None:
     make, rows, columns = WEIGHTS["q8_0"]
     matrix, (packed,) = make(tmp_path, rows, columns)
-    given, told = given_rows(5, columns), as_text(matrix)
-    before = multiply_packed(given, [packed], told)
+    given, matrix_text = given_rows(5, columns), as_text(matrix)
+    before = multiply_packed(given, [packed], matrix_text)
     packed.copy_(packed.flip(0))
-    after = multiply_packed(given, [packed], told)
+    after = multiply_packed(given, [packed], matrix_text)
     assert same_bits(after, before.flip(1))
     assert not same_bits(after, before)
 
@@ -253,10 +253,10 @@ def test_bits_are_those_of_processors_with_fewer_instructions(
         folder = tmp_path / str(number)
         folder.mkdir()
         matrix, parts = make(folder, rows, columns)
-        given, told = given_rows(6, columns), as_text(matrix)
-        wanted = by_operators(given, parts, told)
-        assert same_bits(multiply_packed(given, parts, told), wanted)
-        assert same_bits(multiply_packed(given[:1], parts, told), wanted[:1])
+        given, matrix_text = given_rows(6, columns), as_text(matrix)
+        wanted = by_operators(given, parts, matrix_text)
+        assert same_bits(multiply_packed(given, parts, matrix_text), wanted)
+        assert same_bits(multiply_packed(given[:1], parts, matrix_text), wanted[:1])
 
 
 def plain(name: str, folder: Path) -> tuple[Tensor, str, list[Tensor]]:
@@ -281,9 +281,9 @@ ONE_OF_EACH = (
 def test_the_error_is_no_larger_than_that_of_torchs_product_in_the_dtype(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    (values, told, parts), given = plain(name, tmp_path), given_rows(64).to(dtype)
+    (values, matrix_text, parts), given = plain(name, tmp_path), given_rows(64).to(dtype)
     exact = given.double() @ values.double().T
-    ours = multiply_packed(given, parts, told)
+    ours = multiply_packed(given, parts, matrix_text)
     theirs = given @ values.to(dtype).T
     error, least = ((each.double() - exact).square().mean().sqrt() for each in (ours, theirs))
     assert 0 < error <= 1.001 * least  # both are that of rounding sums once where the dtype has all weights
@@ -301,9 +301,9 @@ def test_integers_in_groups_are_the_formats_arithmetic(kind: str, tmp_path: Path
 @pytest.mark.parametrize("name", ["q8_0", "GPTQ of 4 bits", "nf4"])
 def test_many_rows_of_weights_are_shared_among_threads(name: str, tmp_path: Path) -> None:
     matrix, parts = WEIGHTS[name][0](tmp_path, 3000 if name != "GPTQ of 4 bits" else 3008, 256)
-    given, told = given_rows(1, 256), as_text(matrix)
+    given, matrix_text = given_rows(1, 256), as_text(matrix)
     with in_threads(2):
-        assert same_bits(multiply_packed(given, parts, told), by_operators(given, parts, told))
+        assert same_bits(multiply_packed(given, parts, matrix_text), by_operators(given, parts, matrix_text))
 
 
 @pytest.mark.parametrize("compiles", [True, False])

@@ -60,8 +60,8 @@ def test_a_loop_keeps_its_model_in_place() -> None:
     for _ in range(5):
         second(X)
     third(X)
-    told = ["first to meta", "first to cpu", "second to meta", "second to cpu", "third to meta"]
-    assert diary == told
+    expected = ["first to meta", "first to cpu", "second to meta", "second to cpu", "third to meta"]
+    assert diary == expected
 
 
 def test_a_model_is_on_the_host_until_it_is_called_and_its_hook_goes_without_a_trace() -> None:

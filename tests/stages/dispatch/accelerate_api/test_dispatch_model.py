@@ -188,16 +188,16 @@ def test_a_map_of_one_device_moves_the_model_and_adds_no_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_map", "folder", "told"),
+    ("device_map", "folder", "words"),
     [
         (ALL_ON_DISK, None, "offload_dir: tensors are mapped to disk, and no folder is given"),
         ({"linear1": "disk", "linear2": "cpu"}, "here", "leaves out 'batchnorm.weight'"),
         ({"": "nowhere", "linear1": "disk"}, "here", "'nowhere' is not a device"),
     ],
 )
-def test_a_map_that_cannot_be_followed_is_refused(device_map, folder, told, tmp_path) -> None:
+def test_a_map_that_cannot_be_followed_is_refused(device_map, folder, words, tmp_path) -> None:
     before, model = anatomy(seeded(Net)).keys(), seeded(Net)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=words):
         dispatch_model(model, device_map, offload_dir=tmp_path / folder if folder else None)
     assert anatomy(model).keys() == before, "and the model is as it was"
 
@@ -287,7 +287,7 @@ def test_a_policy_places_the_weights_within_the_memory_given(policy: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "words"),
     [
         ({"device_map": "fastest"}, "'fastest' is no policy; give one of "),
         ({"device_map": "optimum"}, r"'optimum' is no policy \(did you mean 'optimal'\?\)"),
@@ -298,9 +298,9 @@ def test_a_policy_places_the_weights_within_the_memory_given(policy: str, tmp_pa
         ({"broadcast_from_rank0": True}, "broadcast_from_rank0: True is not supported"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(options: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     checkpoint = _save(seeded(Net), tmp_path / "checkpoint", "safetensors")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=words):
         load_checkpoint_and_dispatch(Net(), checkpoint, **options)
 
 

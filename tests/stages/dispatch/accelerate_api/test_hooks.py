@@ -75,8 +75,8 @@ def test_appended_hooks_run_in_order_as_one() -> None:
     assert len(model._hf_hook.hooks) == 2, "the first two are one hook to the third"
     model(X)
     remove_hook_from_module(model)
-    told = ["a init", "b init", "c init", "a pre", "b pre", "c pre", "a post", "b post", "c post"]
-    assert pages == [*told, "c detach", "b detach", "a detach"]
+    expected = ["a init", "b init", "c init", "a pre", "b pre", "c pre", "a post", "b post", "c post"]
+    assert pages == [*expected, "c detach", "b detach", "a detach"]
 
 
 def test_a_hook_that_is_replaced_is_taken_off_first() -> None:

@@ -34,8 +34,8 @@ def test_a_layer_of_experts_has_slots_where_nothing_says_how_much_there_is(main:
 
 @pytest.mark.parametrize("main", [CPU, 0])
 def test_what_a_budget_leaves_is_slots(main: DeviceId) -> None:
-    held = sum(MODEL.sizes[name] for name in MODEL.sizes if name not in MODEL.expert_tensors)
-    plan = planned(MODEL.skeleton, main, DISK, budgets={main: held + 4 * EXPERT + 1})
+    dense_bytes = sum(MODEL.sizes[name] for name in MODEL.sizes if name not in MODEL.expert_tensors)
+    plan = planned(MODEL.skeleton, main, DISK, budgets={main: dense_bytes + 4 * EXPERT + 1})
     assert of(plan, "expert_cache") == {main: 4 * EXPERT}
 
 

@@ -89,6 +89,6 @@ def waiting_experts(
     places, routed = expert_places(model, plan, stored), RoutedModel()
     with ExitStack() as stack:
         transport = Transport(plan, stored, devices, stack)
-        transport.open_unpackers({computes: [place for found in places.values() for place in found]})
+        transport.open_unpackers({computes: [place for stacks in places.values() for place in stacks]})
         attach_experts(routed, model, places, transport)
         yield routed, transport.traffic

@@ -74,21 +74,21 @@ def test_banks_keep_as_many_as_the_plan_expects(
     used = wanted(experts, chosen, tokens)
     bounds = bank_bounds(slots, layers=layers, largest=experts, together=round(used))
     kept = small_slots(bounds, layers=layers, experts=experts)
-    choose, found = random.Random(0), []
+    choose, hits = random.Random(0), []
     for _ in range(400):
         kept.begin_pass()
         for layer in range(layers):
             called = {(layer, e) for _ in range(tokens) for e in choose.sample(range(experts), chosen)}
-            found.append(call(kept, layer, called))
-    half = found[len(found) // 2 :]
+            hits.append(call(kept, layer, called))
+    half = hits[len(hits) // 2 :]
     expected = kept_share(slots, layers=layers, count=experts, used=used)
     assert sum(half) / len(half) / used == pytest.approx(expected, abs=0.03)
 
 
 def call(kept: ExpertSlots, layer: int, called: set[tuple[int, int]]) -> int:
     """Return how many of the experts ``called`` of ``layer`` were in ``kept``, and have all be there."""
-    there = sorted(expert for expert in called if kept.has(expert))
-    kept.count(layer, hits=there, misses=len(called) - len(there))
-    asked = [expert for expert in sorted(called.difference(there)) if kept.ask(expert, ["weight"], called)]
+    cached_experts = sorted(expert for expert in called if kept.has(expert))
+    kept.count(layer, hits=cached_experts, misses=len(called) - len(cached_experts))
+    asked = [expert for expert in sorted(called.difference(cached_experts)) if kept.ask(expert, ["weight"], called)]
     kept.wait(asked, "weight")
-    return len(there)
+    return len(cached_experts)

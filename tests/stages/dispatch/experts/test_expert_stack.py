@@ -138,14 +138,14 @@ def test_what_a_backward_pass_needs_is_brought_again_and_no_expert_is_kept_for_i
 
 def test_a_backward_after_the_slots_are_gone_reads_what_it_needs() -> None:
     model = mixture("Mixtral", torch.float32)
-    embedded, found = model.get_input_embeddings()(TOKENS[:1, :3]).detach(), []
+    embedded, gradients = model.get_input_embeddings()(TOKENS[:1, :3]).detach(), []
     for slots in (None, 3):
         given = embedded.clone().requires_grad_()
         with waiting_experts(model, slots) if slots else nullcontext():
             loss = model(inputs_embeds=given).logits.square().sum()
         loss.backward()
-        found.append(given.grad)
-    assert torch.equal(*found)
+        gradients.append(given.grad)
+    assert torch.equal(*gradients)
 
 
 def expert_bytes(model: nn.Module) -> int:
@@ -195,12 +195,12 @@ def test_code_that_asks_for_a_whole_stack_has_it_and_is_told_of_once(caplog: pyt
     whole = experts.gate_up_proj.nbytes
     expected = experts.gate_up_proj.sum()
     given = (torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
-    found = []
+    sums = []
     with waiting_experts(model, 2) as (_, traffic), torch.inference_mode():
-        experts.forward = lambda *_: found.append(experts.gate_up_proj.sum())
+        experts.forward = lambda *_: sums.append(experts.gate_up_proj.sum())
         for _ in range(2):
             experts(*given)
         del experts.forward
-    assert found == [expected, expected]
+    assert sums == [expected, expected]
     assert traffic.overflow_bytes == whole
     assert caplog.text.count("asks for all experts of a stack at once") == 1

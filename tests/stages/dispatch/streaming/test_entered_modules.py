@@ -49,8 +49,8 @@ def test_an_encoder_is_read_ahead_at_every_prompt(
         device_map={"": "cpu", "encoder.block": "disk", "decoder.block": "disk"}, hardware={"devices": []},
     ) as loaded:  # fmt: skip
         names |= {part.number: part.name for part in streamer_of(loaded.model)._parts}
-        found = answers(loaded.model)
-    assert all(torch.equal(got, wanted) for got, wanted in zip(found, expected, strict=True))
+        streamed = answers(loaded.model)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(streamed, expected, strict=True))
     encoders = [name for name in demanded if name.startswith("encoder.")]
     assert len(encoders) <= len(PROMPTS) + 1, "the first part of each prompt, and what is read ahead is the rest"
     assert len(demanded) <= 2 * len(PROMPTS) + 1, "and the first of the decoder that only its first pass uses"

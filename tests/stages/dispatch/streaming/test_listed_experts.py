@@ -118,43 +118,43 @@ IN_CI = [(style, memory) for style, memory in CASES if style is HitExperts or me
 def test_a_token_reads_what_is_dense_and_the_experts_it_is_routed_to(
     style: type[HitExperts], memory: str, listed: Callable[..., Listed]
 ) -> None:
-    there = listed(style=style, staging=STAGING[memory])
-    streamed, read, routed = there.answer(40)
+    stage = listed(style=style, staging=STAGING[memory])
+    streamed, read, routed = stage.answer(40)
     assert read <= GUESSED * max(streamed, routed)
     for _ in range(4):  # the first of them follows a pass that called nearly all experts
-        streamed, read, routed = there.answer(1)
-        assert streamed == routed + norms(there.plain)
+        streamed, read, routed = stage.answer(1)
+        assert streamed == routed + norms(stage.plain)
         assert read <= READ_BEYOND * routed
-    assert there.streamer.traffic.overflow_bytes == 0
+    assert stage.streamer.traffic.overflow_bytes == 0
 
 
 @pytest.mark.parametrize("staging", STAGING.values(), ids=STAGING)
 def test_so_it_is_where_the_order_is_that_of_registration(staging: int, listed: Callable[..., Listed]) -> None:
-    there = listed(rehearsed=False, staging=staging)
-    there.answer(40)
-    there.answer(1)
+    stage = listed(rehearsed=False, staging=staging)
+    stage.answer(40)
+    stage.answer(1)
     for _ in range(3):
-        _, read, routed = there.answer(1)
+        _, read, routed = stage.answer(1)
         assert read <= READ_BEYOND * routed
 
 
 @pytest.mark.parametrize("staging", [*STAGING.values()][1:], ids=[*STAGING][1:])
 def test_so_it_is_on_an_accelerator(staging: int, listed: Callable[..., Listed]) -> None:
-    there = listed(computes=0, staging=staging)
-    there.answer(40)
+    stage = listed(computes=0, staging=staging)
+    stage.answer(40)
     for _ in range(4):
-        streamed, read, routed = there.answer(1)
-        assert streamed == routed + norms(there.plain) + there.plain.embed.weight.nbytes
-        assert read <= READ_BEYOND * (routed + there.plain.embed.weight.nbytes)
+        streamed, read, routed = stage.answer(1)
+        assert streamed == routed + norms(stage.plain) + stage.plain.embed.weight.nbytes
+        assert read <= READ_BEYOND * (routed + stage.plain.embed.weight.nbytes)
 
 
 def test_experts_that_fit_the_staging_memory_are_read_once(listed: Callable[..., Listed]) -> None:
-    there = listed(staging=30_000_000)
-    there.answer(40)
-    there.answer(40)
-    traffic = there.streamer.traffic
+    stage = listed(staging=30_000_000)
+    stage.answer(40)
+    stage.answer(40)
+    traffic = stage.streamer.traffic
     before = traffic.storage_bytes
-    there.answer(40)
+    stage.answer(40)
     assert traffic.storage_bytes - before < 0.05 * traffic.streamed_bytes
 
 
@@ -162,15 +162,15 @@ def test_experts_that_fit_the_staging_memory_are_read_once(listed: Callable[...,
 def test_what_was_found_in_a_slot_is_counted_by_list_and_no_expert_is_there_in_part(
     computes: DeviceId, listed: Callable[..., Listed]
 ) -> None:
-    there = listed(staging=6_000_000, computes=computes)
-    slots = there.streamer._caches[0].experts
+    stage = listed(staging=6_000_000, computes=computes)
+    slots = stage.streamer._caches[0].experts
     assert slots is not None
-    traffic, uses = there.streamer.traffic, there.streamer.routed.uses
+    traffic, uses = stage.streamer.traffic, stage.streamer.routed.uses
     assert list(uses) == [f"layers.{layer}.mlp.experts" for layer in range(LAYERS)]
     for tokens in (40, 1, 1, 1):
         before = traffic.expert_hits + traffic.expert_misses
-        there.answer(tokens)
-        called = sum(name.rpartition(".")[0].endswith(".experts") for name in there.called)
+        stage.answer(tokens)
+        called = sum(name.rpartition(".")[0].endswith(".experts") for name in stage.called)
         assert traffic.expert_hits + traffic.expert_misses - before == called
         assert all(len(entry.pieces) == 3 for entry in slots._entries.values())
     assert (traffic.expert_hits, traffic.expert_misses) == (
@@ -180,52 +180,52 @@ def test_what_was_found_in_a_slot_is_counted_by_list_and_no_expert_is_there_in_p
 
 
 def test_slots_for_less_than_a_pass_uses_find_experts_all_the_same(listed: Callable[..., Listed]) -> None:
-    there = listed(staging=3_500_000)
-    slots, given = there.streamer._caches[0].experts, torch.tensor([5])
+    stage = listed(staging=3_500_000)
+    slots, given = stage.streamer._caches[0].experts, torch.tensor([5])
     assert slots is not None
     for _ in range(4):
-        there.model(given)
-    traffic = there.streamer.traffic
+        stage.model(given)
+    traffic = stage.streamer.traffic
     before = traffic.expert_hits, traffic.expert_misses
-    there.model(given)
+    stage.model(given)
     hits, misses = traffic.expert_hits - before[0], traffic.expert_misses - before[1]
     assert len(slots._entries) < hits + misses == LAYERS * TOP
     assert hits > 0, "by the rule that gives up what was used longest ago none would be"
 
 
 def test_a_pass_that_was_broken_off_leaves_experts_that_can_be_called(listed: Callable[..., Listed]) -> None:
-    there = listed(staging=STAGING["a layer"])
-    handle = there.model.layers[2].mlp.shared.register_forward_pre_hook(lambda _m, _a: 1 / 0)
+    stage = listed(staging=STAGING["a layer"])
+    handle = stage.model.layers[2].mlp.shared.register_forward_pre_hook(lambda _m, _a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        there.model(torch.ones(1, dtype=torch.long))
+        stage.model(torch.ones(1, dtype=torch.long))
     handle.remove()
-    there.answer(40)
-    there.answer(1)
+    stage.answer(40)
+    stage.answer(1)
 
 
 @pytest.mark.parametrize("style", IN_ORDER)
 def test_calls_in_lockstep_bring_the_experts_of_all_of_them_once(
     style: type[HitExperts], listed: Callable[..., Listed]
 ) -> None:
-    there = listed(style=style, staging=STAGING["one matrix"])
-    there.answer(40)
-    prompts = [torch.randint(WORDS, (count,), generator=there.words) for count in (1, 3, 1, 2, 7)]
-    there.called.clear()
-    expected, answers, before = [there.plain(ids) for ids in prompts], [], there.streamer.traffic.streamed_bytes
-    there.streamer.passes.go_together([lambda ids=ids: answers.append(there.model(ids)) for ids in prompts], size=5)
+    stage = listed(style=style, staging=STAGING["one matrix"])
+    stage.answer(40)
+    prompts = [torch.randint(WORDS, (count,), generator=stage.words) for count in (1, 3, 1, 2, 7)]
+    stage.called.clear()
+    expected, answers, before = [stage.plain(ids) for ids in prompts], [], stage.streamer.traffic.streamed_bytes
+    stage.streamer.passes.go_together([lambda ids=ids: answers.append(stage.model(ids)) for ids in prompts], size=5)
     assert all(any(torch.equal(answer, each) for answer in answers) for each in expected)
-    assert there.streamer.traffic.streamed_bytes - before == there.routed_bytes() + norms(there.plain)
+    assert stage.streamer.traffic.streamed_bytes - before == stage.routed_bytes() + norms(stage.plain)
 
 
 @pytest.mark.parametrize("computes", ["cpu", 0])
 def test_a_backward_brings_the_experts_again_that_were_called(computes, listed) -> None:
-    stage, found = listed(staging=STAGING["little"], computes=computes), {}
+    stage, embedded = listed(staging=STAGING["little"], computes=computes), {}
 
     def gradient(model: torch.nn.Module) -> torch.Tensor:
-        handle = model.embed.register_forward_hook(lambda _m, _a, out: found.update(x=out.requires_grad_()))
+        handle = model.embed.register_forward_hook(lambda _m, _a, out: embedded.update(x=out.requires_grad_()))
         model(torch.arange(8)).square().sum().backward()
         handle.remove()
-        return found["x"].grad
+        return embedded["x"].grad
 
     for _ in range(2):
         assert torch.equal(gradient(stage.model), gradient(stage.plain))
@@ -238,8 +238,8 @@ def test_a_backward_brings_the_experts_again_that_were_called(computes, listed) 
 def test_experts_that_rest_packed_are_read_in_their_bytes_at_rest(
     codec: ScaledRows, computes: DeviceId, listed: Callable[..., Listed]
 ) -> None:
-    there = listed(staging=STAGING["a layer"], codec=codec, computes=computes)
-    there.answer(40)
+    stage = listed(staging=STAGING["a layer"], codec=codec, computes=computes)
+    stage.answer(40)
     for _ in range(3):
-        streamed, read, routed = there.answer(1)
-        assert max(streamed, read) < 0.3 * (routed + there.plain.embed.weight.nbytes)
+        streamed, read, routed = stage.answer(1)
+        assert max(streamed, read) < 0.3 * (routed + stage.plain.embed.weight.nbytes)

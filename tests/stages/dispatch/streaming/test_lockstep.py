@@ -141,8 +141,8 @@ def test_a_call_divides_into_several_that_go_with_all_others(tmp_path: Path) -> 
         for size in (1, 2, 3):
             torch.manual_seed(5)
             before = loaded.traffic.streamed_bytes
-            found = offstage.lockstep(loaded.model, [partial(parted, loaded.model, first, size) for first in (0, 3)])
-            for mine, theirs in zip(found, wanted, strict=True):
+            answers = offstage.lockstep(loaded.model, [partial(parted, loaded.model, first, size) for first in (0, 3)])
+            for mine, theirs in zip(answers, wanted, strict=True):
                 assert all(map(torch.equal, mine, theirs))
         passes = 4 + max(new for _, new in asked)
         whole = sum(parameter.nbytes for parameter in plain.parameters())

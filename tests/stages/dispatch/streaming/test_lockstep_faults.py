@@ -29,8 +29,8 @@ PROMPTS = [torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9, 10, 11]]), torch.tens
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     folder = tmp_path_factory.mktemp(request.param)
     saved(folder / "checkpoint", request.param)
-    with opened(folder, **options_of(Setting(request.param, place="least"), folder, 0)) as found:
-        yield found
+    with opened(folder, **options_of(Setting(request.param, place="least"), folder, 0)) as model:
+        yield model
 
 
 def logits(model: Any) -> list[torch.Tensor]:

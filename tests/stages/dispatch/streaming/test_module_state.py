@@ -154,9 +154,9 @@ def streaming_total(folder: Path, keep: Any, size: int) -> nn.Module:
     save_file(model.state_dict(), folder / "model.safetensors")
     places = dict.fromkeys(("0", "1", "2"), "disk")
     offload: Any = {"offload_folder": folder / "offload", "offload_buffers": True}
-    found: nn.Module = offstage.load_checkpoint_and_dispatch(model, folder, device_map=places, **offload)
-    assert isinstance(found[1].seen, WaitingTensor)
-    return found
+    streamed: nn.Module = offstage.load_checkpoint_and_dispatch(model, folder, device_map=places, **offload)
+    assert isinstance(streamed[1].seen, WaitingTensor)
+    return streamed
 
 
 @pytest.mark.parametrize("size", [4, 1 << 20])

@@ -86,13 +86,13 @@ def test_one_block_alone_has_room_enough(tmp_path: Path) -> None:
 def test_calls_in_lockstep_share_each_block(tmp_path: Path) -> None:
     model, streamer = attached(tmp_path, home="disk", device="cpu")
     inputs = [torch.randn(2, length, WIDTH) for length in (1, 4, 9)]
-    found: dict[int, torch.Tensor] = {}
+    outputs: dict[int, torch.Tensor] = {}
     for _ in range(2):
         before = streamer.traffic.streamed_bytes
-        tasks = [lambda number=number: found.update({number: model(inputs[number])}) for number in range(3)]
+        tasks = [lambda number=number: outputs.update({number: model(inputs[number])}) for number in range(3)]
         streamer.passes.go_together(tasks, size=3)
         assert streamer.traffic.streamed_bytes - before == sum(p.nbytes for p in head().parameters())
-    assert all(torch.equal(found[number], head()(x)) for number, x in enumerate(inputs))
+    assert all(torch.equal(outputs[number], head()(x)) for number, x in enumerate(inputs))
 
 
 def test_with_gradients_all_of_the_weight_is_read(tmp_path: Path) -> None:

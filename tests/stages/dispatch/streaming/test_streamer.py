@@ -199,8 +199,8 @@ def test_a_module_that_hands_out_a_view_of_its_weight_is_never_written_over(disp
             self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            held = self.positions(x)
-            return self.layers(x) @ held
+            view = self.positions(x)
+            return self.layers(x) @ view
 
     model, x = Model().requires_grad_(False), torch.randn(3, 64)
     expected = model(x)

@@ -81,10 +81,10 @@ class Doubles(TorchDispatchMode):
 
 def logits(model: Any, ids: torch.Tensor, around: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
     """Return what three forwards over ``ids`` give, of which the last two are inside ``around``."""
-    found = [model(ids).logits]
+    outputs = [model(ids).logits]
     with around():
-        found += [model(ids).logits for _ in range(2)]
-    return torch.cat([*found, model(ids).logits]).clone()
+        outputs += [model(ids).logits for _ in range(2)]
+    return torch.cat([*outputs, model(ids).logits]).clone()
 
 
 def test_autocast_inference_mode_and_overrides_are_those_of_the_call_that_entered_them(
@@ -112,10 +112,10 @@ def test_what_a_call_leaves_on_as_it_ends_holds_for_no_other(tmp_path: Path) -> 
     ids = torch.tensor([[5, 6, 7]])
 
     def careless() -> torch.Tensor:
-        found: torch.Tensor = loaded.model(ids).logits
+        output: torch.Tensor = loaded.model(ids).logits
         torch.set_autocast_enabled("cpu", True)
         torch.set_grad_enabled(True)
-        return found
+        return output
 
     with opened(tmp_path) as loaded, torch.no_grad():
         tasks = [careless, partial(logits, loaded.model, ids, nullcontext)]

@@ -130,10 +130,10 @@ def test_the_encoder_of_torch_works_with_every_weight_waiting(grad: bool) -> Non
         torch.testing.assert_close(model(x), expected)  # without gradients it leaves torch's fused path
 
 
-@pytest.mark.parametrize("told", [None, CPU])
-def test_a_pickle_of_it_has_its_data_and_nothing_of_ours(told: torch.device | None) -> None:
+@pytest.mark.parametrize("reported", [None, CPU])
+def test_a_pickle_of_it_has_its_data_and_nothing_of_ours(reported: torch.device | None) -> None:
     weight = nn.Parameter(torch.randn(2, 2))
-    data = pickle.dumps(WaitingTensor(weight, WaitingSource({"w": weight}, "w", CPU, reported=told)))
+    data = pickle.dumps(WaitingTensor(weight, WaitingSource({"w": weight}, "w", CPU, reported=reported)))
     assert b"offstage" not in data
     twin = pickle.loads(data)  # noqa: S301
     assert type(twin) is nn.Parameter

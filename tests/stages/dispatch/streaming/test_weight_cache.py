@@ -31,7 +31,7 @@ def tensors() -> list[torch.Tensor]:
 @pytest.fixture
 def extents(tmp_path: Path, tensors: list[torch.Tensor]) -> list[list[Extent]]:
     """Write the tensors into two files, at offsets that no alignment would choose."""
-    found = []
+    parts = []
     for half, name in ((tensors[:3], "a"), (tensors[3:], "b")):
         data, places = b"head:-", []
         for tensor in half:
@@ -41,8 +41,8 @@ def extents(tmp_path: Path, tensors: list[torch.Tensor]) -> list[list[Extent]]:
         path.write_bytes(data)
         status = path.stat()
         file = ShardFile(name, path, status.st_size, status.st_mtime_ns, "")
-        found += [[Extent(file, begin, "float16", tuple(tensor.shape))] for begin, tensor in places]
-    return found
+        parts += [[Extent(file, begin, "float16", tuple(tensor.shape))] for begin, tensor in places]
+    return parts
 
 
 def looking_ahead(
@@ -128,8 +128,8 @@ def test_parts_held_at_once_beyond_the_staging_memory_get_memory_of_their_own(
 ) -> None:
     traffic = Traffic()
     ahead = looking_ahead(extents, staging_bytes=10_000, traffic=traffic)
-    held = [ahead.acquire(part)[0] for part in range(6)]
-    assert all(torch.equal(got, expected) for got, expected in zip(held, tensors, strict=True))
+    acquired = [ahead.acquire(part)[0] for part in range(6)]
+    assert all(torch.equal(got, expected) for got, expected in zip(acquired, tensors, strict=True))
     assert traffic.overflow_bytes >= 2 * (70_000 + 40_000)
     for part in range(6):
         ahead.release(part)
@@ -269,7 +269,7 @@ def test_what_was_read_and_not_used_is_counted(extents: list[list[Extent]]) -> N
     traffic = Traffic()
     ahead = looking_ahead(extents, staging_bytes=10**6, traffic=traffic)
     ahead.acquire(0)
-    wait([work for held in ahead._entries.values() for work in held.transfer.work])
+    wait([work for entry in ahead._entries.values() for work in entry.transfer.work])
     ahead.close()
     assert traffic.streamed_bytes == 2 * SIZES[0]
     assert traffic.storage_bytes >= 2 * sum(SIZES)

@@ -45,24 +45,24 @@ def test_regions_are_taken_in_a_ring() -> None:
 
 def test_neighbouring_gaps_are_one() -> None:
     arena = Arena(HostMemory(4 * ALIGNMENT))
-    held = [arena.take(1) for _ in range(4)]
-    del held[1:3]
+    regions = [arena.take(1) for _ in range(4)]
+    del regions[1:3]
     assert arena.take(2 * ALIGNMENT) is not None
 
 
 def test_at_random_no_two_regions_ever_overlap() -> None:
-    chance, arena, held = random.Random(3), Arena(HostMemory(64 * ALIGNMENT)), []
+    chance, arena, regions = random.Random(3), Arena(HostMemory(64 * ALIGNMENT)), []
     for stamp in range(1, 2000):
-        if held and chance.random() < 0.5:
-            mark, region = held.pop(chance.randrange(len(held)))
+        if regions and chance.random() < 0.5:
+            mark, region = regions.pop(chance.randrange(len(regions)))
             assert bool((region == mark).all()), "somebody else wrote into it"
             del region
         region = arena.take(chance.randrange(1, 12 * ALIGNMENT))
         if region is not None:
             region[:] = stamp % 251
-            held.append((stamp % 251, region))
+            regions.append((stamp % 251, region))
         del region
-    assert arena.used == sum(len(region) for _, region in held)
+    assert arena.used == sum(len(region) for _, region in regions)
 
 
 def test_what_is_taken_at_the_end_leaves_the_rest_in_one_piece() -> None:

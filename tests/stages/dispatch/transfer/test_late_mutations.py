@@ -26,7 +26,7 @@ _write = disk_store._write
 Mutation = tuple[object, str, Callable[..., Any]]
 
 
-def follow_nothing(self: Mover, found: Sequence[Any]) -> None:
+def follow_nothing(self: Mover, moves: Sequence[Any]) -> None:
     """Have computing begin before what it computes with has come."""
 
 
@@ -55,9 +55,9 @@ def hand_on_early(self: Mover, transfer: Transfer) -> None:
     transfer.region = None
 
 
-def follow_only_what_was_ahead(self: Mover, found: Sequence[Moved]) -> None:
+def follow_only_what_was_ahead(self: Mover, moves: Sequence[Moved]) -> None:
     """Have computing begin before what it awaits has come, by the stream for what is urgent."""
-    _follow(self, [moved for moved in found if moved.order != Order.URGENT])
+    _follow(self, [moved for moved in moves if moved.order != Order.URGENT])
 
 
 def take_as_back(self: CopyBack) -> None:

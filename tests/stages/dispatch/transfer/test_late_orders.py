@@ -30,7 +30,7 @@ from offstage.stages.machine.aligned_memory import HostBlock
 from tests.long_form import in_ci
 from tests.stages.dispatch.late_link import LateLink, faults_of_each
 from tests.stages.dispatch.transfer.test_mover import cache_over, on_disk
-from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, held
+from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, read_into_memory
 
 SHORT, LONG = range(16), range(16, 2000)
 PAUSES = (0.0, 0.0005, 0.003)
@@ -92,7 +92,7 @@ class Scene:
     def _source(place: Source, home: str, tensor: torch.Tensor, block: HostBlock) -> Source:
         if home == "host":
             return block.hold(tensor)
-        return held(place) if home == "packed in memory" and isinstance(place, PackedTensor) else place
+        return read_into_memory(place) if home == "packed in memory" and isinstance(place, PackedTensor) else place
 
     def play(self, chance: random.Random) -> None:
         """Run a pass in a random order, which may end before its time."""
@@ -104,7 +104,7 @@ class Scene:
         kept: list[tuple[Sequence[torch.Tensor], int]] = []
         for part in order:
             if is_read:
-                wait([work for held in self.cache._entries.values() for work in held.transfer.work])
+                wait([work for entry in self.cache._entries.values() for work in entry.transfer.work])
             self._use(part, chance, kept)
             if chance.random() < 0.03:  # an interrupt: no hook is called
                 self.cache.recover()

@@ -24,7 +24,7 @@ from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.probes import CHUNK_BYTES
 from tests.stages.dispatch.late_link import LateLink
-from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, held
+from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, read_into_memory
 
 SIZES = [[70_000, 3], [40_000], [90_000, 17, 5000], [0], [300], [60_000], [80_000, 4097]]
 """Elements of each part's tensors, in float16."""
@@ -268,7 +268,7 @@ def test_what_the_accelerator_unpacks_is_whole_before_it_is_used_and_crosses_the
         file.add(str(number), tensor)
     places = [place for place in file.write().values() if isinstance(place, PackedTensor)]
     if waits == "memory":
-        places = [held(place) for place in places]
+        places = [read_into_memory(place) for place in places]
         (tmp_path / "weights").unlink()
     unpins = [
         pin(link, part.file.memory) for place in places for part in place.parts if isinstance(part.file, MemoryFile)
@@ -312,7 +312,7 @@ def test_what_is_unpacked_late_and_was_given_up_is_written_over_nothing_that_cam
     for order in ORDERS * 2:
         ahead.begin_pass()
         for part in order:
-            wait([work for held in ahead._entries.values() for work in held.transfer.work])
+            wait([work for entry in ahead._entries.values() for work in entry.transfer.work])
             (got,) = ahead.acquire(part)
             link.launch(got, parts[part])
             del got
@@ -350,9 +350,9 @@ def test_what_is_still_seen_is_never_copied_over(stage: Callable[..., Stage]) ->
 
 def test_parts_held_at_once_beyond_the_staging_memory_get_memory_of_their_own(stage: Callable[..., Stage]) -> None:
     late = stage("mixed", staging=100)
-    held = [late.ahead.acquire(part) for part in IN_ORDER]
-    for part, found in zip(late.parts, held, strict=True):
-        for got, expected in zip(found, part, strict=True):
+    acquired = [late.ahead.acquire(part) for part in IN_ORDER]
+    for part, tensors in zip(late.parts, acquired, strict=True):
+        for got, expected in zip(tensors, part, strict=True):
             late.link.launch(got, expected)
     late.check()
     assert late.traffic.overflow_bytes > 0

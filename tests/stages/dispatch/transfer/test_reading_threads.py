@@ -10,7 +10,7 @@ import pytest
 from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads, Urgency
 
 
-class Held:
+class BusyThread:
     """One thread that has something to do until ``go``, and what it does after that, in order."""
 
     def __init__(self) -> None:
@@ -25,28 +25,28 @@ class Held:
 
 
 @pytest.fixture
-def held() -> Iterator[Held]:
-    found = Held()
-    yield found
-    found.go()
+def busy() -> Iterator[BusyThread]:
+    thread = BusyThread()
+    yield thread
+    thread.go()
 
 
-def test_what_is_waited_for_goes_first_in_its_order(held: Held) -> None:
-    held.threads.submit(held.done.append, "certain")
-    held.threads.submit(held.done.append, "awaited", urgency=Urgency.AWAITED)
-    held.threads.submit(held.done.append, "awaited too", urgency=Urgency.AWAITED)
-    assert held.go() == ["awaited", "awaited too", "certain"]
+def test_what_is_waited_for_goes_first_in_its_order(busy: BusyThread) -> None:
+    busy.threads.submit(busy.done.append, "certain")
+    busy.threads.submit(busy.done.append, "awaited", urgency=Urgency.AWAITED)
+    busy.threads.submit(busy.done.append, "awaited too", urgency=Urgency.AWAITED)
+    assert busy.go() == ["awaited", "awaited too", "certain"]
 
 
-def test_a_job_that_is_cancelled_is_not_done(held: Held) -> None:
-    assert held.threads.submit(held.done.append, "cancelled").cancel()
-    held.threads.submit(held.done.append, "not cancelled")
-    assert held.go() == ["not cancelled"]
+def test_a_job_that_is_cancelled_is_not_done(busy: BusyThread) -> None:
+    assert busy.threads.submit(busy.done.append, "cancelled").cancel()
+    busy.threads.submit(busy.done.append, "not cancelled")
+    assert busy.go() == ["not cancelled"]
 
 
-def test_whoever_waits_gets_what_a_job_gives_or_raises(held: Held) -> None:
-    given, failed = held.threads.submit(int, "7"), held.threads.submit(int, "seven")
-    held.go()
+def test_whoever_waits_gets_what_a_job_gives_or_raises(busy: BusyThread) -> None:
+    given, failed = busy.threads.submit(int, "7"), busy.threads.submit(int, "seven")
+    busy.go()
     assert given.result() == 7
     with pytest.raises(ValueError, match="seven"):
         failed.result()
@@ -62,7 +62,7 @@ class Given:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_whoever_hears_of_a_job_finds_nothing_held_for_it(fails: bool) -> None:
-    threads, still_held = ReadingThreads(2), []
+    threads, alive = ReadingThreads(2), []
     gc.disable()
     try:
         for _ in range(100):
@@ -71,7 +71,7 @@ def test_whoever_hears_of_a_job_finds_nothing_held_for_it(fails: bool) -> None:
             del given
             assert isinstance(job.exception(), OSError) is fails
             del job
-            still_held.append(seen() is not None)
+            alive.append(seen() is not None)
     finally:
         gc.enable()
-    assert not any(still_held)
+    assert not any(alive)

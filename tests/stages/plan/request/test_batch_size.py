@@ -38,7 +38,7 @@ def planned(memory: str, of: Outline | None = None, *, rates: Rates | None = Non
     return make_plan(of or model(), config, rates=rates)
 
 
-def held(plan: Plan) -> int:
+def predicted_bytes(plan: Plan) -> int:
     return sum(plan.predicted["cpu"].values())
 
 
@@ -58,8 +58,8 @@ def test_beside_a_given_budget_it_is_the_largest_that_fits(memory: str, size: in
     assert (plan.batch_size, plan.devices["cpu"].weights) == (size, 400 * MB)
     room = parse_size(memory) * (1 - LEAST_MARGIN) - LIBRARY_BYTES
     larger = min(one for one in batch_sizes(500) if one > size)
-    assert held(plan) <= room or size == 1, "the margin goes before a run is refused"
-    assert held(plan) + (larger - size) * A_SEQUENCE > room
+    assert predicted_bytes(plan) <= room or size == 1, "the margin goes before a run is refused"
+    assert predicted_bytes(plan) + (larger - size) * A_SEQUENCE > room
 
 
 def test_no_batch_takes_the_place_of_weights_that_a_budget_has() -> None:

@@ -38,10 +38,10 @@ def planned(lockstep: object, *, memory: str = "100GB", rates: Rates | None = No
 
 
 def test_each_has_what_it_keeps_while_it_waits_and_one_has_the_widest_moment() -> None:
-    held = {size: planned(size).predicted["cpu"]["activations"] for size in (1, 4, 16)}
-    assert held[1] == PEAK
-    assert held[4] - held[1] == 3 * (PEAK - RESULT)
-    assert held[16] - held[1] == 15 * (PEAK - RESULT)
+    activations = {size: planned(size).predicted["cpu"]["activations"] for size in (1, 4, 16)}
+    assert activations[1] == PEAK
+    assert activations[4] - activations[1] == 3 * (PEAK - RESULT)
+    assert activations[16] - activations[1] == 15 * (PEAK - RESULT)
 
 
 def test_no_more_go_together_than_there_are_batches() -> None:
