@@ -19,6 +19,7 @@ RATES = "hardware.rates={storage: 1GB, host: 10GB, dequantising: 1GB}"
 FUSED = "quantized.products=fused"
 
 
+@pytest.mark.long_form
 def test_tokens_are_the_same_from_memory_and_from_disk_and_exact_ones_are_made_anew(
     offstage_here: Run, tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_what_encoders_of_images_and_audio_hold_is_predicted(
     assert request > 30_000_000, "the media take too little for the test to prove anything"
 
 
+@pytest.mark.long_form
 @OF_THE_PROCESS
 def test_the_peak_of_a_mixture_and_what_a_token_streams_are_predicted_within_a_tenth(
     tmp_path: Path, offstage: Callable[..., Finished]

@@ -54,6 +54,7 @@ def by_number(folder: Path) -> dict[int, dict[str, Any]]:
     return {int(path.parent.name): record for path, record in records_in(folder).items()}
 
 
+@pytest.mark.long_form
 def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(fresh_folder: Path) -> None:
     lengths = ",".join(map(str, (*LONG, "none_at_all", 3)))
     sweep = start(fresh_folder, "-m", SLOW, f"generate.max_new_tokens={lengths}")

@@ -35,7 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module", params=in_ci("llama", "gpt-oss", of=[*FP8, "gpt-oss"]))
+@pytest.fixture(scope="module", params=in_ci("gpt-oss", of=[*FP8, "gpt-oss"]))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gpt-oss":

@@ -98,6 +98,7 @@ def test_checkpointed_layers_are_counted_in_the_forward_alone(reentrant: bool) -
     assert x.grad is None
 
 
+@pytest.mark.long_form
 def test_the_peak_is_what_a_process_really_takes() -> None:
     command = [sys.executable, "-m", "tests.stages.finetune.high_water"]
     process = subprocess.run(command, env=with_tests(), capture_output=True, text=True, check=True)

@@ -251,6 +251,7 @@ def keep_decoding(folder: Path, host: int = 10_200_000_000, calls: int = 10_200)
     write_sealed(folder / DECODING_NAME, {f"decoder of bfloat16; {identity()}": kept})
 
 
+@pytest.mark.long_form
 def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None:
     assert read_rates({"rates": {"host_to_device": "25GB"}}).host_to_device == 25 * 10**9
     first = local_rates(tmp_path / "hardware", None)

@@ -57,6 +57,7 @@ def base_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
     return int(json.loads(done.stdout)["base"])
 
 
+@pytest.mark.long_form
 @needs_cgroups
 @pytest.mark.parametrize(
     ("suffix", "dtype", "on_host"),
