@@ -36,6 +36,7 @@ def save(folder: Path, kind: str) -> Any:
 KINDS = ("GPTQ, zeros less one", "GPTQ of 3 bits, reordered", "GPTQ of 8 bits", "AWQ")
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("kind", in_ci("GPTQ of 3 bits, reordered", of=KINDS))
 def test_any_placement_gives_the_answer_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     expected = answers(save(tmp_path / "packed", kind))

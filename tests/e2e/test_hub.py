@@ -146,6 +146,7 @@ def test_what_the_cache_lacks_is_one_line_that_names_the_id(offstage: Run, hub_h
     assert "Traceback" not in done.err
 
 
+@pytest.mark.long_form
 def test_a_plan_fetches_no_weights_and_a_run_fetches_them_once(offstage: Run, online: FakeHub) -> None:
     planned = offstage(*RUN, "stop_after=plan")
     assert planned.code == 0, planned.err

@@ -158,6 +158,7 @@ def test_text_and_images_in_one_run_are_each_answered_as_alone(
     assert [len(tokens) for tokens in mixed.tokens] == [5, 3, 5]
 
 
+@pytest.mark.long_form
 def test_another_image_is_another_generation_and_a_replay_says_so(
     seeing: Path, tmp_path: Path, offstage_here: Callable[..., Finished], replay: Replay
 ) -> None:

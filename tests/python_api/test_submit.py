@@ -94,7 +94,7 @@ def long_call(loaded: offstage.LoadedModel, gate: Gate) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("concurrency", "size"), in_ci(("queue", 1), ("lockstep", 4), of=[("queue", 1), ("lockstep", 4), ("lockstep", 9)])
+    ("concurrency", "size"), in_ci(("lockstep", 4), of=[("queue", 1), ("lockstep", 4), ("lockstep", 9)])
 )
 def test_many_clients_have_the_answers_that_each_has_alone(
     concurrency: str, size: int, opened: Open, alone: list[list[int]]

@@ -48,6 +48,7 @@ def test_a_rescaled_rwkv_is_right_where_it_is_resident(rescaled: tuple[Path, Any
         assert torch.equal(again.model(TOKENS).logits, wanted(TOKENS).logits)
 
 
+@pytest.mark.long_form
 def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(rescaled: tuple[Path, Any]) -> None:
     folder, _ = rescaled
     words = r"rwkv\.blocks\.1\.attention\.output\.weight.*1 more.*disk.*'rwkv' changes it in place"

@@ -15,6 +15,7 @@ from offstage.stages.dispatch.transfer.link import CopyBack, Moved, Order, Piece
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.pinned_buffers import Buffer
 from offstage.stages.finetune import disk_store
+from tests.long_form import in_part
 from tests.stages.dispatch.late_link import LateLink, LateMemory
 from tests.stages.dispatch.test_late_models import faults as of_models
 from tests.stages.dispatch.transfer.test_late_orders import faults as of_parts
@@ -115,13 +116,16 @@ OF_A_FEW: Mapping[str, Mutation] = {
 """That too few models find for a test of seconds."""
 
 
-@pytest.mark.parametrize("mutation", {**MUTATIONS, **OF_A_FEW}.values(), ids=[*MUTATIONS, *OF_A_FEW])
-def test_parts_find_each_mutation(mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*mutation)
+OF_PARTS, OF_MODELS = {**MUTATIONS, **OF_A_FEW}, {**MUTATIONS, **ACTIVATIONS}
+
+
+@pytest.mark.parametrize("mutation", in_part(OF_PARTS))
+def test_parts_find_each_mutation(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*OF_PARTS[mutation])
     assert any(of_parts(seed, tmp_path) for seed in PARTS)
 
 
-@pytest.mark.parametrize("mutation", {**MUTATIONS, **ACTIVATIONS}.values(), ids=[*MUTATIONS, *ACTIVATIONS])
-def test_models_find_each_mutation(mutation: Mutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*mutation)
+@pytest.mark.parametrize("mutation", in_part(OF_MODELS))
+def test_models_find_each_mutation(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*OF_MODELS[mutation])
     assert any(of_models(seed, tmp_path) for seed in MODELS)

@@ -23,6 +23,7 @@ from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.probes import CHUNK_BYTES
+from tests.long_form import in_ci
 from tests.stages.dispatch.late_link import LateLink
 from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, read_into_memory
 
@@ -293,7 +294,7 @@ def test_what_the_accelerator_unpacks_is_whole_before_it_is_used_and_crosses_the
 ORDERS = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1, 3, 5, 1, 3, 5], [4, 0, 2], [2, 5, 0, 3, 1, 4]]
 
 
-@pytest.mark.parametrize("unpack_pause", [0.0, 0.01])
+@pytest.mark.parametrize("unpack_pause", in_ci(0.0, of=[0.0, 0.01]))
 def test_what_is_unpacked_late_and_was_given_up_is_written_over_nothing_that_came_since(
     unpack_pause: float, tmp_path: Path
 ) -> None:
