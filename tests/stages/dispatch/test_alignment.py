@@ -58,9 +58,7 @@ def saved(folder: Path, dtype: torch.dtype, offset: int, *, model: str = "dense"
 @pytest.mark.parametrize(
     ("model", "dtype", "offset"),
     in_ci(
-        ("dense", torch.float32, 8),
         ("dense", torch.bfloat16, 40),
-        ("stacked experts", torch.float32, 8),
         ("stacked experts", torch.bfloat16, 24),
         ("stacks that begin unlike", torch.float32, 8),
         of=[

@@ -81,13 +81,13 @@ def process() -> Iterator[Pool]:
     ("suffix", "dtype", "home", "spills", "allowed"),
     [
         ("safetensors", torch.bfloat16, "cpu", False, WEIGHTS + 64 * MIB),
-        ("safetensors", torch.bfloat16, "disk", False, 0),
+        pytest.param("safetensors", torch.bfloat16, "disk", False, 0, marks=pytest.mark.long_form),
         pytest.param("safetensors", torch.float32, "cpu", False, WEIGHTS + 64 * MIB, marks=pytest.mark.long_form),
         ("safetensors", torch.float32, "disk", False, TENSOR_BYTES + 64 * MIB),
         pytest.param("bin", torch.bfloat16, "cpu", False, WEIGHTS + TENSOR_BYTES, marks=pytest.mark.long_form),
-        ("bin", torch.bfloat16, "disk", False, TENSOR_BYTES),
+        pytest.param("bin", torch.bfloat16, "disk", False, TENSOR_BYTES, marks=pytest.mark.long_form),
         pytest.param("old.bin", torch.bfloat16, "cpu", False, 2 * WEIGHTS, marks=pytest.mark.long_form),
-        ("old.bin", torch.bfloat16, "cpu", True, WEIGHTS + TENSOR_BYTES),
+        pytest.param("old.bin", torch.bfloat16, "cpu", True, WEIGHTS + TENSOR_BYTES, marks=pytest.mark.long_form),
     ],
 )
 def test_a_load_takes_little_more_than_what_stays(
