@@ -66,10 +66,10 @@ def _of_backend(cache: QuantizedCache) -> Iterator[Fault]:
         elif value == -1:
             yield Fault(f"{key}.{axis}", f"{value} has groups across positions, which most lengths don't fill; give 0")
     try:
-        found = find_spec(_MODULES[name])
+        spec = find_spec(_MODULES[name])
     except ModuleNotFoundError:  # the package that it is in
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         yield Fault(f"{key}.backend", f"{name} isn't installed, which quantises the cache: {_INSTALLED_BY[name]}")
 
 

@@ -183,20 +183,24 @@ def host_rates(folder: Path, weights: HostWeights, read: Mapping[Shape, float]) 
     None where it can't be measured.
     """
 
+    @lru_cache
+    def measured() -> tuple[dict[str, int] | None, dict[str, int]]:
+        lacking = [shape for shape, figure in products.items() if not figure.is_kept(folder)]
+        return _measured_apart(weights, lacking, decodes=not decoder.is_kept(folder))
+
     def product(shape: Shape) -> int | None:
         return measured()[1].get(named(shape))
 
-    decoder = KeptFigure(DECODING_NAME, f"decoder of {weights.name}; {identity()}", lambda: measured()[0], {}, True)
+    key = f"decoder of {weights.name}; {identity()}"
+    decoder = KeptFigure(DECODING_NAME, key, lambda: measured()[0], nominal={}, of_user=True)
     products = {
         shape: KeptFigure(PRODUCTS_NAME, kept_as(shape, weights), partial(product, shape), of_user=True)
         for shape in read
     }
-    lacking = [shape for shape, figure in products.items() if not figure.is_kept(folder)]
-    measured = lru_cache(partial(_measured_apart, weights, lacking, decodes=not decoder.is_kept(folder)))
     rates = dict(decoder.get(folder))
-    found = {shape: figure.get(folder) for shape, figure in products.items()}
-    if found and all(found.values()):
-        rates["host"] = round(sum(read.values()) / sum(count / found[shape] for shape, count in read.items()))
+    by_shape = {shape: figure.get(folder) for shape, figure in products.items()}
+    if by_shape and all(by_shape.values()):
+        rates["host"] = round(sum(read.values()) / sum(count / by_shape[shape] for shape, count in read.items()))
     return rates
 
 

@@ -72,8 +72,13 @@ def prepare(config: Config, cache: Path) -> None:
     """
     size = sum(path.stat().st_size for path in ModelSource.of(config["model"]).local_weights)
     calls = _CALLS_A_LAYER * read_geometry(config["model"]).layers
-    light, weights = _is_light(size, calls, config) or size < _CACHED_BYTES, declared_weights(config)
-    machine_rates(config, known_machine(config, cache), cache, light=light, weights=weights)
+    light = _is_light(size, calls, config) or _fits_caches(size)
+    machine_rates(config, known_machine(config, cache), cache, light=light, weights=declared_weights(config))
+
+
+def _fits_caches(size: int) -> bool:
+    """Return whether how fast memory is read says little of a model of ``size`` bytes, as of a light one."""
+    return size < _CACHED_BYTES
 
 
 def declared_weights(config: Config) -> HostWeights:
@@ -168,13 +173,11 @@ def machine_rates(
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}
-    read: dict[Shape, float] = {}
-    if outline is not None:
-        weights, light = _host_weights(outline), light or outline.skeleton.bytes < _CACHED_BYTES
-        read = _read_bytes(outline, weights)
-    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned, light=light, weights=weights, read=read)
+    host = partial(local_rates, cache / MEASURED, sample, names, pinned=pinned)
     if outline is None:
-        return rates
+        return host(light=light, weights=weights)
+    light, weights = light or _fits_caches(outline.skeleton.bytes), _host_weights(outline)
+    rates = host(light=light, weights=weights, read={} if light else _read_bytes(outline, weights))
     unpacked = {name: packed.codec for name, packed in outline.packed.items()}
     quantised = {"dequantising": (unpacked, unpacking_rates), "multiplying": (outline.multiplied, multiplying_rates)}
     means = {rate: getattr(rates, rate) for rate in quantised}

@@ -211,14 +211,14 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
     cores = brought.computed.get(CPU, 0) / rates.host / HOST_TOKENS
     caches = sum(count / rates.link_of(device) for device, count in brought.caches.items() if count) / members
     apart = sum(count / rates.device_of(device) for device, count in brought.computed.items() if device != CPU)
-    calls = brought.host_calls / rates.calls + brought.loops / rates.loops
-    calls += brought.kept_moves.get(CPU, 0) / rates.host
+    calls, kept = brought.host_calls / rates.calls + brought.loops / rates.loops, brought.kept_moves.get(CPU, 0)
+    beside_products = calls + kept / rates.host
     waiting = waiting_seconds(brought, rates, max(host_read / rates.host, cores) * members) / members if beside else 0.0
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
         HOST_TO_DEVICE: link_seconds(brought, rates) / members + caches,
-        HOST: _read_on_host(host_read + brought.used.get(CPU, 0), brought, rates) + calls,
-        HOST_CORES: cores + calls,
+        HOST: _read_on_host(host_read + brought.used.get(CPU, 0), brought, rates) + beside_products,
+        HOST_CORES: cores + beside_products,
         DEVICE: _read_on_devices(brought, rates) / rates.device,
         DEVICE_CORES: apart / DEVICE_TOKENS,
         LAUNCHING: (brought.device_calls + brought.launches / members) / rates.launches,

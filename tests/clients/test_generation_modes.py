@@ -227,6 +227,13 @@ def tensors_of(outputs: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
             yield from tensors_of(value, f"{name}[{place}]")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_compiler() -> None:
+    """Have quanto's kernels be torch's operators in the plain model's answers too: its are compiled for a minute."""
+    if QUANTISING:
+        unpack_by_operators()
+
+
 @pytest.fixture(scope="module")
 def models_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Door], tuple[Any, Any]]:
     @cache
@@ -253,8 +260,6 @@ def test_it_answers_as_the_plain_model_does(
     asked: str, door: Door, models_of: Callable[[str, Door], tuple[Any, Any]]
 ) -> None:
     name, mode = ASKED[asked]
-    if mode == "a quantised cache":
-        unpack_by_operators()  # for the plain model too: quanto's own kernel takes a minute to compile
     inputs = SOUND if name == "Whisper" else WORDS
     wanted, streamed = (dict(tensors_of(MODES[mode].ask(model, inputs))) for model in models_of(name, door))
     assert wanted, "the plain model answers"

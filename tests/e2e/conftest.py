@@ -26,6 +26,8 @@ from tests.json_schema import run_validator
 from tests.rehearsals import rehearses_once as rehearses_once
 
 COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
+HOST_RATES = "hardware.rates={storage: 1GB, host: 10GB, calls: 15000, loops: 700}"
+"""Rates for tests that judge no seconds: to measure them takes as long as most of these."""
 
 Process = subprocess.Popen[str] | ForkedCommand
 Replay = Callable[..., tuple[int, str, str]]

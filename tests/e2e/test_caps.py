@@ -11,15 +11,13 @@ from offstage.stages.machine.host_memory import Host
 from offstage.stages.plan.budgets import LEAST_MARGIN, LIBRARY_BYTES, least_available
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.benchmarks.checkpoints import make, make_mixture_like
-from tests.e2e.conftest import COMMAND, environment, finish, records_in, start
+from tests.e2e.conftest import COMMAND, HOST_RATES, environment, finish, records_in, start
 
 MIB = 2**20
 LIBRARIES = 64 * MIB
 ROOMY = 2048 * MIB
 """A cap under which all weights fit."""
 TOLERANCE = 0.1
-RATES = "hardware.rates={storage: 1GB, host: 10GB, calls: 15000, loops: 700}"
-"""Nothing here hangs on seconds."""
 UNUSED = 0.06
 """The most of a cap that no page of the run or its libraries fills at its peak."""
 
@@ -34,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, cap: int, *arguments: str) -> dict[str, Any]:
     """Run the command under ``cap`` bytes and return its record; it must not be killed."""
-    options = ("model=pretrained", RATES, "generate.prompts=[[5,6,7,8]]", "generate.max_new_tokens=4", *arguments)
+    options = ("model=pretrained", HOST_RATES, "generate.prompts=[[5,6,7,8]]", "generate.max_new_tokens=4", *arguments)
     done = run_capped([*COMMAND, *options], cap, cwd=folder, env=environment())
     assert done.returncode == 0, done.stderr
     *_, record = records_in(folder).values()

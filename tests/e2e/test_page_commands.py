@@ -40,13 +40,12 @@ NOT_RUN: Mapping[str, str] = {
     "tracker.uri=http://HOST:5000": "needs a server: test_mlflow_server has one",
     "offstage-init lab": "test_init_command runs it, and each command of the page that it is on",
 }
-FINETUNES = "offstage stages=finetune finetune.text_file=README.md"
 LONG = (
     "offstage experiment=",
     "offstage -m stop_after=plan",
     "offstage -m stages=score",
     "offstage -m model.path",
-    FINETUNES,
+    "offstage stages=finetune finetune.text_file=README.md",
 )
 """What the commands begin with that only the long form runs: sweeps and a training, as others have them in CI."""
 MAINS: Mapping[str, Callable[[], None]] = {

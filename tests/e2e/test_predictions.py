@@ -27,7 +27,7 @@ from offstage.stages.units import format_bytes
 from tests.benchmarks.caps import can_cap
 from tests.benchmarks.checkpoints import make_mixture_like
 from tests.benchmarks.predictions import figures
-from tests.e2e.conftest import Finished
+from tests.e2e.conftest import HOST_RATES, Finished
 from tests.e2e.media_checkpoints import llava, picture, recording, save, whisper
 from tests.long_form import in_ci
 
@@ -46,8 +46,6 @@ PAIRS: dict[str, PretrainedConfig] = {
                        encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=96, max_position_embeddings=64),
     "t5": T5Config(d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, vocab_size=96, decoder_start_token_id=0),
 }  # fmt: skip
-RATES = "hardware.rates={storage: 1GB, host: 10GB, calls: 15000, loops: 700}"
-"""Seconds are for a quiet machine."""
 OF_THE_PROCESS = pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 
 
@@ -75,7 +73,7 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.bfloat16).save_pretrained(folder)
     prompts = [[7] * 1800, [9] * 1500, [5] * 10]
     done = offstage(
-        f"model.path={folder}", RATES, "max_memory.cpu=500MB", "storage.io=direct", f"generate.prompts={prompts}",
+        f"model.path={folder}", HOST_RATES, "max_memory.cpu=500MB", "storage.io=direct", f"generate.prompts={prompts}",
         "generate.max_new_tokens=2", "generate.min_new_tokens=2", "generate.batch_size=3",
     )  # fmt: skip
     request, predicted = bytes_as_predicted(done)
@@ -146,7 +144,7 @@ def test_the_peak_of_a_mixture_and_what_a_token_streams_are_predicted_within_a_t
 ) -> None:
     folder = make_mixture_like("qwen3-moe", tmp_path / "checkpoint")
     done = offstage(
-        f"model.path={folder}", RATES, "max_memory.cpu=60MB", "storage.io=direct", "generate.prompts=[[5,6,7,8]]",
+        f"model.path={folder}", HOST_RATES, "max_memory.cpu=60MB", "storage.io=direct", "generate.prompts=[[5,6,7,8]]",
         "generate.max_new_tokens=33", "generate.min_new_tokens=33", f"enforce_memory={str(can_cap()).lower()}",
     )  # fmt: skip
     assert done.code == 0, done.err

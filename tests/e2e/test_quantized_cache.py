@@ -118,14 +118,14 @@ def test_the_plan_has_the_bytes_that_the_cache_takes(
     )
     assert done.code == 0, done.err
     plan = json.loads(Path(done.record["stages"][-1]["artifact"], "plan.json").read_text())
-    cache, held = QuantizedCache(config=FAMILIES["llama"], **config), list[int]()
+    cache, sizes = QuantizedCache(config=FAMILIES["llama"], **config), list[int]()
     states = torch.randn(1, 2, len(prompt), 64, dtype=dtype)
     for number in range(new):
         for index in range(4):
             cache.update(states if not number else states[:, :, :1], states if not number else states[:, :, :1], index)
-        held.append(sum(map(layer_bytes, cache.layers)))
+        sizes.append(sum(map(layer_bytes, cache.layers)))
     planned = plan["devices"]["cpu"]["ledger"]["cache"]
-    assert max(held) * 0.98 <= planned <= max(held) * 1.02, (max(held), planned)
+    assert max(sizes) * 0.98 <= planned <= max(sizes) * 1.02, (max(sizes), planned)
 
 
 def layer_bytes(layer: Any) -> int:
@@ -134,13 +134,13 @@ def layer_bytes(layer: Any) -> int:
     return sum(storages.values())
 
 
-def tensors_in(found: Any) -> list[torch.Tensor]:
-    """Return the plain tensors in ``found``, those that quanto's consist of among them."""
-    if type(found) is torch.Tensor:
-        return [found]
-    if isinstance(found, torch.Tensor):
-        found = [getattr(found, name) for name in found.__tensor_flatten__()[0]]
-    values = found.values() if isinstance(found, Mapping) else found if isinstance(found, list | tuple) else ()
+def tensors_in(parts: Any) -> list[torch.Tensor]:
+    """Return the plain tensors in ``parts``, those that quanto's consist of among them."""
+    if type(parts) is torch.Tensor:
+        return [parts]
+    if isinstance(parts, torch.Tensor):
+        parts = [getattr(parts, name) for name in parts.__tensor_flatten__()[0]]
+    values = parts.values() if isinstance(parts, Mapping) else parts if isinstance(parts, list | tuple) else ()
     return [tensor for value in values for tensor in tensors_in(value)]
 
 
