@@ -15,8 +15,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from tests.long_form import LONG_FORM
+
 ROOT = Path(__file__).parent.parent
 PYTEST_WORKERS = 2
+TEST_SECONDS = 600
+"""How long a test of the short form may take: one that stands still is a failure with a name then, and tracebacks."""
 MYPY = "mypy"
 CHECKS = {
     MYPY: ["mypy"],
@@ -38,11 +42,13 @@ def main(pytest_options: Sequence[str]) -> int:
     # A module stays on one worker, for what its tests share. In the order of the folders, the last modules are short:
     # by the number of tests, which is the default, they are those of few long ones, and a worker waits for the other.
     spread = ["-n", str(PYTEST_WORKERS), "--dist", "loadscope", "--no-loadscope-reorder"]
+    limit = ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
+    limit += ["--max-worker-restart=0"]  # else the test that stood still begins again, once for each restart
     with ThreadPoolExecutor(PYTEST_WORKERS) as pool:
         checks = {name: pool.submit(passes, name) for name in CHECKS}
         wait(check for name, check in checks.items() if name != MYPY)
         say("now the tests")
-        code = run(["pytest", *spread, *pytest_options]).returncode
+        code = run(["pytest", *spread, *([] if os.environ.get(LONG_FORM) else limit), *pytest_options]).returncode
     failed = [name for name, check in checks.items() if not check.result()]
     if code:
         say(f"pytest exited {code}")

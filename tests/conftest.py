@@ -20,10 +20,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.long_form import LONG_FORM
 from tests.unsynced import leave_unsynced
-
-LONG_FORM = "OFFSTAGE_LONG"
-"""The environment variable with which tests in the long form run too, and searches draw freely."""
 
 # What the short form draws follows from a test's own code: it answers the same on any machine, under any load.
 settings.register_profile("offstage", derandomize=not os.environ.get(LONG_FORM), deadline=None)

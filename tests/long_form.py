@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+LONG_FORM = "OFFSTAGE_LONG"
+"""The environment variable with which tests in the long form run too, and searches draw freely."""
+
 
 def in_ci(*chosen: Any, of: Iterable[Any]) -> list[Any]:
     """Return the cases ``of`` a test to parametrise it with; those that aren't ``chosen`` are in the long form.

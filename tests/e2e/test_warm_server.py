@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def test_a_fork_heeds_signals_and_tells_which_one_killed_it(fresh_folder: Path) 
             process.send_signal(number)
             ended[number] = process.wait(120)
     assert ended == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+
+
+def test_a_fork_that_does_not_end_in_time_is_an_error_and_goes_on_no_more(fresh_folder: Path) -> None:
+    process = start(fresh_folder, *ENDLESS)
+    wait_for(lambda: records_in(fresh_folder), process)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=0.1)
+    assert process.wait(120) == -signal.SIGKILL
 
 
 def test_what_runs_inside_this_process_leave_in_its_environment_is_no_reason_for_a_process(

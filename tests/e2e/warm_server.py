@@ -65,7 +65,9 @@ class ForkedCommand:
     def __enter__(self) -> ForkedCommand:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # nobody has it end any more
+            self.kill()
         self.wait()
         self._close()
 
@@ -81,11 +83,18 @@ class ForkedCommand:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for its end and return what it wrote to both streams since they were last read."""
+        """Wait for its end and return what it wrote to both streams since they were last read.
+
+        One that hasn't ended by then is killed, so that what reads its streams ends too.
+        """
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
         with ThreadPoolExecutor(max(1, len(streams))) as readers:
             reading = [readers.submit(stream.read) for stream in streams]
-            self.wait(timeout)
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
             texts = [each.result() for each in reading]
         self._close()
         return (texts[0], texts[1]) if len(texts) == 2 else ("", "")

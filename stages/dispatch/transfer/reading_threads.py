@@ -5,15 +5,17 @@ Jobs of each kind begin in the order in which they were asked for, a certain one
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from offstage.stages.machine.operator_threads import let_idle_teams_sleep
@@ -38,35 +40,53 @@ class _Reading:
 
 
 class ReadingThreads:
-    """``count`` threads, which start as they are needed and end with the process.
+    """``count`` threads, the same ones until it is closed.
 
     One that has something to do goes on until there is nothing more: asking for a job wakes a thread only where there
-    is one that rests, and costs the thread that computes little.
+    is one that rests, and costs the thread that computes little. The last that went to rest wakes first: what a thread
+    keeps to read with is there for few jobs at a time.
+
+    An interrupt may come to whoever asks at any moment, as in an executor's ``submit``; one that came while that
+    started a thread would leave it unknown, and the interpreter would wait for it for ever. So all threads are started
+    before anything is asked for, and none keeps a process from ending but for the job that it does.
     """
 
     def __init__(self, count: int) -> None:
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="offstage-read")
-        self._count, self._working = count, 0
         self._jobs = {urgency: deque[_Reading]() for urgency in Urgency}
-        self._choosing = threading.Lock()
+        self._resting: list[SimpleQueue[None]] = []
+        self._choosing, self._closed = threading.Lock(), False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"offstage-read_{number}", daemon=True) for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, work: Callable[..., _Result], *given: Any, urgency: Urgency = Urgency.CERTAIN) -> Future[_Result]:
         """Have ``work`` be done with what is ``given``."""
         future: Future[_Result] = Future()
         with self._choosing:
             self._jobs[urgency].append(_Reading(partial(work, *given), future))
-            rests = self._working < self._count
-            self._working += rests
-        if rests:
-            self._threads.submit(self._work)
+            if self._resting:
+                self._resting[-1].put(None)
+                self._resting.pop()
         return future
 
+    def close(self) -> None:
+        """End the threads, once each has done the job that it is at."""
+        with self._choosing:
+            self._closed = True
+            for resting in self._resting:
+                resting.put(None)
+        for thread in self._threads:
+            thread.join()
+
     def _work(self) -> None:
-        """Do one job after the other, those that were cancelled left out, until there is none.
+        """Do one job after the other, those that were cancelled left out.
 
         Once whoever waits for one hears, nothing here holds what it was given, nor does a traceback of its failure.
         """
-        while (job := self._next()) is not None:
+        wake: SimpleQueue[None] = SimpleQueue()
+        while (job := self._next(wake)) is not None:
             work, future = job.work, job.future
             del job
             if future.set_running_or_notify_cancel():
@@ -81,12 +101,16 @@ class ReadingThreads:
                     del result
             del future
 
-    def _next(self) -> _Reading | None:
-        """Return what is done now; null where there is nothing, and the thread rests."""
-        with self._choosing:
-            jobs = next(filter(None, self._jobs.values()), None)
-            self._working -= jobs is None
-            return jobs.popleft() if jobs is not None else None
+    def _next(self, wake: SimpleQueue[None]) -> _Reading | None:
+        """Return what is done now, and rest until there is something; null once there are to be no threads."""
+        while True:
+            with self._choosing:
+                if self._closed:
+                    return None
+                if jobs := next(filter(None, self._jobs.values()), None):
+                    return jobs.popleft()
+                self._resting.append(wake)
+            wake.get()
 
 
 @functools.cache
@@ -96,7 +120,16 @@ def reader_pool() -> ReadingThreads:
     On the host they read, and unpack, on the cores that compute.
     """
     let_idle_teams_sleep()
-    return ReadingThreads(READING_THREADS)
+    pool = ReadingThreads(READING_THREADS)
+    atexit.register(pool.close)
+    return pool
 
 
-os.register_at_fork(after_in_child=reader_pool.cache_clear)  # its threads aren't there
+def _leave_to_parent() -> None:
+    """Have a fork start threads of its own: those of its parent aren't there."""
+    if reader_pool.cache_info().currsize:
+        atexit.unregister(reader_pool().close)
+        reader_pool.cache_clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -17,10 +17,9 @@ from offstage.stages.dispatch.streaming.lockstep import Lockstep
 from offstage.stages.dispatch.streaming.module_state import ModuleState
 from offstage.stages.hosts.wire import Arrival, _Inbox
 from offstage.stages.units import Position
-from tests.conftest import LONG_FORM
 from tests.deadline import deadline
 from tests.e2e.forked_hosts import run_alike
-from tests.long_form import in_ci
+from tests.long_form import LONG_FORM, in_ci
 from tests.stages.hosts.divided_models import CONFIGS
 from tests.stages.hosts.lockstep_models import main
 

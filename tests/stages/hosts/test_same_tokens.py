@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import LONG_FORM
 from tests.e2e.forked_hosts import run_alike
-from tests.long_form import in_ci
+from tests.long_form import LONG_FORM, in_ci
 from tests.stages.hosts.divided_models import CONFIGS, WAYS, main
 
 SHORT = ("llama", "gemma2", "mixtral", "t5")

@@ -31,8 +31,7 @@ from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.explicit import explicit, spread
 from offstage.stages.plan.traffic import PLAIN_STEP, forecast
 from offstage.stages.units import DeviceId, in_tier_order
-from tests.conftest import LONG_FORM
-from tests.long_form import in_part
+from tests.long_form import LONG_FORM, in_part
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 many = settings(

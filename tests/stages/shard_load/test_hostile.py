@@ -14,7 +14,7 @@ from safetensors.torch import save
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.readers import open_reader
-from tests.conftest import LONG_FORM
+from tests.long_form import LONG_FORM
 
 TENSORS = {"a.weight": torch.arange(24.0).view(4, 6), "a.bias": torch.arange(4).int(), "b": torch.ones(3).half()}
 ROUNDS, BINS = (3000, 400) if os.environ.get(LONG_FORM) else (600, 100)

@@ -22,7 +22,7 @@ from offstage.stages.shard_load.place import place
 from offstage.stages.shard_load.sources import Sources, find_sources
 from offstage.stages.shard_load.stored_weights import fill_store
 from offstage.stages.units import DeviceId
-from tests.conftest import LONG_FORM
+from tests.long_form import LONG_FORM
 from tests.stages.shard_load.checkpoints import assert_same, save_bin, state_of
 from tests.stages.shard_load.test_packed_copies import LLAMA, MIXTRAL, empty_model, make_model
 

@@ -1,6 +1,8 @@
 """Threads that read: what is waited for goes first."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -75,3 +77,36 @@ def test_whoever_hears_of_a_job_finds_nothing_held_for_it(fails: bool) -> None:
     finally:
         gc.enable()
     assert not any(alive)
+
+
+INTERRUPTED = """
+import threading
+from offstage.stages.dispatch.transfer.reading_threads import reader_pool
+
+def interrupted(thread):
+    start(thread)
+    threading.Thread.start = start
+    raise KeyboardInterrupt
+
+start, threading.Thread.start = threading.Thread.start, interrupted
+try:
+    reader_pool().submit(int)
+except KeyboardInterrupt:
+    assert reader_pool().submit(int, "7").result() == 7
+"""
+
+
+def test_an_interrupt_as_a_thread_starts_keeps_no_process_from_ending() -> None:
+    """An executor's thread that was started so is unknown to what ends them all, and waited for."""
+    subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, timeout=120)
+
+
+def test_what_is_at_work_as_the_threads_are_ended_is_done() -> None:
+    threads, at_work, go, done = ReadingThreads(1), threading.Event(), threading.Event(), list[int]()
+    threads.submit(lambda: (at_work.set(), go.wait(), done.append(1)))
+    late = threads.submit(done.append, 2)
+    at_work.wait()
+    threading.Timer(0.05, go.set).start()
+    threads.close()
+    assert done == [1]
+    assert not late.done()
