@@ -95,11 +95,12 @@ def cached_pages(descriptor: int, size: int) -> NDArray[np.bool_]:
     if mincore is None or not size or not _may_ask(descriptor):
         return pages.astype(np.bool_)
     try:
-        with mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
-            address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-            if mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
-                pages[:] = 0
+        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError:
+        return pages.astype(np.bool_)
+    # It isn't closed but let go: to close it after an interrupt, of which the array's frames are a part, is an error.
+    address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+    if mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
         pages[:] = 0
     return (pages & 1).astype(np.bool_)
 

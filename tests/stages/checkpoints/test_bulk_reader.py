@@ -2,7 +2,9 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,6 +139,20 @@ def test_a_file_that_changed_is_refused(tmp_path: Path, data: torch.Tensor) -> N
     piece = TensorRead(Extent(file, 0, "uint8", (5,)), torch.zeros(5, dtype=torch.uint8))
     with BulkReader() as reader, pytest.raises(CheckpointError, match="the file changed"):
         reader.read([piece], lambda count: None)
+
+
+def test_an_interrupt_while_the_page_cache_is_asked_stays_one(
+    tmp_path: Path, data: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(np.ndarray[Any, Any]):
+        @property
+        def ctypes(self) -> Any:
+            raise KeyboardInterrupt
+
+    view = np.frombuffer
+    monkeypatch.setattr(np, "frombuffer", lambda *given, **named: view(*given, **named).view(Interrupted))
+    with (tmp_path / "f").open("rb") as file, pytest.raises(KeyboardInterrupt):
+        cached_pages(file.fileno(), data.numel())
 
 
 def test_the_page_cache_is_asked_and_not_filled(tmp_path: Path, data: torch.Tensor) -> None:
