@@ -91,13 +91,13 @@ def shows_all() -> bool:
 def guarded(work: Callable[[], int], *, name: str = "offstage") -> int:
     """Return what ``work`` returns, or print the error that a user can mend and return its exit code."""
     from offstage.pipeline.atomic_files import mendable
-    from offstage.pipeline.errors import OffstageError
+    from offstage.pipeline.errors import OffstageError, is_interrupt
 
     try:
         with mendable():
             return work()
     except OffstageError as error:
-        if shows_all():
+        if shows_all() or is_interrupt(error):
             raise
         sys.stderr.writelines(f"{name}: {line}\n" for line in str(error).splitlines())
         return error.exit_code
@@ -114,10 +114,12 @@ def last_resort(work: Callable[[], int], *, name: str = "offstage") -> int:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, BrokenPipeError):
         raise
     except BaseException as error:
+        from offstage.pipeline.errors import is_interrupt, words_of
+
+        if is_interrupt(error):
+            raise KeyboardInterrupt from error
         if shows_all():
             raise
-        from offstage.pipeline.errors import words_of
-
         sys.stderr.write(f"{name}: unforeseen: {words_of(error)}; {_keep_traceback(error)}; please report it\n")
         return UNFORESEEN
 

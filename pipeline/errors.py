@@ -167,6 +167,17 @@ def _shortened(line: str) -> str:
     return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
 
 
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return whether ``error`` is an interrupt or came of one: what it left half done may fail as it is cleared up.
+
+    What is raised from an interrupt on purpose is an error of its own.
+    """
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        meant = isinstance(error.__cause__, KeyboardInterrupt)
+        error = None if meant else error.__cause__ or error.__context__
+    return error is not None
+
+
 def words_of(error: BaseException) -> str:
     """Return the kind of ``error`` and what it says, in one line of bearable length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.environment import allocator_settings, imported_packages
-from offstage.pipeline.errors import BudgetError
+from offstage.pipeline.errors import BudgetError, is_interrupt
 from offstage.pipeline.installed_stages import declared_metrics, work_of
 from offstage.pipeline.kept_memory import keep_little
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
@@ -77,7 +77,7 @@ def perform(
 
 def _end_from_outside(record: RunRecord, error: BaseException) -> None:
     """Have the record say that the run was ended while this host waited for another."""
-    record.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=error)
+    record.finish("interrupted" if is_interrupt(error) else "failed", error=error)
 
 
 class Ending:
@@ -90,11 +90,11 @@ class Ending:
     def __enter__(self) -> Ending:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
         with self._record.written_once():
-            self._close(kind, error)
+            self._close(error)
 
-    def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if self._monitor is not None:
             host, resident = self._monitor.peak_host_bytes, self._monitor.peak_host_rss_bytes
             self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
@@ -108,7 +108,7 @@ class Ending:
             self._record.finish("completed")
             return
         stage = self.runner.at_work if self.runner else None
-        status: Literal["interrupted", "failed"] = "interrupted" if kind is KeyboardInterrupt else "failed"
+        status: Literal["interrupted", "failed"] = "interrupted" if is_interrupt(error) else "failed"
         _log.info("%s in %s: %s", status, stage or "the config", error)
         self._record.finish(status, error=error, stage=stage)
 

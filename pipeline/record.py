@@ -18,7 +18,7 @@ from typing import Any
 from offstage.pipeline.atomic_files import create_file, mendable, replace_file
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.decoding import Reading, decode, encode
-from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.errors import ConfigError, StorageError, is_interrupt
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.peers import own_rank
 from offstage.pipeline.plain_data import as_json, printable_data
@@ -342,7 +342,7 @@ def never_left_running(record: RunRecord) -> Iterator[None]:
         written = RunRecord.load(record.path)
         unfinished = written.run.status == "running"
         if unfinished or (written.run.status == "completed" and isinstance(error, StorageError)):
-            written.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=error)
+            written.finish("interrupted" if is_interrupt(error) else "failed", error=error)
         raise
 
 

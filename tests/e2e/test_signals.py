@@ -157,6 +157,26 @@ run_command("offstage", work)
     require_interrupted(program)
 
 
+def test_what_an_interrupt_left_half_done_and_fails_as_it_is_cleared_up_is_an_interrupt() -> None:
+    """As OmegaConf's flags do, which a value has while another is put into it."""
+    require_interrupted("""
+import os, signal
+from offstage.pipeline.command_exit import run_command
+from offstage.pipeline.errors import ConfigError
+
+def work():
+    try:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            None.flags
+    except AttributeError as error:
+        raise ConfigError(str(error)) from error
+
+run_command("offstage", work)
+""")
+
+
 @pytest.mark.parametrize("whom", ["the sweep", pytest.param("the job alone", marks=pytest.mark.long_form)])
 def test_a_signal_ends_the_sweep_that_got_it_and_no_other_job_than_the_one_that_got_it(
     whom: str, fresh_folder: Path

@@ -15,6 +15,7 @@ from offstage.pipeline.errors import (
     OffstageError,
     StorageError,
     foreign,
+    is_interrupt,
     named,
     raise_faults,
 )
@@ -106,3 +107,32 @@ def test_what_the_block_asks_of_our_own_code_is_still_about_what_foreign_code_ga
 def test_an_error_that_begins_with_a_key_is_a_fault_of_that_key() -> None:
     fault = Fault.of(ConfigError("generate.prompts[0]: 'a: b' has no tokens; give more"))
     assert fault == Fault("generate.prompts[0]", "'a: b' has no tokens; give more")
+
+
+def raised(*steps: str) -> BaseException:
+    """Return the last of errors that are raised one as the other is handled, the first of an interrupt."""
+    try:
+        try:
+            if len(steps) > 1:
+                raise raised(*steps[:-1])
+            raise KeyboardInterrupt
+        except BaseException as error:
+            if steps[-1] == "from it":
+                raise ConfigError("it") from error
+            raise AttributeError from None  # as OmegaConf's
+    except (AttributeError, ConfigError) as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_one"),
+    [(["meanwhile"], True), (["meanwhile", "from it"], True), (["from it"], False), (["from it", "meanwhile"], False)],
+)
+def test_an_error_that_came_of_an_interrupt_is_one_unless_it_was_meant(steps: list[str], is_one: bool) -> None:
+    assert is_interrupt(raised(*steps)) is is_one
+
+
+def test_an_error_that_came_of_none_is_none() -> None:
+    assert is_interrupt(KeyboardInterrupt())
+    assert not is_interrupt(ConfigError("it"))
+    assert not is_interrupt(None)
