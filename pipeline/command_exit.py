@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -20,8 +21,12 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IMPORTS = "<frozen importlib"
 """What the names of the files begin with whose code imports others."""
+_CALLED_BY_TORCH = ("__torch_dispatch__", "find_torch_dispatch_rule")
+"""Functions that torch calls, while shapes are computed without values, from where an exception ends the process."""
+_AROUND_THESE = ("/torch/_", "/torch/utils/_", "/torch/compiler/")
+"""Where that lies which torch has around them: decorators of several of its private modules."""
 _MOMENT, _PATIENCE = 0.01, 5.0
-"""Seconds until an interrupt comes again where it was held up or dropped, and how long imports may hold it up."""
+"""Seconds until an interrupt comes again where it was held up or dropped, and how long it may be held up."""
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -45,6 +50,20 @@ def exit_at_signals(name: str) -> None:
 
     for number in heeded_signals():
         signal.signal(number, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())  # see held_back
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Have a command that is started in the block get its signals no sooner than ``exit_at_signals`` heeds them there.
+
+    Those that came sooner would end it without a word, or with an interpreter's traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def heed_signals() -> None:
@@ -58,22 +77,34 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """The same signal again ends the process at once; another doesn't disturb the ending."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL if each == number else signal.SIG_IGN)
-    _raise_after_imports(number, frame, until=time.monotonic() + _PATIENCE)
+    _raise_where_it_lasts(number, frame, until=time.monotonic() + _PATIENCE)
 
 
-def _raise_after_imports(_number: int, frame: FrameType | None, *, until: float) -> None:
-    """Raise the interrupt, but not into an import, for some seconds: it might lose it. Look again in a moment then."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_IMPORTS):
-        frame = frame.f_back
-    if frame is None or time.monotonic() > until:
+def _raise_where_it_lasts(_number: int, frame: FrameType | None, *, until: float) -> None:
+    """Raise the interrupt; look again in a moment where it would come into what loses it, or can't be raised through.
+
+    That is an import, and what torch calls; after some seconds it comes all the same.
+    """
+    if time.monotonic() > until or not _holds_up(frame):
         raise KeyboardInterrupt
-    _call_soon(partial(_raise_after_imports, until=until))
+    _call_soon(partial(_raise_where_it_lasts, until=until))
+
+
+def _holds_up(frame: FrameType | None) -> bool:
+    """Return whether what is at work in ``frame`` holds an interrupt up."""
+    if frame is not None and any(part in frame.f_code.co_filename for part in _AROUND_THESE):
+        return True
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORTS) or frame.f_code.co_name in _CALLED_BY_TORCH:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _raise_again(otherwise: Callable[[Any], object], unraisable: Any) -> None:
     """Raise an interrupt once more where Python dropped it: in a finaliser, or the callback of a weak reference."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        _call_soon(partial(_raise_after_imports, until=time.monotonic() + _PATIENCE))
+        _call_soon(partial(_raise_where_it_lasts, until=time.monotonic() + _PATIENCE))
     else:
         otherwise(unraisable)
 

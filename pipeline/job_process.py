@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from offstage.pipeline.command_exit import INTERRUPTED, heeded_signals
+from offstage.pipeline.command_exit import INTERRUPTED, heeded_signals, held_back
 from offstage.pipeline.errors import KilledError
 from offstage.pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 from offstage.pipeline.process_setup import own_command
@@ -65,10 +65,11 @@ class JobProcess:
             failed.callback(self._remove_group)
             stream = None if output is None else opened.enter_context(output.open("ab"))
             # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
-            self.process = subprocess.Popen(
-                command, process_group=0,
-                pass_fds=() if lock is None else (lock,), stdout=stream, stderr=stream,
-            )  # fmt: skip
+            with held_back():
+                self.process = subprocess.Popen(
+                    command, process_group=0,
+                    pass_fds=() if lock is None else (lock,), stdout=stream, stderr=stream,
+                )  # fmt: skip
             signals.pass_to(self.process)
             failed.pop_all()
 
@@ -113,8 +114,7 @@ def _group(record: RunRecord) -> MemoryGroup | None:
 class PassedSignals:
     """Passes signals on to processes: the first as it is, a later one as SIGKILL; ``came`` are those that came.
 
-    It is entered before there is a process: one that came while that was made would else leave it to go on alone. It
-    ends that before its first line.
+    It is entered before there is a process: one that came while that was made would else leave it to go on alone.
     """
 
     def __init__(self) -> None:
@@ -131,10 +131,10 @@ class PassedSignals:
             signal.signal(number, handler)
 
     def pass_to(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on to ``process`` what comes from now on; end it if something came already."""
+        """Pass on to ``process`` what comes from now on, and what came already."""
         self._processes.append(process)
         if self.came:
-            process.kill()
+            process.send_signal(self._next())
 
     def end(self, number: int = signal.SIGINT) -> None:
         """Have the processes end, as if the signal ``number`` came to this one."""
@@ -143,7 +143,10 @@ class PassedSignals:
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self.came.append(number)
         for process in self._processes:  # one that has ended gets none
-            process.send_signal(number if len(self.came) == 1 else signal.SIGKILL)
+            process.send_signal(self._next())
+
+    def _next(self) -> int:
+        return self.came[0] if len(self.came) == 1 else signal.SIGKILL
 
 
 def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | None) -> int:

@@ -157,6 +157,48 @@ run_command("offstage", work)
     require_interrupted(program)
 
 
+INTERRUPTED_CALLS = """
+import os, signal, time
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from offstage.pipeline.command_exit import run_command
+
+def call():
+    with FakeTensorMode():
+        layer, given = torch.nn.Linear(8, 8), torch.ones(2, 8)
+    layer(given).view(16)[:8].detach()
+
+def work(number):
+    calls, dispatch = [], FakeTensor.__torch_dispatch__
+
+    def __torch_dispatch__(cls, func, *given, **named):
+        calls.append(func)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return dispatch(func, *given, **named)
+
+    FakeTensor.__torch_dispatch__ = classmethod(__torch_dispatch__)
+    call()
+    time.sleep(30)  # it may come when that is over
+    return 0
+
+call()  # it imports much
+for number in range(1, 8):
+    if not (pid := os.fork()):
+        run_command("offstage", lambda: work(number))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_an_interrupt_while_shapes_are_computed_is_no_abort() -> None:
+    """From some of what torch asks of a tensor without values, as a gradient is recorded, no exception may come."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_CALLS], env=environment(), text=True, capture_output=True, check=True,
+        preexec_fn=heed_signals,
+    )  # fmt: skip
+    assert done.stdout.split() == ["130"] * 7, done.stderr
+
+
 def test_what_an_interrupt_left_half_done_and_fails_as_it_is_cleared_up_is_an_interrupt() -> None:
     """As OmegaConf's flags do, which a value has while another is put into it."""
     require_interrupted("""

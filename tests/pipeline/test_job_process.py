@@ -11,20 +11,31 @@ from pathlib import Path
 import pytest
 
 from offstage.pipeline import job_process
+from offstage.pipeline.command_exit import held_back
 from offstage.pipeline.errors import KilledError
 from offstage.pipeline.job_process import PassedSignals, supervise
 from offstage.pipeline.record import RunRecord
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+HEEDING = """
+from offstage.pipeline.command_exit import exit_at_signals
+exit_at_signals("job")
+import time
+time.sleep(60)
+"""
 
 
-def test_a_signal_that_came_while_the_process_was_made_ends_it() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_came_while_the_process_was_made_ends_it_with_a_word(number: signal.Signals) -> None:
     with PassedSignals() as signals:
-        os.kill(os.getpid(), signal.SIGINT)
-        process = subprocess.Popen(SLEEP, process_group=0)
+        os.kill(os.getpid(), number)
+        with held_back():
+            process = subprocess.Popen([sys.executable, "-c", HEEDING], process_group=0, stderr=subprocess.PIPE)
         signals.pass_to(process)
-        assert process.wait(30) == -signal.SIGKILL
-    assert signals.came == [signal.SIGINT]
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"job: interrupted\n")
+    assert signals.came == [number]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_the_first_signal_is_passed_on_as_it_is_and_the_next_one_kills() -> None:

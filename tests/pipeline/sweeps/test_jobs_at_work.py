@@ -24,17 +24,15 @@ from offstage.pipeline.sweeps.record import Sweep
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 WORK = """
+from offstage.pipeline.command_exit import exit_at_signals
+exit_at_signals("offstage")
 import sys, time
 from pathlib import Path
 from offstage.pipeline.record import RunRecord
 record = RunRecord.load(Path(sys.argv[1]))
 print("at work", flush=True)
-try:
-    while not Path(record.config["awaits"]).exists():
-        time.sleep(0.01)
-except KeyboardInterrupt as error:
-    record.finish("interrupted", error=error)
-    sys.exit(130)
+while not Path(record.config["awaits"]).exists():
+    time.sleep(0.01)
 record.finish("completed")
 """
 NEVER = 99
