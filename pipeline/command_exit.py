@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,6 +72,36 @@ def heed_signals() -> None:
     for number in heeded_signals():
         signal.signal(number, _interrupt)
     sys.unraisablehook = partial(_raise_again, sys.unraisablehook)
+
+
+@contextmanager
+def interrupts_that_last() -> Iterator[None]:
+    """Have an interrupt that comes in the block do no harm, in a process of somebody else's too: it comes in a moment.
+
+    One that heeds interrupts by a handler of its own, and a thread other than the main one, is left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    came, alarm = list[int](), signal.getsignal(signal.SIGALRM)
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        _raise_where_it_lasts(number, frame, until=time.monotonic() + _PATIENCE)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if came:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm)
+            from offstage.pipeline.errors import is_interrupt
+
+            if not is_interrupt(sys.exception()):
+                raise KeyboardInterrupt
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from offstage.pipeline.command_exit import interrupts_that_last
 from offstage.pipeline.errors import OffstageError
 from offstage.stages.empty_init.deciding import decide, is_decided, with_indices
 
@@ -33,6 +34,18 @@ class Faking(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, decides: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._decides = decides
+        self._interrupts: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Self:
+        self._interrupts.append(interrupts_that_last())
+        self._interrupts[-1].__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            self._interrupts.pop().__exit__(*raised)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
