@@ -89,16 +89,18 @@ class ReadingThreads:
         while (job := self._next(wake)) is not None:
             work, future = job.work, job.future
             del job
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = work()
-                except BaseException as error:  # noqa: BLE001 - it is for whoever waits
-                    del work
-                    future.set_exception(error)
-                else:
-                    del work
-                    future.set_result(result)
-                    del result
+            if not future.set_running_or_notify_cancel():
+                del work, future
+                continue
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+                del work
+                future.set_exception(error)
+            else:
+                del work
+                future.set_result(result)
+                del result
             del future
 
     def _next(self, wake: SimpleQueue[None]) -> _Reading | None:

@@ -4,12 +4,15 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads, Urgency
+from tests.deadline import deadline
 
 
 class BusyThread:
@@ -20,8 +23,11 @@ class BusyThread:
         self._released = threading.Event()
         self.threads.submit(self._released.wait)
 
-    def go(self) -> list[str]:
+    def release(self) -> None:
         self._released.set()
+
+    def go(self) -> list[str]:
+        self.release()
         self.threads.submit(int).result()
         return self.done
 
@@ -77,6 +83,17 @@ def test_whoever_hears_of_a_job_finds_nothing_held_for_it(fails: bool) -> None:
     finally:
         gc.enable()
     assert not any(alive)
+
+
+def test_nothing_is_held_of_a_job_that_was_cancelled(busy: BusyThread) -> None:
+    given = Given()
+    seen = weakref.ref(given)
+    assert busy.threads.submit(partial(given.read, fails=False)).cancel()
+    del given
+    busy.release()
+    with deadline(30):
+        while seen() is not None:
+            time.sleep(0.001)
 
 
 INTERRUPTED = """
