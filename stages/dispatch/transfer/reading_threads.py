@@ -62,9 +62,11 @@ class ReadingThreads:
             thread.start()
 
     def submit(self, work: Callable[..., _Result], *given: Any, urgency: Urgency = Urgency.CERTAIN) -> Future[_Result]:
-        """Have ``work`` be done with what is ``given``."""
+        """Have ``work`` be done with what is ``given``. Raises a ``RuntimeError`` once threads have ended."""
         future: Future[_Result] = Future()
         with self._choosing:
+            if self._closed:
+                raise RuntimeError("nothing is read any more: the process ends")
             self._jobs[urgency].append(_Reading(partial(work, *given), future))
             if self._resting:
                 self._resting[-1].put(None)

@@ -127,3 +127,5 @@ def test_what_is_at_work_as_the_threads_are_ended_is_done() -> None:
     threads.close()
     assert done == [1]
     assert not late.done()
+    with pytest.raises(RuntimeError, match="the process ends"):
+        threads.submit(int)
