@@ -167,15 +167,24 @@ def _shortened(line: str) -> str:
     return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error``, what it was raised from, or while that was handled, and so on to the first of them."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def is_interrupt(error: BaseException | None) -> bool:
     """Return whether ``error`` is an interrupt or came of one: what it left half done may fail as it is cleared up.
 
     What is raised from an interrupt on purpose is an error of its own.
     """
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        meant = isinstance(error.__cause__, KeyboardInterrupt)
-        error = None if meant else error.__cause__ or error.__context__
-    return error is not None
+    for each in causes(error):
+        if isinstance(each, KeyboardInterrupt):
+            return True
+        if isinstance(each.__cause__, KeyboardInterrupt):
+            return False
+    return False
 
 
 def words_of(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError, YAMLError
 
-from offstage.pipeline.errors import ConfigError, closest, words_of
+from offstage.pipeline.errors import ConfigError, causes, closest, words_of
 from offstage.pipeline.typed_config import DEVICES, NO_DEVICE, VARIABLES
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
@@ -54,13 +54,13 @@ def one_line(error: Exception) -> str:
         refused = refused.__context__
     if refused is not None:
         return str(refused)
-    causes = list(_causes(error))
+    chain = list(causes(error))
     texts = list(dict.fromkeys(str(each) for each in (error, error.__cause__) if each is not None))
     lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
     said = "\n".join(lines)
     matched = ((match, say) for pattern, say in _SAID if (match := re.search(pattern, said)))
     messages = (say.format("", *match.groups()) if isinstance(say, str) else say(match) for match, say in matched)
-    message = next(messages, None) or next(filter(None, map(_said_of, causes)), None)
+    message = next(messages, None) or next(filter(None, map(_said_of, chain)), None)
     return message or "; ".join(dict.fromkeys(line.rstrip(":") for line in lines if not line.startswith(_NOISE)))
 
 
@@ -71,12 +71,6 @@ def said_of_yaml(error: YAMLError) -> str:
     mark, problem = error.problem_mark, str(error.problem)
     rule = next((rule for words, rule in _YAML_RULES.items() if words in problem), error.context)
     return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: {problem}; {rule or 'it is no YAML there'}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _said_of(error: BaseException) -> str | None:

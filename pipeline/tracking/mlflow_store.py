@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.errors import StorageError, words_of
+from offstage.pipeline.errors import StorageError, causes, words_of
 from offstage.pipeline.record import RECORD, RunRecord
 from offstage.pipeline.tracking.options import TrackerConfig, usable_tracker
 from offstage.pipeline.tracking.tracked_run import TrackedRun, run_name, sweep_mark
@@ -63,9 +63,7 @@ def require_server(uri: str, experiment: str) -> None:
 
 def _refusal(error: Any) -> str:
     """Return why a server gave MLflow's client an ``error``, without what its answer held."""
-    cause: BaseException = error
-    while cause.__cause__ or cause.__context__:
-        cause = cause.__cause__ or cause.__context__ or cause
+    *_, cause = causes(error)
     if isinstance(cause, OSError):
         return f"it can't be reached within {CHECK_SECONDS} s ({words_of(cause)})"
     said = words_of(error).partition(" Response body")[0]
