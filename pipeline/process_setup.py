@@ -57,8 +57,8 @@ def share_cores() -> None:
 
 def on_one_machine() -> int:
     """Return how many of the processes that were started together share this machine, and so its memory and cores."""
-    told = os.environ.get(_ON_ONE_MACHINE, "")
-    return max(1, int(told)) if os.environ.keys() >= STARTED_TOGETHER and told.isdecimal() else 1
+    processes = os.environ.get(_ON_ONE_MACHINE, "")
+    return max(1, int(processes)) if os.environ.keys() >= STARTED_TOGETHER and processes.isdecimal() else 1
 
 
 def open_streams() -> None:

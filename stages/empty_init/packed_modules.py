@@ -212,8 +212,8 @@ class PackedExperts(nn.Module):
         bias = getattr(self, f"{attribute}_bias")[expert] if self.has_bias else None
         added = [None] * len(pieces) if bias is None else bias.chunk(len(pieces))
         made = [
-            _multiply(given, [getattr(self, name)[expert] for name in names], told, own, self.how)
-            for (told, names), own in zip(pieces, added, strict=True)
+            _multiply(given, [getattr(self, name)[expert] for name in names], matrix_text, own, self.how)
+            for (matrix_text, names), own in zip(pieces, added, strict=True)
         ]
         return made[0] if len(made) == 1 else torch.cat(made, -1)
 
@@ -293,38 +293,38 @@ def _stacks_of(step: NamingStep, entries: Mapping[str, AtRest], named: Mapping[s
     tensor = named.get(next(iter(step.targets)))
     if tensor is None or len(step.targets) != 1 or not sources:
         return ()
-    found = [entry for name in sources if isinstance(entry := entries[name], PackedTensor)]
-    if len(found) < len(sources) or math.prod(tensor.shape) != sum(math.prod(entry.shape) for entry in found):
+    quantised = [entry for name in sources if isinstance(entry := entries[name], PackedTensor)]
+    if len(quantised) < len(sources) or math.prod(tensor.shape) != sum(math.prod(entry.shape) for entry in quantised):
         return ()
-    if len(found) == 1:
-        stacks = [_stack([piece], sources, whole=True) for piece in halves(found[0])]
+    if len(quantised) == 1:
+        stacks = [_stack([piece], sources, whole=True) for piece in halves(quantised[0])]
     else:
-        stacks = _stacks_of_list(found, sources, experts=len(tensor) if tensor.dim() == 3 else 0)
+        stacks = _stacks_of_list(quantised, sources, experts=len(tensor) if tensor.dim() == 3 else 0)
     made = [stack for stack in stacks if stack is not None]
     return made if len(made) == len(stacks) <= len(_HALVES) else ()
 
 
-def _stacks_of_list(found: Sequence[PackedTensor], sources: Sequence[str], *, experts: int) -> list[Stack | None]:
-    """Return what the matrices ``found`` are for so many ``experts``: one stack where those of an expert are rows of
-    one matrix, one below the other, or a stack of the first ones, one of the second ones.
+def _stacks_of_list(quantised: Sequence[PackedTensor], sources: Sequence[str], *, experts: int) -> list[Stack | None]:
+    """Return what the ``quantised`` matrices are for so many ``experts``: one stack where those of an expert are rows
+    of one matrix, one below the other, or a stack of the first ones, one of the second ones.
     """
-    first, pieces = packed_matrix(found[0]), len(found) // experts if experts else 0
-    if first is None or pieces * experts != len(found) or len(found[0].shape) != 2:
+    first, pieces = packed_matrix(quantised[0]), len(quantised) // experts if experts else 0
+    if first is None or pieces * experts != len(quantised) or len(quantised[0].shape) != 2:
         return [None]
-    if all(packed_matrix(other) == first for other in found):
+    if all(packed_matrix(other) == first for other in quantised):
         joined = stacked(first, pieces)
         if joined is not None:
-            shapes = [(experts, pieces * rows, *rest) for rows, *rest in (part.shape for part in found[0].parts)]
-            return [Stack(joined, _on_meta(found[0], shapes), sources, found[0].codec)]
-    return [_stack(found[piece::pieces], sources[piece::pieces]) for piece in range(pieces)]
+            shapes = [(experts, pieces * rows, *rest) for rows, *rest in (part.shape for part in quantised[0].parts)]
+            return [Stack(joined, _on_meta(quantised[0], shapes), sources, quantised[0].codec)]
+    return [_stack(quantised[piece::pieces], sources[piece::pieces]) for piece in range(pieces)]
 
 
-def _stack(found: Sequence[PackedTensor], sources: Sequence[str], *, whole: bool = False) -> Stack | None:
-    """Return what is ``found`` as a stack: the ``whole`` of one, or a matrix for each expert, all of them alike."""
-    first, matrix = found[0], packed_matrix(found[0])
-    if matrix is None or any(packed_matrix(other) != matrix for other in found[1:]):
+def _stack(quantised: Sequence[PackedTensor], sources: Sequence[str], *, whole: bool = False) -> Stack | None:
+    """Return what is ``quantised`` as a stack: the ``whole`` of one, or a matrix for each expert, all of them alike."""
+    first, matrix = quantised[0], packed_matrix(quantised[0])
+    if matrix is None or any(packed_matrix(other) != matrix for other in quantised[1:]):
         return None
-    shapes = [part.shape if whole else (len(found), *part.shape) for part in first.parts]
+    shapes = [part.shape if whole else (len(quantised), *part.shape) for part in first.parts]
     return Stack(matrix, _on_meta(first, shapes), sources, first.codec, listed=not whole)
 
 

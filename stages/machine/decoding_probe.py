@@ -68,15 +68,16 @@ def launch_speed(device: str, layers: int = 8, tokens: int = 8, rounds: int = 12
     return round(calls * tokens / sorted(taken)[rounds // 4])
 
 
-def narrow_speed(layers: int = _LAYERS, rounds: int = _ROUNDS) -> dict[str, int]:
-    """Return how many ``calls`` and ``loops`` a narrow decoder makes in a second, with what little it reads.
+def narrow_speed(at: int, layers: int = _LAYERS, rounds: int = _ROUNDS) -> dict[str, int]:
+    """Return how many ``calls`` and ``loops`` a narrow decoder makes in a second, its products a part of calls.
 
-    It has few words too, as a light model has, whose loops are the quicker.
+    What little these read is apart, ``at`` so many bytes a second, as a light model's is. It has few words too, as a
+    light model has, whose loops are the quicker.
     """
     from offstage.stages.machine.operator_threads import alone
 
     _log.info("measures how fast the host calls modules, once for this processor and torch: a moment")
-    narrow = _Spans(_decoder(_NARROW, _NARROW["hidden_size"], layers), apart=False)
+    narrow = _Spans(_decoder(_NARROW, _NARROW["hidden_size"], layers), at=at)
     with alone():  # so small products gain nothing of a team, which waits for whom others keep from a core
         speeds = _decode(narrow, rounds, _NARROW_SECONDS)
     return {name: speeds[name] for name in ("calls", "loops")}
@@ -133,14 +134,14 @@ class _Round:
 class _Spans:
     """The spans of time of a decoder's forwards, from one call of a module with weights to its end, and on to the next.
 
-    What goes on from one forward to the next is a span too. Products are measured ``apart`` from them, or as a part of
-    calls.
+    What goes on from one forward to the next is a span too. Products are apart from them: all that they take, or what
+    they take to read their weights ``at`` so many bytes a second.
     """
 
-    def __init__(self, model: Any, *, apart: bool = True) -> None:
+    def __init__(self, model: Any, *, at: int | None = None) -> None:
         import torch
 
-        self._model, self._prompt, self._apart = model, torch.ones(1, 1, dtype=torch.long), apart
+        self._model, self._prompt, self._at = model, torch.ones(1, 1, dtype=torch.long), at
         self._last, self._spans, self._forwards = 0.0, [0.0, 0.0], list[list[float]]()
         self._inner = [module for module in model.model.layers.modules() if module._parameters]
         self._outer = [model.model.embed_tokens, model.model.norm, model.lm_head]
@@ -159,13 +160,13 @@ class _Spans:
         outside, inside = map(typical, zip(*self._forwards[1:], strict=True))
         layers, head = (self._products(called) for called in (self._inner, self._outer))
         read = sum(module.weight.nbytes for module in (*self._inner, *self._outer) if _multiplies(module))
-        call = max(inside - layers * self._apart, inside / 10) / len(self._inner)
-        around = outside - head * self._apart - len(self._outer) * call
-        return _Round(call, around, read / (layers + head))
+        call = max(inside - layers, inside / 10) / len(self._inner)
+        return _Round(call, outside - head - len(self._outer) * call, read / (layers + head))
 
     def _products(self, called: Sequence[Any]) -> float:
         """Return how long products with the weights of the modules ``called`` take, one after the other."""
-        return sum(seconds_with(module.weight) for module in called if _multiplies(module))
+        weights = [module.weight for module in called if _multiplies(module)]
+        return sum(weight.nbytes / self._at if self._at else seconds_with(weight) for weight in weights)
 
     def _begin(self, *_: object) -> None:
         """Begin with a forward, which goes on from the last one."""

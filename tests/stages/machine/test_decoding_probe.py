@@ -69,16 +69,21 @@ def test_a_light_models_calls_are_measured_by_this_process_and_its_reading_isn_t
     (rates,) = measured
     assert rates == replace(Rates(), calls=rates.calls, loops=rates.loops)
     kept = read_sealed(tmp_path / "another" / DECODING_NAME)
-    assert [*kept] == [f"narrow decoder; {identity()}"]
+    assert [*kept] == [f"narrow decoder beside reading; {identity()}"]
     assert not asked.read_text(), "no process was started"
     assert local_rates(tmp_path / "given", None, light=True, pinned={"calls": 5000}).calls == 5000
     assert not (tmp_path / "given").exists()
 
 
 def test_calls_take_as_long_in_however_many_layers_and_what_is_around_them_is_apart() -> None:
-    pairs = ((narrow_speed(1), narrow_speed(8)) for _ in range(20))  # others disturb some
+    pairs = ((narrow_speed(10**10, 1), narrow_speed(10**10, 8)) for _ in range(20))  # others disturb some
     few, many = next(pair for pair in pairs if 0.5 * pair[0]["calls"] < pair[1]["calls"] < 2 * pair[0]["calls"])
     assert max(few["loops"], many["loops"]) < few["calls"]
+
+
+def test_what_products_take_to_read_is_no_part_of_a_light_models_calls() -> None:
+    slowly, fast = (narrow_speed(at) for at in (10**8, 10**12))
+    assert slowly["calls"] > 3 * fast["calls"], "by a tenth of the time at the least"
 
 
 def test_what_was_measured_is_kept_for_the_user_and_taken_over_by_other_caches(

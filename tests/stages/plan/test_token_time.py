@@ -131,7 +131,7 @@ def read(
         (read(5, ahead=False, unpacked=400), 1.4 + 0.8 + 0.25 * 0.5),
         (read(0, tensors=10), 1 + 0.12),
         (read(0, tensors=10, ahead=False), 1 + 0.08),
-        (read(0, tensors=10, mapped=True), 1 + 0.01),
+        (read(0, tensors=10, mapped=True), 1 + 0.0075),
         (PassTraffic(), 1),
     ],
 )
