@@ -811,12 +811,13 @@ INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int6
 }
 #endif
 
-/* Have what lies behind so many bytes be on its way: a product of one row reads weights once, one after the other, and
-   faster than a processor fetches them by itself. Where nothing lies any more, nothing is fetched. */
+/* Have what lies behind so many bytes be on its way to the second cache, to which more is under way at a time than to the
+   first: a product of one row reads weights once, one after the other, and faster than a processor fetches them by itself.
+   Where nothing lies any more, nothing is fetched. */
 enum { AHEAD = 8192 };
 
 INLINE void fetch(const uint8_t *packed, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(packed + at);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(packed + at, 0, 2);
 }
 
 /* Rows that are read side by side are fetched one after the other, as they lie, while those before them are read. */
