@@ -70,9 +70,13 @@ def measure(root: Path, path: Path, home: str, spills: bool, tensors: int = TENS
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[Pool]:
-    """Another process: not a fork, since torch's threads don't survive one."""
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Another process, which has loaded something: what it imports for that is no part of a load. Not a fork, since
+    torch's threads don't survive one.
+    """
+    folder = tmp_path_factory.mktemp("first")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(measure, (folder, save(folder, "safetensors", torch.bfloat16), "disk", False))
         yield pool
 
 
