@@ -2,7 +2,8 @@
 
 What is streamed is one state: which parts are there, who uses them, what comes next. It has one owner at a time, a
 thread from where its call of the model (or of a part of it) begins to where that ends. Threads that wait go on in the
-order in which they came, so that two that generate take turns from token to token.
+order in which they came, so that two that generate take turns from token to token. Where a model's modules keep what
+they have read in attributes of theirs (RecurrentGemma's states), all that a thread generates is one turn.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
+import torch
 from torch import nn
 
 _LOOK_AGAIN_SECONDS = 0.05
@@ -28,7 +31,9 @@ class PassLock:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {id(module) for module in model.modules()}
+        self._model, self._modules = model, {id(module) for module in model.modules()}
+        self._places = _places_for_state(model)
+        self._has_state = False  # in its modules, as far as is known
         self._owner: int | None = None
         self._is_held = False  # between the owner's calls, too
         self.start_anew()
@@ -58,8 +63,12 @@ class PassLock:
         """Whether another thread waits for its turn."""
         return bool(self._waiting)
 
-    def leave(self) -> None:
-        """Let the next thread have it, if it is the calling thread's."""
+    def leave(self, *, pass_is_over: bool = False) -> None:
+        """Let the next thread have it, if it is the calling thread's; as its ``pass_is_over``, unless it generates with
+        a model that has state.
+        """
+        if pass_is_over and self._keeps_state() and _generates(self._model, sys._getframe()):
+            return
         with self._changed:
             if self.is_mine() and not self._is_held:
                 self._owner = None
@@ -95,9 +104,38 @@ class PassLock:
         return self._owner is None or not (self._is_held or self._is_calling(self._owner))
 
     def _is_calling(self, thread: int) -> bool:
-        """Return whether a call of one of the model's modules is on the stack of ``thread``."""
+        """Return whether a call of one of the model's modules is on the stack of ``thread``, or one that generates with
+        a model that has state.
+        """
         frame = sys._current_frames().get(thread)
+        if self._has_state and _generates(self._model, frame):
+            return True
         return any(id(called) in self._modules for called in calls_on(frame, compiled=True))
+
+    def _keeps_state(self) -> bool:
+        """Return whether passes leave tensors in attributes of the model's modules."""
+        if not self._has_state:
+            values = ((table.get(name), first) for table, name, first in self._places)
+            self._has_state = any(value is not first and isinstance(value, torch.Tensor) for value, first in values)
+        return self._has_state
+
+
+def _places_for_state(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:
+    """Return where modules of ``model`` have, or may come to have, tensors that are neither parameters nor buffers: the
+    attributes of each, their names and values.
+    """
+    tables = map(vars, model.modules())
+    return [(table, name, value) for table in tables for name, value in table.items()
+            if value is None or isinstance(value, torch.Tensor)]  # fmt: skip
+
+
+def _generates(model: nn.Module, frame: FrameType | None) -> bool:
+    """Return whether ``generate`` of ``model`` is under way around ``frame``."""
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def calls_on(frame: FrameType | None, *, compiled: bool = False) -> Iterator[object]:

@@ -236,7 +236,7 @@ class ModelPasses:
                     end()
         finally:
             if not self._depth and not self._calls:
-                self.lock.leave()
+                self.lock.leave(pass_is_over=True)
 
 
 def _is_nested(model: nn.Module) -> bool:
