@@ -29,7 +29,7 @@ PARTS: Mapping[str, str] = {
     "weights": "weights",
     **dict.fromkeys(("reserve", "staging", "dequantising"), "reserve"),
     "expert_cache": "slots",
-    "cache": "KV cache",
+    **dict.fromkeys(("cache", "heap"), "KV cache"),
     **dict.fromkeys(("activations", "scratch", "results", "learning", "offloaded", "assistant"), "activations"),
     "process": "process",
     "allocator": "allocator",

@@ -12,7 +12,7 @@ from offstage.stages.machine.probes import CHUNK_BYTES, PINNED_BYTES, bounce_buf
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.allocator import allocator_bytes
 from offstage.stages.plan.layout import Layout
-from offstage.stages.plan.memory_needs import MemoryNeeds, cache_bytes
+from offstage.stages.plan.memory_needs import MemoryNeeds, cache_bytes, heap_bytes
 from offstage.stages.plan.plan import SIMULATED, Plan
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
@@ -89,8 +89,10 @@ def ledger(
         if device == main and needs.assistant_bytes:
             parts["assistant"] = needs.assistant_bytes
         parts |= {"process": process_bytes[device]} if device in computed and process_bytes.get(device) else {}
-        if device != CPU:
-            mine = [cache for cache in needs.caches if layout.block_device(cache.block) == device]
+        mine = [cache for cache in needs.caches if layout.block_device(cache.block) == device]
+        if device == CPU:
+            parts |= {"heap": unused} if (unused := heap_bytes(mine)) else {}
+        else:
             activations = parts["activations"]
             parts[ALLOCATOR] = allocator_bytes(
                 layout, device, caches=mine, activation_bytes=activations, expands=expands

@@ -10,11 +10,19 @@ import pytest
 import torch
 
 from offstage.pipeline.decoding import decode
+from offstage.pipeline.kept_memory import MAPPED_BYTES
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.media_call import weigh_media
 from offstage.stages.empty_init.skeleton import CacheSpec, Skeleton
-from offstage.stages.plan.memory_needs import BlockCache, block_caches, cache_bytes
+from offstage.stages.plan.memory_needs import (
+    UNUSED_SHARE,
+    BlockCache,
+    MemoryNeeds,
+    block_caches,
+    cache_bytes,
+    heap_bytes,
+)
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import Geometry, Request
 from tests.long_form import in_ci
@@ -90,3 +98,13 @@ def test_what_no_rehearsal_showed_is_as_its_config_makes_likely_as_much_in_each_
     assert [(one.block, one.finished) for one in caches] == [(name, 2 * 8 * 100 * 2) for name in names]
     halves = block_caches(model, replace(geometry, has_encoder=True), Request(2, 64, 100), width=2)
     assert {one.finished for one in halves} == {2 * 8 * (64 + 100) * 2}
+
+
+def test_small_caches_that_grow_leave_as_much_unused_of_the_heap_and_mapped_ones_nothing() -> None:
+    small = BlockCache("a", prompted=MAPPED_BYTES, finished=MAPPED_BYTES + 8, grows=True)
+    mapped = BlockCache("b", prompted=2 * MAPPED_BYTES, finished=2 * MAPPED_BYTES, grows=True)
+    state, waits = replace(small, grows=False), replace(small, waits=True)
+    assert heap_bytes([mapped, state, waits]) == 0
+    needs = MemoryNeeds(10, caches=(small, mapped, state))
+    assert needs.heap_bytes == round(UNUSED_SHARE * (MAPPED_BYTES + 8))
+    assert needs.bytes == 10 + needs.cache_bytes + needs.heap_bytes
