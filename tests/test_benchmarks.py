@@ -1,21 +1,49 @@
 """The benchmarks are no part of the tests, since they measure; but they must start."""
 
+import argparse
 import importlib
 import json
 import math
+import re
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.pages import all_commands
 from tests.pipeline.report.sample_runs import repeat, write_run
 
 BENCHMARKS = sorted(file.stem for file in Path(__file__).with_name("benchmarks").glob("[!_]*.py"))
+
+COMMANDS = [one for one in all_commands() if re.match(r"python -m tests\.benchmarks\.(?!checkpoints)\w+ ", one)]
+"""Those with arguments. What makes checkpoints has no ``main``."""
+STANDS_FOR = {"SIZE": "1.1b", "NAME": "1.1b"}
+"""What is put in place of a word that a reader is to replace."""
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_can_be_imported(name: str) -> None:
     assert importlib.import_module(f"tests.benchmarks.{name}").__doc__
+
+
+class _TakenError(Exception):
+    """What a benchmark is given are arguments that it takes."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_a_page_is_one_that_its_benchmark_takes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(parser: argparse.ArgumentParser, given: Sequence[str] | None = None, _: object = None) -> None:
+        _, unknown = parser.parse_known_args(given)
+        assert unknown == []
+        raise _TakenError
+
+    module, *words = shlex.split(command)[2:]
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", take)
+    monkeypatch.setattr(sys, "argv", [module, *(STANDS_FOR.get(word, word) for word in words if word != "…")])
+    with pytest.raises(_TakenError):
+        importlib.import_module(module).main()
 
 
 def test_the_rules_of_eviction_can_be_set_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from lm_eval.tasks import TaskManager
 
 from offstage.lm_eval import main, nested
 from offstage.pipeline.errors import OffstageError
+from tests.pages import ROOT, commands
 
 SENTENCE = "the sail is set on the stern of the ship, and the wind is fair. A cat sat on a mat."
 CONTEXT = 64
@@ -152,13 +154,14 @@ def flat(answers: Any) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_its_command_finds_the_model_by_name_and_logs_what_the_budget_comes_to(
+def test_the_command_of_its_page_finds_the_model_by_name_and_logs_what_the_budget_comes_to(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (command,) = [one for one in commands(ROOT / ".github/PYTHON.md") if "offstage.lm_eval --" in one]
     folder = make(tmp_path / "llama", "llama")
-    arguments = f"pretrained={folder},max_memory_cpu=250kB,storage.io=direct,dtype=bfloat16"
-    command = ["lm_eval", "--model", "offstage", "--tasks", "choose", "--include_path", str(tasks), "--limit", "2"]
-    monkeypatch.setattr(sys, "argv", [*command, "--batch_size", "auto", "--model_args", arguments])
+    here = {"/ckpt/llama": str(folder), "8GB": "250kB,storage.io=direct", "TASKS": "choose"}
+    words = re.sub("|".join(here), lambda found: here[found[0]], command).split()[3:]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *words, "--include_path", str(tasks), "--limit", "2"])
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 0
