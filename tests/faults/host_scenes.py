@@ -63,6 +63,7 @@ def before_they_met(rank: int, number: int, *, held: int) -> Callable[[Hosts], N
     """Send ``rank`` a signal before ``held`` has come to the others, which is stopped until then; they may be one."""
 
     def fault(hosts: Hosts) -> None:
+        await_heeding(hosts, held)
         os.kill(hosts.process(held), signal.SIGSTOP)
         hosts.await_record([other for other in hosts.ranks if other != held])
         time.sleep(_MEETING_SECONDS)
@@ -73,11 +74,16 @@ def before_they_met(rank: int, number: int, *, held: int) -> Callable[[Hosts], N
     return fault
 
 
-def as_it_starts(hosts: Hosts) -> None:
-    """Send host 1 a signal as soon as it heeds any, at its first imports."""
-    status = Path(f"/proc/{hosts.process(1)}/status")
+def await_heeding(hosts: Hosts, rank: int) -> None:
+    """Wait until ``rank`` heeds signals, which it does from its first imports on; before, they end any interpreter."""
+    status = Path(f"/proc/{hosts.process(rank)}/status")
     while not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
         time.sleep(0.001)
+
+
+def as_it_starts(hosts: Hosts) -> None:
+    """Send host 1 a signal as soon as it heeds any."""
+    await_heeding(hosts, 1)
     hosts.signal(1, signal.SIGTERM)
 
 
