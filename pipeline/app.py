@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from offstage.pipeline.command_exit import (
-    INTERRUPTED,
     discard_output,
     exit_with,
     heed_signals,
@@ -32,22 +31,9 @@ def main(arguments: Sequence[str] | None = None, *, resumed: SweepRecord | None 
     Where they are those of a sweep that is ``resumed``, its config files must be as they were when it began.
     """
     started = time.perf_counter()
-    if own_rank():
-        discard_output()  # the first host shows what all come to
-    sys.argv[1:] = prepare_arguments(sys.argv[1:] if arguments is None else arguments)
+    sys.argv[1:] = sys.argv[1:] if arguments is None else arguments
     composed = partial(_compose_and_run, started, resumed)
-    exit_with("offstage", lambda: _excused(lambda: last_resort(composed)))
-
-
-def _excused(work: Callable[[], int]) -> int:
-    """Return what ``work`` returns; hosts of the same run learn where this one ends before it came to them."""
-    try:
-        code = work()
-    except KeyboardInterrupt:
-        excuse_this(INTERRUPTED)
-        raise
-    excuse_this(code)
-    return code
+    exit_with("offstage", lambda: last_resort(composed), tell=excuse_this)
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
@@ -77,7 +63,9 @@ def _compose_and_run(started: float, resumed: SweepRecord | None) -> int:
     from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
     heed_signals()
-    sys.argv[1:] = gather_overrides(sys.argv[1:])
+    if own_rank():
+        discard_output()  # the first host shows what all come to
+    sys.argv[1:] = gather_overrides(prepare_arguments(sys.argv[1:]))
     task = Task(started, tuple(sys.argv[1:]), resumed)
     register_sweeps()
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 INTERRUPTED = 130
 UNFORESEEN = 70
 """The exit code of what nobody foresaw, sysexits' EX_SOFTWARE."""
+Tell = Callable[[int | str | None], object]
+"""What is called with the exit code of a command that ends."""
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """The environment variable that asks for tracebacks; Hydra reads it too."""
 
@@ -28,6 +30,8 @@ _AROUND_THESE = ("/torch/_", "/torch/utils/_", "/torch/compiler/")
 """Where that lies which torch has around them: decorators of several of its private modules."""
 _MOMENT, _PATIENCE = 0.01, 5.0
 """Seconds until an interrupt comes again where it was held up or dropped, and how long it may be held up."""
+_kept: list[int] = []
+"""The signal that came before signals were heeded, in a process that others are to be told of."""
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -39,13 +43,17 @@ def heeded_signals() -> list[signal.Signals]:
     return [number for number in _SIGNALS if number != signal.SIGHUP or not spared]
 
 
-def exit_at_signals(name: str) -> None:
+def exit_at_signals(name: str, *, keeps_first: bool = False) -> None:
     """End the process at the first signal, with one line: until ``heed_signals`` there is nothing to bring in order.
 
-    An exception would be thrown into imports, and some of these lose it.
+    An exception would be thrown into imports, and some of these lose it. Where others are to be told of the end, which
+    takes imports too, ``keeps_first`` keeps the first signal until then; a second ends the process.
     """
 
-    def leave(_number: int, _frame: FrameType | None) -> None:
+    def leave(number: int, _frame: FrameType | None) -> None:
+        if keeps_first and not _kept:
+            _kept.append(number)
+            return
         os.write(2, f"{name}: interrupted\n".encode())
         os._exit(INTERRUPTED)
 
@@ -68,10 +76,15 @@ def held_back() -> Iterator[None]:
 
 
 def heed_signals() -> None:
-    """Turn the first signal into a ``KeyboardInterrupt``, so that what is at work can be brought to an end."""
+    """Turn the first signal into a ``KeyboardInterrupt``, so that what is at work can be brought to an end.
+
+    One that was kept comes now.
+    """
     for number in heeded_signals():
         signal.signal(number, _interrupt)
     sys.unraisablehook = partial(_raise_again, sys.unraisablehook)
+    if _kept:
+        _interrupt(_kept.pop(), None)
 
 
 @contextmanager
@@ -213,14 +226,21 @@ def _append(text: str, place: str | None) -> str:
     return place
 
 
-def run_command(name: str, work: Callable[[], int]) -> None:
-    """Run ``work`` as the command ``name`` and exit with its code."""
-    heed_signals()
-    exit_with(name, lambda: last_resort(work, name=name))
+def run_command(name: str, work: Callable[[], int], *, tell: Tell | None = None) -> None:
+    """Run ``work`` as the command ``name`` and exit with its code; see ``exit_with``."""
+
+    def heeding() -> int:
+        heed_signals()
+        return last_resort(work, name=name)
+
+    exit_with(name, heeding, tell=tell)
 
 
-def exit_with(name: str, work: Callable[[], int]) -> NoReturn:
-    """Exit with the code that ``work`` returns, 130 where it was interrupted; an unread output is no fault."""
+def exit_with(name: str, work: Callable[[], int], *, tell: Tell | None = None) -> NoReturn:
+    """Exit with the code that ``work`` returns, 130 where it was interrupted; an unread output is no fault.
+
+    Others are told of the end last, by ``tell``: that may take a while, which an interrupt ends.
+    """
     import logging
 
     logging.raiseExceptions = False  # a log on a full disk would put a traceback on the screen for each line
@@ -236,6 +256,9 @@ def exit_with(name: str, work: Callable[[], int]) -> NoReturn:
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read the output has seen enough
         discard_output()
+    if tell is not None:
+        with suppress(KeyboardInterrupt):
+            tell(code)
     sys.exit(code)
 
 

@@ -19,7 +19,14 @@ from contextlib import suppress
 from typing import Any
 
 from offstage.pipeline.command_exit import INTERRUPTED, heeded_signals
-from offstage.pipeline.rendezvous import ANSWER_SECONDS, HostError, first_line, is_served_by_first, open_store
+from offstage.pipeline.rendezvous import (
+    ANSWER_SECONDS,
+    HostError,
+    first_line,
+    is_served_by_first,
+    open_store,
+    refusal_in,
+)
 
 _BEAT_SECONDS, _SILENT_SECONDS, _PATIENCE_SECONDS = 1.0, ANSWER_SECONDS, 4.0
 """How often each says that it lives; after how long a silence it counts as lost; how long what is at work has to end by
@@ -39,14 +46,14 @@ class HostWatch:
         self._others = [host for host in range(len(machines)) if host != rank]
         self._gone: set[int] = set()
         self._state: dict[str, Any] = {"state": _RUNNING}
-        self._store = open_store("watch")
+        self._store = open_store()  # its own: what waits for something holds a connection up
         self._seen: dict[int, tuple[int | None, float]] = {}
         self._awake = 0.0  # the seconds in which this process was at work, and not stopped
         self._lost: str | None = None
         self._stopped = threading.Event()
         self._beats, self._answered = 0, self._awake
+        self._beating = threading.Lock()
         self._signals = _Signals()
-        self._beat()
         for work in (self._run, self._oversee):
             threading.Thread(target=work, name="offstage-peers", daemon=True).start()
 
@@ -90,12 +97,12 @@ class HostWatch:
         if self._state["state"] == _RUNNING:
             self._part(_DONE)
 
-    def reason(self, gone: int) -> str | None:
-        """Return why the run can't go on without the host ``gone``, as far as one says so now; null where none does."""
+    def reason(self, gone: int | None = None) -> str | None:
+        """Return why the run can't go on, where the host ``gone`` did if that is known; null where none says so now."""
         until = time.monotonic() + _PATIENCE_SECONDS
         while self._lost is None and time.monotonic() < until:
             time.sleep(_BEAT_SECONDS / 4)
-        self._gone.add(gone)
+        self._gone.update(() if gone is None else [gone])
         return self._lost
 
     def _note(self, state: str, reason: str = "") -> None:
@@ -104,8 +111,9 @@ class HostWatch:
             self._beat()
 
     def _beat(self) -> None:
-        self._beats += 1
-        self._store.set(str(self._rank), json.dumps({**self._state, "beat": self._beats}))
+        with self._beating:  # what is said last is what it says of itself
+            self._beats += 1
+            self._store.set(str(self._rank), json.dumps({**self._state, "beat": self._beats}))
 
     def _part(self, state: str | None, reason: str = "") -> None:
         """Say the last ``state``, if any, and wait a moment until no other is at work: the store may go with this one.
@@ -127,10 +135,12 @@ class HostWatch:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(_BEAT_SECONDS) and self._lost is None:
+            while self._lost is None:
                 self._beat()
                 self._lost = next(filter(None, map(self._look, self._others)), None)
                 self._answered = self._awake
+                if self._stopped.wait(_BEAT_SECONDS):
+                    break
         except RuntimeError as error:  # the store's connection broke: its process is gone, or the network
             self._lost = self._lost or f"{self._server} went away, or can't be reached ({first_line(error)})"
         if self._lost is not None:
@@ -164,7 +174,9 @@ class HostWatch:
     def _look(self, host: int) -> str | None:
         """Return why ``host`` is lost, null while it isn't."""
         said, now = self._said(host), self._awake
-        state = said.get("state")
+        if not said and (refusal := refusal_in(self._store)) is not None:  # it ended as soon as all had met
+            return refusal
+        state = said.get("state", _RUNNING)
         if state in (_FAILED, _LEAVING):
             return str(said["reason"]) if state == _LEAVING else f"{self.name(host)}: {said['reason']}"
         last, since = self._seen.setdefault(host, (said.get("beat"), now))

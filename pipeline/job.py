@@ -26,7 +26,7 @@ from offstage.pipeline.installed_stages import declared_metrics, work_of
 from offstage.pipeline.kept_memory import keep_little
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from offstage.pipeline.memory_monitor import MemoryMonitor
-from offstage.pipeline.peers import in_step
+from offstage.pipeline.peers import excuse_this, in_step
 from offstage.pipeline.process_setup import die_with_parent
 from offstage.pipeline.record import RunRecord, host_summary, never_left_running
 from offstage.pipeline.replay_inputs import Earlier, hold
@@ -189,7 +189,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.parent is not None:
         die_with_parent(given.parent)
-    run_command("offstage", lambda: _run(given, started))
+    run_command("offstage", lambda: _run(given, started), tell=excuse_this)
 
 
 def _run(given: argparse.Namespace, started: float) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 from offstage.pipeline.command_exit import INTERRUPTED, heeded_signals, held_back
 from offstage.pipeline.errors import KilledError
 from offstage.pipeline.memory_cgroups import CapError, MemoryGroup, make_group
+from offstage.pipeline.peers import leave_to_another
 from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.record import RunRecord
 
@@ -71,6 +72,7 @@ class JobProcess:
                     pass_fds=() if lock is None else (lock,), stdout=stream, stderr=stream,
                 )  # fmt: skip
             signals.pass_to(self.process)
+            leave_to_another()
             failed.pop_all()
 
     def settle(self) -> int:

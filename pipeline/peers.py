@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from offstage.pipeline.command_exit import INTERRUPTED
 from offstage.pipeline.errors import words_of
 from offstage.pipeline.host_watch import HostWatch
 from offstage.pipeline.plain_data import leaves
-from offstage.pipeline.process_setup import STARTED_TOGETHER
+from offstage.pipeline.process_setup import STARTED_TOGETHER, is_one_of_several
 from offstage.pipeline.rendezvous import (
     HostError,
     connect_seconds,
@@ -51,11 +52,12 @@ _LIBRARIES = ("offstage", "torch", "transformers", "tokenizers")
 _OWN_KEYS = {"max_memory", "offload_folder", "outputs", "hardware"}
 _OWN_PATHS = {"path", "tokenizer", "adapter"}
 """What may differ from host to host: keys of a config, and those below ``model``; of files the content is compared."""
+_left = threading.Event()
 
 
 def started_together() -> int:
     """Return how many processes torchrun started, this one among them; 1 where it is alone."""
-    return variable("WORLD_SIZE") if os.environ.keys() >= STARTED_TOGETHER else 1
+    return variable("WORLD_SIZE") if is_one_of_several() else 1
 
 
 def own_rank() -> int:
@@ -75,19 +77,25 @@ def are_together(config: Mapping[str, Any]) -> bool:
 
 @lru_cache(maxsize=1)
 def peers() -> Peers:
-    """Return the processes that torchrun started, connected the first time; raises ``HostError`` where that fails."""
+    """Return the processes that torchrun started, who have met; raises ``HostError`` where one doesn't come."""
     return Peers()
 
 
-def excuse_this(code: int) -> None:
-    """Tell the others, if there are any, that this process ends with exit ``code`` before it came to them."""
-    if code and started_together() > 1 and not peers.cache_info().misses:
-        reason = f"it ended with exit code {code} before it began, and says why itself"
-        excuse(own_rank(), started_together(), reason)
+def excuse_this(code: int | str | None) -> None:
+    """Tell the others, if there are any, that this process ends with exit ``code`` before it met them."""
+    with suppress(HostError):  # what the environment says of them is wrong, which was said
+        if code and started_together() > 1 and not peers.cache_info().currsize and not _left.is_set():
+            ended = f"it ended with exit code {code} before it began, and says why itself"
+            excuse(own_rank(), started_together(), "interrupted" if code == INTERRUPTED else ended)
+
+
+def leave_to_another() -> None:
+    """Have another process, which this one waits for, be the one that the others are to meet, or are told of."""
+    _left.set()
 
 
 class Peers:
-    """The ``size`` processes of a run, which know each other by their ``rank``.
+    """The ``size`` processes of a run, which know each other by their ``rank``; they connect as one first sends.
 
     ``sent_bytes`` are those of tensors so far.
     """
@@ -102,13 +110,7 @@ class Peers:
         self._first_sent: dict[tuple[int, int], int] = {}  # how much of the next message, by host and tag
         self._first_received: dict[tuple[int, int], int] = {}
         self._ending, self._is_over = threading.Lock(), False
-        self._watch: HostWatch | None = None
-        store, machines = meet(self.rank, self.size)
-        store.set_timeout(timedelta(seconds=connect_seconds()))
-        with self._guarded():
-            if not distributed.is_initialized():
-                distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=_EVER)
-            self._group = distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
+        self._store, machines = meet(self.rank, self.size)
         self._watch = HostWatch(self.rank, machines)
         atexit.register(self._end_waits)  # the last of both: others may still want what threads have yet to send
         atexit.register(self._watch.leave)
@@ -173,6 +175,17 @@ class Peers:
         text = message[_LENGTHS.size : _LENGTHS.size + length]
         return json.loads(bytes(text.numpy())), message[aligned(_LENGTHS.size + length) : whole]
 
+    @cached_property
+    def _group(self) -> Any:
+        """Those who are connected. All connect at once, and whoever ends meanwhile is missed by the watch alone."""
+        self._store.set_timeout(timedelta(seconds=connect_seconds()))
+        with self._guarded():
+            if not self._distributed.is_initialized():
+                self._distributed.init_process_group(
+                    "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=_EVER
+                )
+            return self._distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
+
     def _send(self, data: torch.Tensor, host: int, tag: int) -> None:
         with self._guarded(host):
             self._wait(self._distributed.isend, data, host, tag)
@@ -183,10 +196,11 @@ class Peers:
 
     def _wait(self, begin: Callable[..., Any], data: torch.Tensor, host: int, tag: int) -> None:
         """Wait until ``data`` is sent or received, as ``begin`` begins it."""
+        group = self._group
         with self._ending:
             if self._is_over:
                 raise HostError("the process ends, and waits for nothing more")
-            work = begin(data, host, group=self._group, tag=tag)
+            work = begin(data, host, group=group, tag=tag)
             self._waits.append(work)
         try:
             work.wait()
@@ -218,29 +232,27 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            if self._watch is None or host is None:
-                raise HostError(f"the hosts of the run couldn't be connected: {first_line(error)}") from error
+            if host is None:
+                unconnected = f"the hosts of the run couldn't be connected: {first_line(error)}"
+                raise HostError(self._watch.reason() or unconnected) from error
             raise HostError(self._watch.reason(host) or f"{self._watch.name(host)} went away") from error
 
     def ending(self, end: Callable[[BaseException], object]) -> None:
         """Have ``end`` called with the reason where the run must be ended from outside of what is at work."""
-        if self._watch is not None:
-            self._watch.end = end
+        self._watch.end = end
 
     def fail(self, reason: str) -> None:
         """Tell the others why this one ends, and wait a moment until they know."""
-        if self._watch is not None:
-            self._watch.fail(reason)
+        self._watch.fail(reason)
 
     def interrupted(self) -> str | None:
         """Tell the others that this one was interrupted; return which host torchrun did that for, null if for none."""
-        return None if self._watch is None else self._watch.interrupted()
+        return self._watch.interrupted()
 
     def close(self) -> None:
         """End together: nobody is missed from now on."""
-        if self._watch is not None:
-            self.exchange(True)
-            self._watch.leave()
+        self.exchange(True)
+        self._watch.leave()
 
 
 def packed(value: object, tensors: Sequence[torch.Tensor] = ()) -> torch.Tensor:

@@ -55,10 +55,15 @@ def share_cores() -> None:
         os.environ[WAIT_POLICIES[1]] = str(_LOOPS)
 
 
+def is_one_of_several() -> bool:
+    """Return whether the environment says which of several processes this is, that were started together."""
+    return os.environ.keys() >= STARTED_TOGETHER
+
+
 def on_one_machine() -> int:
     """Return how many of the processes that were started together share this machine, and so its memory and cores."""
     processes = os.environ.get(_ON_ONE_MACHINE, "")
-    return max(1, int(processes)) if os.environ.keys() >= STARTED_TOGETHER and processes.isdecimal() else 1
+    return max(1, int(processes)) if is_one_of_several() and processes.isdecimal() else 1
 
 
 def open_streams() -> None:

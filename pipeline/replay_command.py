@@ -25,7 +25,7 @@ from offstage.pipeline.errors import KilledError, ReplayError
 from offstage.pipeline.installed_stages import metric_table
 from offstage.pipeline.job_process import supervise
 from offstage.pipeline.metrics import MetricTable
-from offstage.pipeline.peers import own_rank
+from offstage.pipeline.peers import excuse_this, own_rank
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.regular_files import lies_in
 from offstage.pipeline.replay import Comparison, compare
@@ -44,9 +44,7 @@ _SHOWN = 8
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
     given = _parser().parse_args(arguments)
-    if own_rank():
-        discard_output()  # hosts that replay together come to the same: the first shows it
-    run_command(NAME, lambda: replay(given))
+    run_command(NAME, lambda: replay(given), tell=excuse_this)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def replay(given: argparse.Namespace) -> int:
     """Replay the run that ``given`` names, print what came of it, and return the exit code."""
+    if own_rank():
+        discard_output()  # hosts that replay together come to the same: the first shows it
     then = load_foreign(given.run)
     outputs = given.outputs.absolute() if given.outputs else outputs_for(then.path)
     folder = outputs / "runs" / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-{getpid()}"

@@ -30,7 +30,7 @@ from offstage.pipeline.job import configure_log
 from offstage.pipeline.job_folder import JobFolder, completed
 from offstage.pipeline.job_process import JobProcess, PassedSignals, wait_for_any
 from offstage.pipeline.objective import require_numbers
-from offstage.pipeline.peers import own_rank
+from offstage.pipeline.peers import excuse_this, own_rank
 from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.record import HOSTS, RunRecord
 from offstage.pipeline.stage import Config
@@ -196,7 +196,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the job's folder")
     parser.add_argument("--debug", action="store_true", help="log everything")
     given = parser.parse_args()
-    run_command("offstage", lambda: PreparedJob.of_queue(given.folder).run_queued(debug=given.debug))
+    queued = PreparedJob.of_queue
+    run_command("offstage", lambda: queued(given.folder).run_queued(debug=given.debug), tell=excuse_this)
 
 
 def queued_command(job: PreparedJob) -> list[str]:

@@ -110,12 +110,30 @@ def test_a_hangup_that_is_ignored_stays_ignored(fresh_folder: Path) -> None:
     assert process.returncode == 0, err
 
 
-def require_interrupted(program: str) -> None:
-    """Run ``program``, which is sent a signal and else sleeps and ends well: it ends by the signal, and says so."""
+def require_interrupted(program: str) -> str:
+    """Run ``program``, which is sent a signal and else sleeps and ends well: it ends by the signal, and says so.
+
+    Returns what it wrote.
+    """
     process = subprocess.run(
         [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, preexec_fn=heed_signals
     )
     assert (process.returncode, process.stderr) == (130, "offstage: interrupted\n")
+    return process.stdout
+
+
+@pytest.mark.parametrize("number", in_ci(signal.SIGTERM, of=SIGNALS))
+def test_a_signal_at_first_imports_is_told_where_others_are_to_be_told(number: signal.Signals) -> None:
+    program = f"""
+import os, sys, time
+from offstage.pipeline.command_exit import exit_at_signals, run_command
+
+exit_at_signals("offstage", keeps_first=True)
+os.kill(os.getpid(), {int(number)})
+sys.stdout.write("goes on")
+run_command("offstage", lambda: time.sleep(120) or 0, tell=lambda code: sys.stdout.write(f", and tells {{code}}"))
+"""
+    assert require_interrupted(program) == "goes on, and tells 130"
 
 
 @pytest.mark.parametrize("number", SIGNALS)

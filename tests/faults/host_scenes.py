@@ -25,6 +25,8 @@ from tests.faults.hosts import SHORT, Hosts, Scene
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "conf/checkpoints/tiny"
 _SUSPENDED_SECONDS = 25.0
+_MEETING_SECONDS = 1.5
+"""After how long a host that has a record waits for those that don't come."""
 ENDED, KILLED, BOTH = {5}, {-9}, {0: {5}, 1: {5}}
 
 
@@ -55,6 +57,48 @@ def short_wait(hosts: Hosts) -> None:
 def at_start(hosts: Hosts) -> None:
     """Kill host 1 before it has come to the others."""
     hosts.signal(1, signal.SIGKILL)
+
+
+def before_they_met(rank: int, number: int, *, held: int) -> Callable[[Hosts], None]:
+    """Send ``rank`` a signal before ``held`` has come to the others, which is stopped until then; they may be one."""
+
+    def fault(hosts: Hosts) -> None:
+        await_heeding(hosts, held)
+        os.kill(hosts.process(held), signal.SIGSTOP)
+        hosts.await_record([other for other in hosts.ranks if other != held])
+        time.sleep(_MEETING_SECONDS)
+        hosts.signal(rank, number)
+        time.sleep(1)
+        os.kill(hosts.process(held), signal.SIGCONT)
+
+    return fault
+
+
+def await_heeding(hosts: Hosts, rank: int) -> None:
+    """Wait until ``rank`` heeds signals, which it does from its first imports on; before, they end any interpreter."""
+    status = Path(f"/proc/{hosts.process(rank)}/status")
+    while not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
+        time.sleep(0.001)
+
+
+def as_it_starts(hosts: Hosts) -> None:
+    """Send host 1 a signal as soon as it heeds any."""
+    await_heeding(hosts, 1)
+    hosts.signal(1, signal.SIGTERM)
+
+
+def hangs_before_they_met(hosts: Hosts) -> None:
+    """Stop host 0 for good as it waits for host 1, which comes then."""
+    os.kill(hosts.process(1), signal.SIGSTOP)
+    hosts.await_record([0])
+    time.sleep(_MEETING_SECONDS)
+    hosts.signal(0, signal.SIGSTOP)
+    os.kill(hosts.process(1), signal.SIGCONT)
+
+
+def of_three(hosts: Hosts) -> None:
+    """Start three hosts."""
+    hosts.size, hosts.ranks, hosts.arguments = 3, [0, 1, 2], [*SHORT]
 
 
 def slow(hosts: Hosts) -> None:
@@ -310,6 +354,41 @@ SCENES = (
     Scene("SIGINT, host 0", "host 0: interrupted", {0: {130}, 1: {5}}, fault=during(0, "generate", INT)),
     Scene("SIGINT, host 1", "host 1: interrupted", {0: {5}, 1: {130}}, fault=during(1, "generate", INT)),
     Scene("SIGTERM, host 1", "host 1: interrupted", {0: {5}, 1: {130}}, fault=during(1, "generate", TERM)),
+    Scene(
+        "SIGINT, host 0 waits for host 1",
+        "host 0: interrupted",
+        {0: {130}, 1: {5}},
+        fault=before_they_met(0, INT, held=1),
+    ),
+    Scene(
+        "SIGTERM, host 1 waits for host 0",
+        "host 1: interrupted",
+        {0: {5}, 1: {130}},
+        fault=before_they_met(1, TERM, held=0),
+    ),
+    Scene(
+        "SIGINT, host 0 comes to host 1",
+        "host 0: interrupted",
+        {0: {130}, 1: {5}},
+        fault=before_they_met(0, INT, held=0),
+        unrecorded=[0],
+    ),
+    Scene(
+        "SIGTERM, host 1 comes to host 0",
+        "host 1: interrupted",
+        {0: {5}, 1: {130}},
+        fault=before_they_met(1, TERM, held=1),
+        unrecorded=[1],
+    ),
+    Scene("SIGTERM, host 1, as it starts", "host 1: inter", {0: {5}, 1: {130}}, fault=as_it_starts, unrecorded=[1]),
+    Scene(
+        "SIGINT, host 1 of 3, 2 isn't there",
+        "host 1: interrupted",
+        {0: {5}, 1: {130}, 2: {5}},
+        of_three,
+        before_they_met(1, INT, held=2),
+    ),
+    Scene("hangs, host 0 waits for host 1", "host 0", ENDS_0, fault=hangs_before_they_met, spared=[0]),
     Scene("SIGINT, host 1, as host 0 hangs", "interrupted", {0: KILLED, 1: {130}}, fault=waiting_interrupt, spared=[0]),
     Scene("disk full, host 1", "host 1: .*(No space left|offload)", {0: {5}, 1: {4, 5}}, small_disk),
     Scene("strangers at every port", "", COMPLETED, fault=strangers, seconds=120),

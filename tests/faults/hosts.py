@@ -91,6 +91,14 @@ class Hosts:
                 assert time.monotonic() - self.began < _PATIENCE_SECONDS, f"no {text!r}"
                 time.sleep(0.01)
 
+    def await_record(self, ranks: Collection[int]) -> None:
+        """Wait until each of ``ranks`` has a record of its run."""
+        for rank in ranks:
+            while not records_in(self.folder(rank)):
+                assert self.processes[rank].poll() is None, f"{rank} ended before its record: {self.last_line(rank)}"
+                assert time.monotonic() - self.began < _PATIENCE_SECONDS, "no record"
+                time.sleep(0.01)
+
     def process(self, rank: int) -> int:
         """Return the process of ``rank`` itself, and not torchrun's."""
         pid = self.processes[rank].pid
