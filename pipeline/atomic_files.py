@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offstage.pipeline.errors import OffstageError, StorageError, named
+from offstage.pipeline.errors import OffstageError, StorageError, apart, named
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LEAVE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -46,7 +46,7 @@ def mendable(folder: Path | None = None) -> Iterator[None]:
     except (OffstageError, BrokenPipeError):
         raise
     except OSError as error:
-        raise storage_error(folder or Path(os.fsdecode(error.filename or "a file")), error) from error
+        raise storage_error(folder or Path(os.fsdecode(error.filename or "a file")), error) from apart(error)
 
 
 def sync_folder(folder: Path) -> None:

@@ -137,7 +137,17 @@ def foreign(kind: type[OffstageError], about: str, *, advice: str = "") -> Itera
         if not isinstance(error, (Exception, SystemExit)) and type(error).__name__ != PANIC:
             raise
         refused = isinstance(error, OSError) and error.errno in _REFUSED
-        raise (StorageError if refused else kind)(f"{about}: {words_of(error)}{advice}") from error
+        raise (StorageError if refused else kind)(f"{about}: {words_of(error)}{advice}") from apart(error)
+
+
+def apart(error: BaseException) -> BaseException:
+    """Return ``error``, which a context manager's generator caught, without the generator's frame in its traceback.
+
+    From Python 3.12 on that frame leads to contextlib's, which holds the error: a cycle, and the frames of the work
+    that failed would keep their tensors until the collector comes.
+    """
+    traceback = error.__traceback__
+    return error.with_traceback(traceback.tb_next if traceback is not None else None)
 
 
 @contextmanager

@@ -6,20 +6,23 @@ asks the model, so that answers are those of the command to the bit; no artifact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from offstage.pipeline.errors import BudgetError, raise_faults
+from offstage.pipeline.errors import BudgetError, Fault, raise_faults
 from offstage.pipeline.installed_stages import stage_class
 from offstage.pipeline.interpreter import with_frame_room
 from offstage.pipeline.stage import Artifact, Config
 from offstage.pipeline.stage_chain import StageChain
 from offstage.pipeline.typed_config import defaults, type_faults
 from offstage.stages.empty_init.stage import EmptyInitStage
+from offstage.stages.inputs.generate_options import CACHE
+from offstage.stages.inputs.quantized_cache import CACHE_CONFIG
 from offstage.stages.plan import plan as plans
+from offstage.stages.plan.request.requests import effective_options
 from offstage.stages.plan.stage import PlanStage
 
 
@@ -106,15 +109,36 @@ def ask(
     """
     stage = stage_class(name)()
     config = {**chain.config, **defaults(stage.config_class), **keys, "stages": [*chain.stages, name]}
-    raise_faults(list(type_faults(stage.config_class, config)))
-    raise_faults(list(stage.check(config)))
-    raise_faults(list(stage.examine(config)))
+    raise_faults(list(asked_faults(name, config)))
+    if name == "generate":
+        raise_faults(list(_cache_faults(chain.config, config)))
     context = AskContext(chain, config, plans_anew=plans_anew)
     try:
         session = stage.session(stage.gather(context), context)
         return (session, *session.ask(progress))
     finally:
         context.release()
+
+
+def asked_faults(name: str, config: Config) -> Iterable[Fault]:
+    """Return what the stage ``name`` finds wrong with ``config``: types first, and files last."""
+    stage = stage_class(name)()
+    return list(type_faults(stage.config_class, config)) or list(stage.check(config)) or stage.examine(config)
+
+
+def _cache_faults(loaded: Config, asked: Config) -> Iterator[Fault]:
+    """Yield that calls ask for a kind of cache that the plan of the load has no room for."""
+    planned, given = (effective_options(config["generate"], config["model"]) for config in (loaded, asked))
+    rule = "isn't what the model was loaded for, and its plan leaves room for that alone; load it with"
+    kind = given.options.get(CACHE)
+    if (planned.keeps_cache_on_host, planned.quantized_cache is None) != (
+        given.keeps_cache_on_host,
+        given.quantized_cache is None,
+    ):
+        yield Fault(f"generate.{CACHE}", f"{kind!r} {rule} {CACHE}={kind!r}")
+    elif planned.quantized_cache != given.quantized_cache:
+        config = given.options.get(CACHE_CONFIG)
+        yield Fault(f"generate.{CACHE_CONFIG}", f"{config!r} {rule} {CACHE_CONFIG}={config!r}")
 
 
 def generations(session: Any, rows: Any) -> list[Generation]:

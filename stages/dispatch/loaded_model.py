@@ -24,10 +24,12 @@ from offstage.pipeline.typed_config import NO_DEVICE, defaults, expanded, key_na
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.model_source import ModelSource, located
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
-from offstage.stages.dispatch.answers import Generation, Score, ask, generations, score_of
+from offstage.stages.dispatch.answers import Generation, Score, ask, asked_faults, generations, score_of
 from offstage.stages.dispatch.stage import DispatchStage
 from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.empty_init.stage import EmptyInitStage
+from offstage.stages.inputs.generate_options import CACHE
+from offstage.stages.inputs.quantized_cache import CACHE_CONFIG
 from offstage.stages.machine.hardware import local_accelerators
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.stage import PlanStage
@@ -146,6 +148,8 @@ class LoadedModel:
         >>> [len(answer.token_ids) for answer in loaded.generate(["Once", "Twice"], max_new_tokens=8)]
         [8, 8]
         """
+        kept = {name: self._chain.config["generate"].get(name) for name in (CACHE, CACHE_CONFIG)}
+        options = {name: value for name, value in kept.items() if value is not None} | options
         options |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "output_logprobs": logprobs}
         options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
         is_open = "auto" in (batch_size, lockstep) or batch_size is lockstep is None
@@ -254,6 +258,8 @@ def load(
     concurrency: Literal["queue", "lockstep"] = "queue",
     max_waiting: int = 64,
     asks: Literal["generate", "score"] = "generate",
+    cache_implementation: str | None = None,
+    cache_config: Mapping[str, Any] | None = None,
     hosts: Literal["auto"] | None = None,
     cache: PathLike | None = None,
     **options: Any,
@@ -265,6 +271,8 @@ def load(
     worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens take,
     half of these as a prompt, or all as windows that are scored where ``asks`` is ``"score"``; as that needs it, the
     C library gives freed blocks of a MiB or more back at once from then on, and few compiled kernels are kept.
+    ``cache_implementation`` and ``cache_config`` are transformers': the kind of KV cache that there is room for, and
+    that ``generate`` of what is returned has; another one is refused there.
     ``device_map`` is a policy, a map of module names to devices, the path of a ``device_map.json``, or one device.
     With ``execution="fastest"`` layers that lie on the host compute there where that is predicted to be faster than
     copying them to an accelerator. ``concurrency`` is how calls go that threads ``submit``: one after another, or
@@ -298,7 +306,12 @@ def load(
         "stages": [*(stage.name for stage in stages), asks],
         **_request(batch_size, max_length, in_lockstep=concurrency == "lockstep"),
     }
+    given = {CACHE: cache_implementation, CACHE_CONFIG: cache_config}
+    kind = {name: value for name, value in given.items() if value is not None}
+    config["generate"] |= kind
     _check(stages, config)
+    if kind:
+        raise_faults(list(asked_faults("generate", {**config, "generate": {"prompts": [[0]], **kind}, "seed": 0})))
     folder = Path(cache) if cache is not None else user_cache()
     chain = StageChain(stages, config, cache=expanded(str(folder)).absolute())
     with ExitStack() as undo:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from offstage.pipeline.errors import StorageError
+from offstage.pipeline.errors import StorageError, apart
 from offstage.stages.checkpoints.direct_file import DirectFile, open_direct
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.transfer.link import Event, Link
@@ -120,7 +120,7 @@ class ScratchFile:
             raise StorageError(
                 f"{self._folder}: {doing} failed: {error.strerror or error}; free some space there, choose a folder on"
                 " a larger disk, or lower offload_ratio"
-            ) from error
+            ) from apart(error)
 
 
 class _Returning:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offstage.pipeline.errors import StorageError
+from offstage.pipeline.errors import StorageError, apart
 from offstage.stages.checkpoints.bulk_reader import BulkReader, TensorRead
 from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.dtypes import torch_dtype
@@ -184,7 +184,7 @@ def _spilling(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = f"weights can't wait there: {error.strerror}; free some space, or set offload_folder to another folder"
-        raise StorageError(f"{folder}: {reason}") from error
+        raise StorageError(f"{folder}: {reason}") from apart(error)
 
 
 def _read_packed(load: Load, sources: Sources) -> Sources:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.cache_utils import QuantizedCache
 
 import offstage as package
+from offstage.pipeline.errors import ConfigError
 from offstage.stages.generate import quantized_cache
 from offstage.stages.generate.options import check_own_options, check_served
 from offstage.stages.inputs.generate_options import read_generate
@@ -147,11 +148,31 @@ def tensors_in(parts: Any) -> list[torch.Tensor]:
 def test_it_is_asked_for_from_python_too(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "checkpoint", FAMILIES["llama"])
     options = {"cache_implementation": "quantized", "cache_config": dict(TWO_BITS)}
-    with package.load(checkpoint, max_memory={"cpu": "200kB"}, cache=tmp_path / "cache") as loaded:
-        answers = loaded.generate(PROMPTS, max_new_tokens=NEW, batch_size=1, **options)
+    given = {"max_memory": {"cpu": "200kB"}, "cache": tmp_path / "cache", "max_length": 2048}
+    with package.load(checkpoint, **given, **options) as loaded:
+        answers = loaded.generate(PROMPTS, max_new_tokens=NEW, batch_size=1)
         assert loaded.traffic.streamed_bytes > 0
-    assert [list(answer.token_ids) for answer in answers] == of_transformers(checkpoint, **options)
-    assert options["cache_config"] == TWO_BITS
+        assert options["cache_config"] == TWO_BITS
+        expected = of_transformers(checkpoint, cache_implementation="quantized", cache_config=dict(TWO_BITS))
+        assert [list(answer.token_ids) for answer in answers] == expected
+        ids = torch.tensor([PROMPTS[0]])
+        tokens = loaded.model.generate(
+            ids, max_new_tokens=NEW, cache_implementation="quantized", cache_config=dict(TWO_BITS)
+        )
+        assert tokens[0, len(PROMPTS[0]) :].tolist() == expected[0]
+        with pytest.raises(ConfigError, match=r"generate\.cache_implementation: 'dynamic' isn't what the model was"):
+            loaded.generate(PROMPTS, cache_implementation="dynamic")
+        with pytest.raises(ConfigError, match=r"generate\.cache_config: \{'nbits': 4\} isn't .* cache_config=\{"):
+            loaded.generate(PROMPTS, cache_config={"nbits": 4})
+        quantised = loaded.plan.predicted["cpu"]
+    with package.load(checkpoint, **given) as loaded:
+        line = r"generate\.cache_implementation: 'quantized' isn't .*; load it with cache_implementation='quantized'"
+        with pytest.raises(ConfigError, match=line):
+            loaded.generate(PROMPTS, **options)
+        whole = loaded.plan.predicted["cpu"]
+    assert (quantised["cache"] < whole["cache"] / 4, quantised["process"] > whole["process"]) == (True, True)
+    with pytest.raises(ConfigError, match=r"generate\.cache_config\.nbits: 7"):
+        package.load(checkpoint, cache_implementation="quantized", cache_config={"nbits": 7})
 
 
 @pytest.mark.long_form

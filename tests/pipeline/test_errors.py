@@ -1,13 +1,19 @@
 """The text of an error: one bearable line for each fault, whatever the values are that it quotes."""
 
 import errno
+import gc
 import os
 import re
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 
 import greenlet
 import pytest
 
+from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.errors import (
     CheckpointError,
     ConfigError,
@@ -50,6 +56,24 @@ def raise_in_foreign(error: BaseException) -> None:
 def test_what_the_disk_refuses_code_that_is_not_ours_is_no_fault_of_its_file(number: int) -> None:
     with pytest.raises(StorageError, match=r"model\.path: no model: OSError: .*; restore it"):
         raise_in_foreign(OSError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize("turned", [partial(foreign, CheckpointError, "it"), mendable], ids=["foreign", "mendable"])
+def test_what_the_frames_of_failed_work_held_is_free_at_once(
+    turned: Callable[[], AbstractContextManager[None]],
+) -> None:
+    def work() -> weakref.ref[set[int]]:
+        held = {1}
+        held_by = weakref.ref(held)
+        with suppress(OffstageError), turned():
+            raise OSError(errno.ENOSPC, "full")
+        return held_by
+
+    gc.disable()
+    try:
+        assert work()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("error", [OSError("no such tokenizer"), FileNotFoundError(errno.ENOENT, "gone"), ValueError()])

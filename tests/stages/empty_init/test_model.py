@@ -51,23 +51,25 @@ def test_a_heads_product_for_the_last_positions_of_a_batch_is_one_and_has_the_pl
     model.load_state_dict(plain.state_dict(), assign=True)
     model.requires_grad_(False)
     prompts = torch.arange(4 * 7).reshape(4, 7)
-    with torch.no_grad(), CalledOperators() as called:
+    with torch.no_grad(), BatchedProducts() as batched:
         logits = model(prompts, logits_to_keep=1).logits
-        assert torch.ops.aten.bmm.default not in called.operators
+        assert not any(4099 in shape for shape in batched.shapes)
         assert torch.equal(logits, plain(prompts, logits_to_keep=1).logits)
         assert model.lm_head(torch.zeros(96)[None].to(logits.dtype)).shape == (1, 4099)
 
 
-class CalledOperators(TorchDispatchMode):
-    """The operators that are called while it is entered."""
+class BatchedProducts(TorchDispatchMode):
+    """The shapes of the batched products that are made while it is entered; the angles of positions may be some."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[object] = []
+        self.shapes: list[torch.Size] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators.append(func)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bmm.default:
+            self.shapes.append(result.shape)
+        return result
 
 
 WRONG = [
