@@ -25,17 +25,17 @@ from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.model_source import ModelSource, located
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.dispatch.answers import Generation, Score, ask, asked_faults, generations, score_of
+from offstage.stages.dispatch.config_values import as_budgets, as_device_map, as_list, as_text
 from offstage.stages.dispatch.stage import DispatchStage
 from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.inputs.generate_options import CACHE
 from offstage.stages.inputs.quantized_cache import CACHE_CONFIG
-from offstage.stages.machine.hardware import local_accelerators
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.stage import PlanStage
 from offstage.stages.plan.table import render, summary
 from offstage.stages.shard_load.stage import ShardLoadStage
-from offstage.stages.units import CPU, DeviceId
+from offstage.stages.units import DeviceId
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,6 @@ PathLike = str | os.PathLike[str]
 _CLOSED = "this model was closed, and its streamed weights are gone; load it again"
 _STAGES = (EmptyInitStage, PlanStage, ShardLoadStage, DispatchStage)
 _ASKING = ("generate", "score")
-_TORCH_S_OWN = "cuda"
 _OPTIONS = {name: default for name, default in MODEL_KEYS.items() if name not in ("kind", "path")}
 """The keys below ``model`` that say what a checkpoint is, with their defaults."""
 
@@ -148,10 +147,9 @@ class LoadedModel:
         >>> [len(answer.token_ids) for answer in loaded.generate(["Once", "Twice"], max_new_tokens=8)]
         [8, 8]
         """
-        kept = {name: self._chain.config["generate"].get(name) for name in (CACHE, CACHE_CONFIG)}
-        options = {name: value for name, value in kept.items() if value is not None} | options
+        options = _cache_kind(self._chain.config["generate"]) | options
         options |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "output_logprobs": logprobs}
-        options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
+        options |= {"prompts": as_list(prompts), "batch_size": batch_size, "lockstep": lockstep}
         is_open = "auto" in (batch_size, lockstep) or batch_size is lockstep is None
         if is_open and self.plan.hosts and batch_size is None:  # as the load was planned for, on all of them
             options["lockstep"], is_open = self._together, False
@@ -174,7 +172,7 @@ class LoadedModel:
         scored. ``window`` are the tokens that the model sees at once, ``stride`` those from one window to the next, and
         ``batch_size`` how many windows are computed together. Raises as ``generate`` does.
         """
-        node = {"texts": _listed(texts), "window": window, "stride": stride, "batch_size": batch_size}
+        node = {"texts": as_list(texts), "window": window, "stride": stride, "batch_size": batch_size}
         _, result, _ = self._ask("score", {"score": node}, plans_anew=batch_size == "auto")
         return [score_of(text) for text in result.content["texts"]]
 
@@ -194,7 +192,7 @@ class LoadedModel:
         together, by default all; ``truncation`` cuts those beyond its context, which are refused otherwise. Raises
         as ``generate`` does.
         """
-        node = {"texts": _listed(texts), "pooling": pooling, "normalize": normalize}
+        node = {"texts": as_list(texts), "pooling": pooling, "normalize": normalize}
         node |= {"batch_size": batch_size, "truncation": truncation}
         _, result, _ = self._ask("forward", {"forward": node})
         (tensors,) = result.files.values()
@@ -300,18 +298,14 @@ def load(
         config["hardware"] = {**(config["hardware"] or {}), "hosts": hosts}
     config |= {
         "dtype": dtype_name(dtype),
-        "device_map": _plain(device_map),
+        "device_map": as_device_map(device_map),
         "execution": execution,
-        "max_memory": _budgets(max_memory, options),
+        "max_memory": as_budgets(max_memory, options),
         "stages": [*(stage.name for stage in stages), asks],
         **_request(batch_size, max_length, in_lockstep=concurrency == "lockstep"),
     }
-    given = {CACHE: cache_implementation, CACHE_CONFIG: cache_config}
-    kind = {name: value for name, value in given.items() if value is not None}
-    config["generate"] |= kind
+    config["generate"] |= _cache_kind({CACHE: cache_implementation, CACHE_CONFIG: cache_config})
     _check(stages, config)
-    if kind:
-        raise_faults(list(asked_faults("generate", {**config, "generate": {"prompts": [[0]], **kind}, "seed": 0})))
     folder = Path(cache) if cache is not None else user_cache()
     chain = StageChain(stages, config, cache=expanded(str(folder)).absolute())
     with ExitStack() as undo:
@@ -364,7 +358,7 @@ def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any])
     unknown = [name for name in options if name not in names]
     if unknown:
         raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], names)}")
-    node = {name: _text(options.get(name, default)) for name, default in _OPTIONS.items()}
+    node = {name: as_text(options.get(name, default)) for name, default in _OPTIONS.items()}
     config = {key: value for stage in stages for key, value in defaults(stage.config_class).items()}
     config |= {name: value for name, value in options.items() if name in keys}
     return {**config, "model": {"kind": "pretrained", "path": path, **node}}
@@ -375,37 +369,10 @@ def _check(stages: Sequence[Stage[Any]], config: Config) -> None:
     raise_faults([fault for stage in stages for fault in type_faults(stage.config_class, config)])
     raise_faults([fault for stage in stages for fault in stage.check(config)])
     raise_faults([fault for stage in stages for fault in stage.examine(config)])
+    if kind := _cache_kind(config["generate"]):
+        raise_faults(list(asked_faults("generate", {**config, "generate": {"prompts": [[0]], **kind}, "seed": 0})))
 
 
-def _listed(given: Any) -> Any:
-    """Return a sequence as the list that a config has in its place."""
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
-
-
-def _text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _budgets(max_memory: Any, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the budgets as a config has them; one size is that of the device that computes."""
-    if max_memory is None or isinstance(max_memory, Mapping):
-        return {str(device): str(size) for device, size in (max_memory or {}).items()}
-    described = options.get("hardware")
-    listed = described.get("devices") if isinstance(described, Mapping) else None
-    accelerators = local_accelerators() if listed is None else listed
-    return {"0" if accelerators else str(CPU): str(max_memory)}
-
-
-def _plain(device_map: Any) -> Any:
-    """Return the map, or what makes it, as a config has it; one device may be torch's."""
-    if isinstance(device_map, Mapping):
-        return {str(name): _id(device) for name, device in device_map.items()}
-    is_name = isinstance(device_map, str) and device_map != _TORCH_S_OWN
-    return device_map if is_name or device_map is None else _id(device_map)
-
-
-def _id(device: Any) -> Any:
-    """Return a device id as a config has it; torch's default accelerator is the first."""
-    if isinstance(device, (int, float)):
-        return device
-    return 0 if str(device) == _TORCH_S_OWN else str(device)
+def _cache_kind(generate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of the options of ``generate`` says which kind of KV cache it has."""
+    return {name: generate[name] for name in (CACHE, CACHE_CONFIG) if generate.get(name) is not None}
