@@ -129,11 +129,6 @@ class Moment:
         )
         return max(0, round(live - result))
 
-    def right_bytes(self, sequences: int, length: int) -> int:
-        """Return the bytes of the product's right operand."""
-        terms = monomials(sequences, length)
-        return round(sum(factor * term for factor, term in zip(self.operands[1], terms, strict=True)))
-
     def at(
         self, sequences: int, length: int, kernels: Kernels, *, blocks: Mapping[int, int] | None = None
     ) -> tuple[int, int]:
