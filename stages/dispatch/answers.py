@@ -126,6 +126,22 @@ def asked_faults(name: str, config: Config) -> Iterable[Fault]:
     return list(type_faults(stage.config_class, config)) or list(stage.check(config)) or stage.examine(config)
 
 
+def planned_request(batch_size: int, max_length: int, *, in_lockstep: bool) -> dict[str, dict[str, Any]]:
+    """Return what each stage would ask of a model that it was given so many sequences of so many tokens.
+
+    Those ``in_lockstep`` compute one at a time: what they take together are their caches.
+    """
+    generate = {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length}
+    generate["lockstep" if in_lockstep else "batch_size"] = batch_size
+    score = {"texts": [[0] * max_length] * batch_size, "window": max_length, "batch_size": batch_size}
+    return {"generate": generate, "score": score}
+
+
+def cache_options(generate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options of ``generate`` that say which kind of cache there is."""
+    return {name: generate[name] for name in (CACHE, CACHE_CONFIG) if generate.get(name) is not None}
+
+
 def _cache_faults(loaded: Config, asked: Config) -> Iterator[Fault]:
     """Yield that calls ask for a kind of cache that the plan of the load has no room for."""
     planned, given = (effective_options(config["generate"], config["model"]) for config in (loaded, asked))

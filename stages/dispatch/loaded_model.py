@@ -24,7 +24,8 @@ from offstage.pipeline.typed_config import NO_DEVICE, defaults, expanded, key_na
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.model_source import ModelSource, located
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
-from offstage.stages.dispatch.answers import Generation, Score, ask, asked_faults, generations, score_of
+from offstage.stages.dispatch import answers
+from offstage.stages.dispatch.answers import Generation, Score, ask, cache_options, generations, score_of
 from offstage.stages.dispatch.stage import DispatchStage
 from offstage.stages.empty_init.identity import MODEL_KEYS
 from offstage.stages.empty_init.stage import EmptyInitStage
@@ -148,8 +149,7 @@ class LoadedModel:
         >>> [len(answer.token_ids) for answer in loaded.generate(["Once", "Twice"], max_new_tokens=8)]
         [8, 8]
         """
-        kept = {name: self._chain.config["generate"].get(name) for name in (CACHE, CACHE_CONFIG)}
-        options = {name: value for name, value in kept.items() if value is not None} | options
+        options = cache_options(self._chain.config["generate"]) | options
         options |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "output_logprobs": logprobs}
         options |= {"prompts": _listed(prompts), "batch_size": batch_size, "lockstep": lockstep}
         is_open = "auto" in (batch_size, lockstep) or batch_size is lockstep is None
@@ -304,14 +304,10 @@ def load(
         "execution": execution,
         "max_memory": _budgets(max_memory, options),
         "stages": [*(stage.name for stage in stages), asks],
-        **_request(batch_size, max_length, in_lockstep=concurrency == "lockstep"),
+        **answers.planned_request(batch_size, max_length, in_lockstep=concurrency == "lockstep"),
     }
-    given = {CACHE: cache_implementation, CACHE_CONFIG: cache_config}
-    kind = {name: value for name, value in given.items() if value is not None}
-    config["generate"] |= kind
+    config["generate"] |= cache_options({CACHE: cache_implementation, CACHE_CONFIG: cache_config})
     _check(stages, config)
-    if kind:
-        raise_faults(list(asked_faults("generate", {**config, "generate": {"prompts": [[0]], **kind}, "seed": 0})))
     folder = Path(cache) if cache is not None else user_cache()
     chain = StageChain(stages, config, cache=expanded(str(folder)).absolute())
     with ExitStack() as undo:
@@ -347,17 +343,6 @@ def known_options() -> list[str]:
     return list(dict.fromkeys([*keys, *_OPTIONS, *own]))
 
 
-def _request(batch_size: int, max_length: int, *, in_lockstep: bool) -> dict[str, dict[str, Any]]:
-    """Return what each stage would ask of the model that it was given so many sequences of so many tokens.
-
-    Those ``in_lockstep`` compute one at a time: what they take together are their caches.
-    """
-    generate = {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length}
-    generate["lockstep" if in_lockstep else "batch_size"] = batch_size
-    score = {"texts": [[0] * max_length] * batch_size, "window": max_length, "batch_size": batch_size}
-    return {"generate": generate, "score": score}
-
-
 def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config that ``options`` and the defaults of the stages come to."""
     keys, names = key_names(stage.config_class for stage in stages), known_options()
@@ -375,6 +360,10 @@ def _check(stages: Sequence[Stage[Any]], config: Config) -> None:
     raise_faults([fault for stage in stages for fault in type_faults(stage.config_class, config)])
     raise_faults([fault for stage in stages for fault in stage.check(config)])
     raise_faults([fault for stage in stages for fault in stage.examine(config)])
+    if kind := cache_options(config["generate"]):
+        raise_faults(
+            list(answers.asked_faults("generate", {**config, "generate": {"prompts": [[0]], **kind}, "seed": 0}))
+        )
 
 
 def _listed(given: Any) -> Any:
