@@ -23,11 +23,11 @@ than half of a token's time, with a billion parameters. What torch prefers elsew
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 MAPPED_BYTES = 2**20
 """Blocks from this size on are mapped one by one, and unmapped when they are freed."""
@@ -68,7 +68,7 @@ def keep_little() -> None:
 
 def return_heap() -> None:
     """Have the C library give back what is free in its heaps now, in the middle of them too (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    trim = _of_c_library("malloc_trim")
     if trim is not None:
         trim(0)
 
@@ -99,8 +99,15 @@ def take_again(again: bool, *, decodes: bool) -> None:
 
 def _set_options(*options: tuple[int, int]) -> bool:
     """Have the C library go by ``options``; return whether it does."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    set_option = _of_c_library("mallopt")
     return set_option is not None and all(bool(set_option(option, size)) for option, size in options)
+
+
+def _of_c_library(name: str) -> Any:
+    """Return the function of that ``name``; null where the system's C library isn't known to have it."""
+    import ctypes  # a plan, which asks for sizes alone, is made without
+
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def bound_kernel_caches(environment: MutableMapping[str, str] = os.environ) -> None:

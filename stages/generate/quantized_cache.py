@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -100,15 +102,31 @@ def unpack_by_operators() -> Library:
     """Have quanto unpack by torch's operators in this process, while what is returned lives.
 
     Its own kernels are compiled at their first use, into the installed package: a minute of a processor, where there
-    are a compiler and ninja. The host's consists of the same operators.
+    are a compiler and ninja. The host's consists of the same operators. What it would import for models of diffusers,
+    where these are installed, is eight times what it takes itself.
     """
-    import_module(_MODULES["quanto"])
+    with _as_if_missing("diffusers"):
+        import_module(_MODULES["quanto"])
     library = Library("quanto", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")  # it tells of what is meant
         for key in ("CPU", "CUDA"):
             library.impl("unpack", _unpack, key, allow_override=True)  # type: ignore[no-untyped-call]
     return library
+
+
+@contextmanager
+def _as_if_missing(package: str) -> Iterator[None]:
+    """Have ``package`` not be found, unless it was imported."""
+    if package in sys.modules:
+        yield
+        return
+    modules: dict[str, Any] = sys.modules
+    modules[package] = None  # which Python takes for one that isn't there
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:

@@ -25,9 +25,6 @@ PEFT_BYTES = 18 * 10**6
 CACHE_LIBRARY_BYTES = {"quanto": 10 * 10**6, "hqq": 10 * 10**6}
 """What it holds besides where a library quantises the KV cache, once that was imported and used."""
 
-DIFFUSERS_BYTES = 70 * 10**6
-"""What quanto imports besides where diffusers is installed."""
-
 TRAINING_BYTES = 40 * 10**6
 """What it holds besides where it trains: what torch imports for optimizers, and threads of the backward pass."""
 

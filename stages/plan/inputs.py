@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 
 from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.hardware import Accelerator, Hardware
-from offstage.stages.machine.host_memory import CACHE_LIBRARY_BYTES, DIFFUSERS_BYTES, PEFT_BYTES, PROCESS_BYTES
+from offstage.stages.machine.host_memory import CACHE_LIBRARY_BYTES, PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.hosts import host_count
 from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.process_memory import STEP_BYTES
@@ -201,9 +200,8 @@ def gather_inputs(
 def _library_bytes(config: Config, whole: Request) -> int:
     """Return what libraries take of the host's process that the ``whole`` request under ``config`` alone needs."""
     library = PEFT_BYTES if with_adapter(config) else 0
-    if (bits := whole.cache_bits) is not None:
-        imported = bits.backend == "quanto" and find_spec("diffusers") is not None
-        library += CACHE_LIBRARY_BYTES[bits.backend] + (DIFFUSERS_BYTES if imported else 0)
+    if whole.cache_bits is not None:
+        library += CACHE_LIBRARY_BYTES[whole.cache_bits.backend]
     return library
 
 

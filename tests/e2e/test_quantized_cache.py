@@ -25,6 +25,7 @@ from transformers.cache_utils import QuantizedCache
 
 import offstage as package
 from offstage.pipeline.errors import ConfigError
+from offstage.stages.dispatch.streaming import passes
 from offstage.stages.generate import quantized_cache
 from offstage.stages.generate.options import check_own_options, check_served
 from offstage.stages.inputs.generate_options import read_generate
@@ -145,7 +146,9 @@ def tensors_in(parts: Any) -> list[torch.Tensor]:
     return [tensor for value in values for tensor in tensors_in(value)]
 
 
-def test_it_is_asked_for_from_python_too(tmp_path: Path) -> None:
+def test_it_is_asked_for_from_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: set[tuple[bool, bool]] = set()
+    monkeypatch.setattr(passes, "take_again", lambda again, *, decodes: told.add((again, decodes)))
     checkpoint = save(tmp_path / "checkpoint", FAMILIES["llama"])
     options = {"cache_implementation": "quantized", "cache_config": dict(TWO_BITS)}
     given = {"max_memory": {"cpu": "200kB"}, "cache": tmp_path / "cache", "max_length": 2048}
@@ -160,6 +163,7 @@ def test_it_is_asked_for_from_python_too(tmp_path: Path) -> None:
             ids, max_new_tokens=NEW, cache_implementation="quantized", cache_config=dict(TWO_BITS)
         )
         assert tokens[0, len(PROMPTS[0]) :].tolist() == expected[0]
+        assert told == {(False, False), (False, True)}, "what a token frees is given back: each leaves more unused"
         with pytest.raises(ConfigError, match=r"generate\.cache_implementation: 'dynamic' isn't what the model was"):
             loaded.generate(PROMPTS, cache_implementation="dynamic")
         with pytest.raises(ConfigError, match=r"generate\.cache_config: \{'nbits': 4\} isn't .* cache_config=\{"):

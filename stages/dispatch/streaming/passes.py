@@ -201,7 +201,7 @@ class ModelPasses:
         given: Any = next((kwargs[name] for name in _TOKENS if kwargs.get(name) is not None), args[0] if args else None)
         is_sequence = isinstance(given, torch.Tensor) and given.dim() > 1 and not torch.is_grad_enabled()
         decodes = is_sequence and given.shape[1] <= _DECODED_AT_ONCE
-        take_again(decodes or self._reuses, decodes=decodes)
+        take_again((decodes or self._reuses) and not _has_quantised_cache(kwargs), decodes=decodes)
 
     def _before(self, _module: nn.Module, _args: Any) -> None:
         self.lock.enter()
@@ -237,6 +237,16 @@ class ModelPasses:
         finally:
             if not self._depth and not self._calls:
                 self.lock.leave(pass_is_over=True)
+
+
+def _has_quantised_cache(given: Mapping[str, Any]) -> bool:
+    """Return whether transformers' cache that rests quantised is among what a model is ``given``, by whatever name.
+
+    Each layer's keys and values are whole for a while with each token: taking again what the one before freed leaves
+    ever more unused.
+    """
+    layers = (getattr(value, "layers", None) for value in given.values())
+    return any(isinstance(some, list) and some and hasattr(some[0], "residual_length") for some in layers)
 
 
 def _is_nested(model: nn.Module) -> bool:
