@@ -1,4 +1,4 @@
-"""The command ``offstage-cache``: see, shrink and check the cache."""
+"""The command ``offstage-cache``: see, shrink and check the cache, and have the machine measured again."""
 
 from __future__ import annotations
 
@@ -50,13 +50,20 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=NAME, description="See, shrink and check the cache of offstage.")
+    parser = argparse.ArgumentParser(
+        prog=NAME, description="See, shrink and check the cache of offstage, or have the machine measured again."
+    )
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="the folder of runs and cache (outputs)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, work, says in (
         ("list", _list, "every artifact, the least recently used first"),
         ("du", _du, "what each stage takes"),
         ("verify", _verify, "hash this cache and the user's own again, set aside what is damaged; exits 1 if any is"),
+        (
+            "forget",
+            _forget,
+            "what was measured of this machine, here and in the user's own cache: it is measured again",
+        ),
     ):
         command = commands.add_parser(name, help=says, description=says)
         command.set_defaults(work=work)
@@ -156,6 +163,17 @@ def _verify(root: Path, _given: argparse.Namespace) -> int:
     own = f", {_amount(users)} of the user's own cache" if users else ""
     _say(f"{_amount(entries)}{own} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")
     return DAMAGED if count else 0
+
+
+def _forget(root: Path, _given: argparse.Namespace) -> int:
+    for each in _roots(root):
+        try:
+            forgotten = housekeeping.forget_figures(each)
+        except OSError as error:
+            raise StorageError(f"{error.filename}: can't be removed ({error.strerror}); remove it by hand") from error
+        for path in forgotten:
+            _say(f"removed {path}")
+    return 0
 
 
 def _roots(root: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offstage.pipeline.cache.block_sums import MARKER_NAME, find_store_damage
-from offstage.pipeline.cache.locks import SHARED, lease_path, sole_use
+from offstage.pipeline.cache.locks import SHARED, lease_path, locked, sole_use
 from offstage.pipeline.cache.sealed_files import (
     DAMAGED,
     MANIFEST,
@@ -135,12 +135,25 @@ def find_damage(entry: CacheEntry) -> str | None:
 def damaged_figures(root: Path) -> dict[Path, str]:
     """Return what is wrong with each file of what was measured of the machine that isn't as it was written."""
     damaged = {}
-    for path in sorted((root / MEASURED).glob("*.json")):
+    for path in _figures(root):
         try:
             read_sealed(path)
         except DamagedError as damage:
             damaged[path] = str(damage)
     return damaged
+
+
+def forget_figures(root: Path) -> list[Path]:
+    """Remove what was measured of the machine, and return its files: whoever needs a figure measures it again."""
+    forgotten = _figures(root)
+    for path in forgotten:
+        with locked(path, work="measures this machine"):  # who measures now writes all that it read, and its own
+            path.unlink(missing_ok=True)
+    return forgotten
+
+
+def _figures(root: Path) -> list[Path]:
+    return sorted((root / MEASURED).glob("*.json"))
 
 
 def set_aside(entry: CacheEntry) -> Path | None:

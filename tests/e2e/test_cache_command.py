@@ -110,6 +110,31 @@ def test_what_a_running_job_uses_is_kept(cache: Command, tmp_path: Path) -> None
     assert not list(stored.glob("*/index.json"))
 
 
+def test_what_was_measured_is_forgotten_in_both_caches_and_measured_again(
+    offstage_here: Run, cache: Command, tmp_path: Path
+) -> None:
+    given = ("generate.max_new_tokens=2",)
+    assert offstage_here(*given).code == 0
+    here, user = tmp_path / "outputs/cache/hardware/decoding.json", tmp_path / "user/offstage/hardware/decoding.json"
+    user.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(here, user)
+    code, out, _ = cache("forget")
+    assert code == 0
+    assert f"removed {user}" in out
+    assert not here.exists()
+    assert not user.exists()
+    assert cache("forget") == (0, "", "")
+    assert offstage_here(*given).code == 0
+    assert here.exists()
+
+
+def test_figures_that_can_t_be_removed_are_named(cache: Command, tmp_path: Path) -> None:
+    (tmp_path / "outputs/cache/hardware/decoding.json").mkdir(parents=True)
+    code, _, err = cache("forget")
+    assert code != 0
+    assert "outputs/cache/hardware/decoding.json: can't be removed (Is a directory); remove it by hand" in err
+
+
 def test_a_bit_flipped_in_an_offload_store_is_found_and_made_again(
     offstage_here: Run, cache: Command, tmp_path: Path
 ) -> None:
