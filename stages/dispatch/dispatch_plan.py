@@ -13,6 +13,7 @@ from pathlib import Path
 
 from offstage.pipeline.atomic_files import write_text
 from offstage.stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent, upward
+from offstage.stages.plan.memory_needs import UNUSED_SHARE
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Serving, is_streamed
 from offstage.stages.units import CPU, DeviceId
@@ -130,11 +131,14 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
 
 
 def _is_little(ledger: Mapping[str, int]) -> bool:
-    """Return whether what a pass computes with is so little of what ``ledger`` has that what the C library leaves
-    unused in taking it again makes no peak another one. Of a ledger that has nothing it isn't known.
+    """Return whether what the C library leaves unused in taking again what a pass computes with makes no peak another
+    one, so little is it of what ``ledger`` has. Of a ledger that has nothing it isn't known.
+
+    Keys and values that would be mapped, and so are no part of the heap's, lie among the rest then.
     """
     computed = sum(ledger.get(part, 0) for part in ("activations", "scratch"))
-    return 0 < computed <= _LITTLE * sum(ledger.values())
+    beside = UNUSED_SHARE * ledger.get("cache", 0) - ledger.get("heap", 0)
+    return computed > 0 and computed + beside <= _LITTLE * sum(ledger.values())
 
 
 @dataclass(slots=True)

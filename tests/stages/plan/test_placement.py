@@ -80,3 +80,6 @@ def test_a_pass_takes_its_memory_again_where_what_it_computes_with_is_little_of_
     assert reuses(weights=980, activations=10, scratch=5)
     assert not reuses(weights=980, activations=10, scratch=10)
     assert not reuses(weights=980), "nothing is known of what it computes with"
+    assert reuses(weights=8000, activations=80, cache=40)
+    assert not reuses(weights=8000, activations=80, cache=80), "mapped otherwise"
+    assert reuses(weights=8000, activations=80, cache=80, heap=60), "in the heap anyway, and part of the peak"
