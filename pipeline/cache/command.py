@@ -51,7 +51,7 @@ def _run(given: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=NAME, description="See, shrink and check the cache of offstage, or have the machine measured again."
+        prog=NAME, description="See, shrink and check the cache; have the machine measured again."
     )
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="the folder of runs and cache (outputs)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
