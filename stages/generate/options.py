@@ -75,6 +75,8 @@ def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None
         if not isinstance(options[name], own[name]):
             yield Fault(f"generate.{name}", f"{options[name]!r} is no {_WORDS[own[name]]}")
     yield from _token_faults(options)
+    for name in (name for name in {**_PROCESSORS, **_WARPERS} if not _is_number(options.get(name, 0))):
+        yield Fault(f"generate.{name}", f"{options[name]!r} is no number")
     uncounted = [name for name in _COUNTS if not is_count(options.get(name, 1))]
     for name in uncounted:
         yield Fault(
@@ -87,6 +89,11 @@ def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None
     except (ValueError, TypeError) as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         yield Fault("generate", f"transformers refuses these options: {message}")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether ``value`` is a number or null; transformers looks at one only where it is used."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _own_options(model: Mapping[str, Any]) -> Mapping[str, type[str | bool]]:

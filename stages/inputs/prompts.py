@@ -157,7 +157,10 @@ def read_prompts(given: GenerateOptions) -> dict[str, Prompt]:
         return {name: _prompt(name, one, folder) for name, one in _FILE.read(file, prompts).items()}
     listed = [prompts] if isinstance(prompts, str) and prompts else prompts
     if not isinstance(listed, list) or not listed:
-        raise ConfigError(f"generate.prompts: {prompts!r} is no list of prompts; give generate.prompts=['…']")
+        rows = hasattr(prompts, "tolist")
+        what = f"a {type(prompts).__name__}" if rows else repr(prompts)
+        way = "each one's token ids as a list, without padding" if rows else "generate.prompts=['…']"
+        raise ConfigError(f"generate.prompts: {what} is no list of prompts; give {way}")
     named = ((f"generate.prompts[{index}]", one) for index, one in enumerate(listed))
     return {name: _prompt(name, one, Path.cwd()) for name, one in named}
 

@@ -131,6 +131,13 @@ def test_two_threads_have_the_answers_of_one(loaded: offstage.LoadedModel) -> No
     ("method", "given", "options", "message"),
     [
         ("generate", [], {}, r"generate\.prompts: \[\] is no list of prompts"),
+        (
+            "generate",
+            torch.ones(2, 3).long(),
+            {},
+            r"a Tensor is no list of prompts; give each one's token ids",
+        ),
+        ("generate", ["a"], {"temperature": "hot"}, r"generate\.temperature: 'hot' is no number"),
         ("generate", ["a"], {"temperatur": 1}, r"generate\.temperatur: no such option.*temperature"),
         ("generate", ["a"], {"max_new_tokens": 0}, r"generate\.max_new_tokens: 0 is no number of tokens"),
         ("generate", ["a"], {"batch_size": "many"}, r"generate\.batch_size: 'many' is"),
