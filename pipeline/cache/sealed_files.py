@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from offstage.pipeline.atomic_files import replace_file, sync_folder
+from offstage.pipeline.errors import apart
 from offstage.pipeline.regular_files import NotRegularError, open_regular, parse_json, read_json, read_regular
 from offstage.pipeline.stage import FileEntry
 
@@ -169,9 +170,9 @@ def _damage_of_files() -> Iterator[None]:
     try:
         yield
     except NotRegularError as error:
-        raise DamagedError(f"{Path(str(error.filename)).name} isn't a file") from error
+        raise DamagedError(f"{Path(str(error.filename)).name} isn't a file") from apart(error)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedError(f"{Path(str(error.filename)).name} is missing") from error
+        raise DamagedError(f"{Path(str(error.filename)).name} is missing") from apart(error)
 
 
 def _measure(path: Path) -> FileEntry:

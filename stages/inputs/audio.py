@@ -70,7 +70,10 @@ def _by_wave(data: bytes) -> tuple[Samples, int]:
 def _by_soundfile(data: bytes) -> tuple[Samples, int]:
     import soundfile
 
-    with soundfile.SoundFile(BytesIO(data)) as file:
-        if file.frames * file.channels > MOST_SAMPLES:
-            raise ValueError(f"{file.frames * file.channels} samples are more than {MOST_SAMPLES}")
-        return file.read(dtype="float32", always_2d=True), int(file.samplerate)
+    try:
+        with soundfile.SoundFile(BytesIO(data)) as file:
+            if file.frames * file.channels > MOST_SAMPLES:
+                raise ValueError(f"{file.frames * file.channels} samples are more than {MOST_SAMPLES}")
+            return file.read(dtype="float32", always_2d=True), int(file.samplerate)
+    except soundfile.LibsndfileError as error:  # before its reason it names the object that it read
+        raise ValueError(error.error_string) from error

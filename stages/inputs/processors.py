@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, Literal
 
 from offstage.pipeline.errors import ConfigError, foreign
@@ -11,11 +12,13 @@ from offstage.stages.checkpoints.model_source import ModelSource
 
 Kind = Literal["image processor", "feature extractor", "processor"]
 
-_CLASSES: Mapping[Kind, str] = {
-    "image processor": "AutoImageProcessor",
-    "feature extractor": "AutoFeatureExtractor",
-    "processor": "AutoProcessor",
+_CLASSES: Mapping[Kind, tuple[str, str]] = {
+    "image processor": ("image_processing_auto", "AutoImageProcessor"),
+    "feature extractor": ("feature_extraction_auto", "AutoFeatureExtractor"),
+    "processor": ("processing_auto", "AutoProcessor"),
 }
+"""By each kind its class, and the module where that is: what ``import transformers`` offers as ``AutoImageProcessor``
+wants torchvision in transformers 5.17, which the class itself doesn't."""
 
 
 def load_processor(source: ModelSource, kind: Kind, *, key: str) -> Any:
@@ -24,12 +27,11 @@ def load_processor(source: ModelSource, kind: Kind, *, key: str) -> Any:
     A ``ConfigError`` that begins with ``key``, what it is wanted for, where the folder has none that loads. Code of
     the checkpoint's runs only where ``model.trust_remote_code`` says so.
     """
-    import transformers
-
+    module, name = _CLASSES[kind]
     folder = source.folder
     about = f"{key}: {str(folder)!r} holds no {kind} that loads"
     with foreign(ConfigError, about, advice="; save the model's own there"), bounded(str(folder)):
-        return getattr(transformers, _CLASSES[kind]).from_pretrained(
+        return getattr(import_module(f"transformers.models.auto.{module}"), name).from_pretrained(
             folder, trust_remote_code=source.trust_remote_code, local_files_only=True
         )
 

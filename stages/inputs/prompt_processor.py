@@ -93,7 +93,9 @@ class PromptProcessor:
         with foreign(ConfigError, f"{name}: the checkpoint's processor can't take it"):
             encoded = self._given(**call, return_tensors="pt")
         size = sum(3 * one.width * one.height for one in images) + sum(one.nbytes for one in sounds)
-        return ModelInputs(*self._checked(name, text, dict(encoded)), size)
+        ids, tensors = self._checked(name, text, dict(encoded))
+        self._check_places(name, text, len(images), ids)
+        return ModelInputs(ids, tensors, size)
 
     def templated(self, name: str, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a chat up to where the model's answer begins, with a place for each image and sound."""
@@ -108,6 +110,18 @@ class PromptProcessor:
             encoded.pop(key, None)
         ids = [int(token) for token in encoded["input_ids"][0]] if "input_ids" in encoded else []
         return ids, encoded
+
+    def _check_places(self, name: str, text: str, images: int, ids: Sequence[int]) -> None:
+        """Refuse a ``text`` with fewer places than ``images``, unless the processor has put some before it on its own.
+
+        Newer processors of transformers see to that; to older ones it is the model that would fail.
+        """
+        place, number = self.image_token, getattr(self._given, "image_token_id", None)
+        places = text.count(place) if place else images
+        if places < images and (places or number not in (None, *ids)):
+            raise ConfigError(
+                f"{name}: the text has a place for {places} of {images} images; write {place} where each belongs"
+            )
 
     def _decoded(self, name: str, file: MediaFile) -> Any:
         if file.kind == "image":

@@ -371,7 +371,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 def test_a_ratio_left_open_is_the_least_that_fits(deep: tuple[str, ...], offstage_here: Run) -> None:
     given = (*deep, "stop_after=plan", "finetune.activation_offload={ratio: auto, target: disk}")
-    roomy = offstage_here(*given)
+    roomy = offstage_here(*given, "hardware.host={memory: 20GB}")  # described as those below: the same process
     assert json.loads(artifact(roomy).joinpath("plan.json").read_text())["offload_ratio"] == 0
     whole, ratios = roomy.record["memory"]["predicted"]["cpu"], []
     for less in (30_000_000, 60_000_000):

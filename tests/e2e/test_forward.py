@@ -125,7 +125,7 @@ def test_vit_classifies_images(forward: Any, tmp_path: Path) -> None:
     files = [kinds.save_image(tmp_path / f"{place}.png", seed=place) for place in range(3)]
     outputs, said = forward(f"model.path={folder}", f"forward.images={listed(files)}", "forward.batch_size=2")
     assert said["together"] == [[0, 1], [2]]
-    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    processor = kinds.vit_processor()
     for rows in said["together"]:
         made = processor([Image.open(files[row]).convert("RGB") for row in rows], return_tensors="pt")
         assert torch.equal(outputs["logits"][rows], plain(folder, "ViTForImageClassification", made).logits)
