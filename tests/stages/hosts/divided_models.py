@@ -75,7 +75,9 @@ CONFIGS: dict[str, Any] = {
         vocab_size=200, d_model=32, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=128,
     ),
-    "gpt2": lambda: GPT2Config(vocab_size=200, n_embd=32, n_layer=6, n_head=4, bos_token_id=1, eos_token_id=2),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=200, n_embd=32, n_layer=6, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+    ),
     "opt": lambda: OPTConfig(**_SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=128),
     "bloom": lambda: BloomConfig(vocab_size=200, hidden_size=32, n_layer=6, n_head=4),
     "falcon": lambda: FalconConfig(vocab_size=200, hidden_size=32, num_hidden_layers=6, num_attention_heads=4),
