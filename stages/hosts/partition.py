@@ -22,7 +22,7 @@ class Chain:
     """What can be cut: the blocks of each of the ``stacks`` (list → blocks), in the order in which they run.
 
     ``head`` is the one linear layer that makes the model's output of the last block's, null where it is made otherwise.
-    ``is_plain`` says that nothing but norms lies between the two.
+    ``is_plain`` says that nothing but norms lies between the two, and that its product alone is what a forward is for.
     """
 
     stacks: Mapping[str, tuple[str, ...]]
@@ -107,7 +107,9 @@ def chain_of(skeleton: Skeleton) -> Chain:
     heads = [name for name in after if name in linear]
     others = [spec for name in after - set(heads) for spec in skeleton.by_module.get(name, ())]
     head = heads[0] if len(heads) == 1 and skeleton.calls.count(heads[0]) == 1 else None
-    return Chain(stacks, head, is_plain=head is not None and all(len(spec.shape) <= 1 for spec in others))
+    # An encoder returns its last states too, beside what a pooler, its only head, makes of them.
+    is_plain = head is not None and bool(skeleton.caches) and all(len(spec.shape) <= 1 for spec in others)
+    return Chain(stacks, head, is_plain=is_plain)
 
 
 def _stacks(skeleton: Skeleton) -> dict[str, tuple[str, ...]]:

@@ -25,6 +25,8 @@ from offstage.stages.machine.hosts import KEY
 from offstage.stages.units import Position
 
 _AT_THE_END: Position = (sys.maxsize, 0)
+_SCATTERED = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What a call of transformers' models may ask for that is of each block."""
 
 
 class AwayRun:
@@ -88,13 +90,16 @@ def _enter(cache: Any, place: int, hidden: torch.Tensor) -> None:
     """Enter keys of one byte and values of none for the positions of ``hidden`` at ``place`` of ``cache``.
 
     A cache goes by its keys' numbers: without any it would have no length. What keeps a state in their place is marked
-    as one that has one.
+    as one that has one, and can be sorted and cropped as a convolution's can: a scan's can't, which its host says.
     """
     layers = getattr(cache, "layers", ())
     layer: Any = layers[place] if place < len(layers) else None
     state = getattr(layer, "has_previous_state", None)
     if state is not None:
         layer.has_previous_state = dict.fromkeys(state, True) if isinstance(state, dict) else True
+    begun = getattr(layer, "is_conv_states_initialized", None)
+    for index in [index for index, has_begun in begun.items() if not has_begun] if isinstance(begun, dict) else ():
+        layer.lazy_initialization(conv_states=hidden.new_empty(hidden.shape[0], 1, 0), state_idx=index)
     if layer is None or hasattr(layer, "get_seq_length"):
         key = torch.zeros(hidden.shape[0], 1, hidden.shape[1], 1, dtype=torch.uint8, device=hidden.device)
         cache.update(key, key[..., :0], place)
@@ -155,6 +160,7 @@ def stand_in(model: nn.Module, partition: Partition, wire: Wire, host: int) -> B
     text: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     if getattr(text, "num_kv_shared_layers", 0):
         raise ConfigError(f"{KEY}: {type(model).__name__} has layers that read other layers' keys; leave hosts null")
+    model.register_forward_pre_hook(_refuse_scattered, with_kwargs=True)
     borders = Borders(wire)
     others = [other for other in range(partition.hosts) if other != host]
     for stack, blocks in partition.blocks.items():
@@ -174,6 +180,13 @@ def stand_in(model: nn.Module, partition: Partition, wire: Wire, host: int) -> B
     elif head is not None:
         _send_on(model.get_submodule(head), wire, others)
     return borders
+
+
+def _refuse_scattered(_model: nn.Module, _arguments: Any, options: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` where a call asks for what each block has of its own: a host would return those it has."""
+    for name in _SCATTERED:
+        if options.get(name):
+            raise ConfigError(f"{name}: what blocks return lies on several hosts, and isn't gathered; leave it out")
 
 
 def _replace(model: nn.Module, blocks: tuple[str, ...], places: range, run: AwayRun) -> None:

@@ -172,9 +172,9 @@ def kill_when(happened: Callable[[], object], process: Process) -> bool:
     return process.returncode == -signal.SIGKILL
 
 
-def finish(process: Process, folder: Path, before: Mapping[Path, Any]) -> Finished:
+def finish(process: Process, folder: Path, before: Mapping[Path, Any], *, seconds: float = 300) -> Finished:
     """Wait for ``process`` and return what came of it; ``before`` holds the records that were there already."""
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=seconds)
     new = [record for path, record in records_in(folder).items() if path not in before]
     return Finished(process.returncode, out, err, new)
 

@@ -39,8 +39,12 @@ def run_forks(
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous.port}
         extra = {name: str(value) for name, value in {**variables, **place}.items()}
         hosts.append(start(folder, *given, entry=entry, extra={**extra, **own.get(rank, {})}))
-    with deadline(seconds):
-        ended = [finish(host, folder, {}) for host in hosts]
+    try:
+        with deadline(seconds):
+            ended = [finish(host, folder, {}, seconds=seconds) for host in hosts]
+    finally:
+        for host in hosts:  # those that are late, or that wait for one that is
+            host.kill()
     return [(host.code, host.out, host.err) for host in ended]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import tests.e2e.conftest as harness
 from offstage.pipeline import job_process
+from tests.deadline import deadline
 from tests.e2e.conftest import (
     Finished,
     Process,
@@ -56,6 +57,13 @@ def test_a_fork_heeds_signals_and_tells_which_one_killed_it(fresh_folder: Path) 
             process.send_signal(number)
             ended[number] = process.wait(120)
     assert ended == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+
+
+def test_a_fork_that_a_test_has_no_more_time_for_is_ended(tmp_path: Path) -> None:
+    with start(tmp_path, entry="signal:pause") as process:
+        with pytest.raises(AssertionError, match="after 1 s"), deadline(1):
+            process.communicate()
+        assert process.wait(20) == -signal.SIGKILL
 
 
 def test_a_fork_that_does_not_end_in_time_is_an_error_and_goes_on_no_more(fresh_folder: Path) -> None:

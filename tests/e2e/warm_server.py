@@ -85,14 +85,14 @@ class ForkedCommand:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for its end and return what it wrote to both streams since they were last read.
 
-        One that hasn't ended by then is killed, so that what reads its streams ends too.
+        One that hasn't ended by then, or by a test's deadline, is killed, so that what reads its streams ends too.
         """
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
         with ThreadPoolExecutor(max(1, len(streams))) as readers:
             reading = [readers.submit(stream.read) for stream in streams]
             try:
                 self.wait(timeout)
-            except subprocess.TimeoutExpired:
+            except BaseException:
                 self.kill()
                 raise
             texts = [each.result() for each in reading]

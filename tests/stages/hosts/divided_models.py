@@ -2,7 +2,7 @@
 
 ``main`` with the arguments ``FOLDER NAME…`` leaves ``NAME-RANK.json`` in the folder: for each way to generate whether
 the tokens and the logits are those of the whole model, to the bit; whether the rank's tensors are those of its share of
-the skeleton; and the bytes of tensors that it sent.
+the skeleton; the bytes of tensors that it sent; and by what a forward is refused that asks for hidden states.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     JambaConfig,
+    Lfm2Config,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
@@ -36,6 +37,7 @@ from transformers import (
     T5Config,
 )
 
+from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.peers import peers
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.identity import MODEL_KEYS
@@ -66,11 +68,16 @@ CONFIGS: dict[str, Any] = {
         **_HEADS, **_MOE, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
         linear_value_head_dim=16, shared_expert_intermediate_size=32,
     ),
+    "lfm2": lambda: Lfm2Config(
+        **_HEADS, layer_types=["conv", "full_attention"] * 3, conv_dim=32, block_dim=32, block_ff_dim=64
+    ),
     "bart": lambda: BartConfig(
         vocab_size=200, d_model=32, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=128,
     ),
-    "gpt2": lambda: GPT2Config(vocab_size=200, n_embd=32, n_layer=6, n_head=4, bos_token_id=1, eos_token_id=2),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=200, n_embd=32, n_layer=6, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+    ),
     "opt": lambda: OPTConfig(**_SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=128),
     "bloom": lambda: BloomConfig(vocab_size=200, hidden_size=32, n_layer=6, n_head=4),
     "falcon": lambda: FalconConfig(vocab_size=200, hidden_size=32, num_hidden_layers=6, num_attention_heads=4),
@@ -113,6 +120,15 @@ def is_same(first: tuple[torch.Tensor, ...] | str, second: tuple[torch.Tensor, .
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
+def refusal(model: Any) -> str:
+    """Return what a forward that asks for the hidden states of all blocks raises; nothing where it raises nothing."""
+    try:
+        model(input_ids=_IDS, output_hidden_states=True)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def skeleton_of(config: Any, folder: Path, model_class: type) -> Any:
     config.architectures = [model_class.__name__]
     config.save_pretrained(folder)
@@ -151,6 +167,7 @@ def main() -> None:
             "same": same,
             "tensors": {tensor_name for tensor_name, _ in tensors} == share_names,
             "sent_bytes": here.sent_bytes - before,
+            "refusal": refusal(model),
             "cuts": {stack: list(cuts) for stack, cuts in partition.cuts.items()},
         }
         (folder / f"{name}-{here.rank}.json").write_text(json.dumps(report))

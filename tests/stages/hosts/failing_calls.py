@@ -26,8 +26,8 @@ _LARGE = 1 << 19
 
 
 def cache_beside(folder: Path) -> Path:
-    """Return the cache of all hosts whose checkpoints lie beside ``folder``: one of them rehearses each model."""
-    return folder.parent / "cache"
+    """Return the cache of all starts with checkpoints as deep as ``folder``: one host of one rehearses each model."""
+    return folder.parents[1] / "cache"
 
 
 def outcomes(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Run as each of several hosts: small checkpoints divided among all answer many prompts in lockstep.
+"""Run as each of several hosts: a small checkpoint divided among all answers many prompts in lockstep.
 
-``main`` with the arguments ``FOLDER SEED NAME:memory NAME:disk…`` leaves ``NAME-disk-RANK.json`` in the folder, and so
-on: which calls didn't give what they give one after another in one process, by where the weights lie (``compared``).
+``main`` with the arguments ``FOLDER SEED NAME memory disk…`` leaves ``disk-RANK.json`` in the folder, and so on: which
+calls didn't give what they give one after another in one process, by where the weights lie (``compared``).
 The calls are drawn by the seed: how many, how long their prompts and
 answers are, whether they sample, search by beams, or end early.
 """
@@ -131,16 +131,18 @@ def paced(folder: Path) -> float:
 
 
 def main() -> None:
-    folder, seed, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    folder, seed, name, *ways = Path(sys.argv[1]), *sys.argv[2:]
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
-    names = dict.fromkeys(case.partition(":")[0] for case in cases)
     # hosts save alike, before they are connected: then transformers would have the first one do so alone
-    saved = {name: save(name, folder / f"{name}-{rank}") for name in names}
-    for number, case in enumerate(cases):
-        name, _, lies = case.partition(":")
-        comparison = compared(saved[name], random.Random(seed + number), lies)
-        (folder / f"{name}-{lies}-{rank}.json").write_text(json.dumps(comparison))
-    (folder / f"failing-{rank}.json").write_text(json.dumps(outcomes(saved["llama"])))
-    (folder / f"pace-{rank}.json").write_text(json.dumps(paced(saved["llama"])))
+    checkpoint = save(name, folder / rank)
+
+    def leave(what: str, found: object) -> None:
+        (folder / f"{what}-{rank}.json").write_text(json.dumps(found))
+
+    for lies in ways:
+        leave(lies, compared(checkpoint, random.Random(f"{seed} {lies}"), lies) | {"seed": seed})
+    if name == "llama":
+        leave("failing", outcomes(checkpoint))
+        leave("pace", paced(checkpoint))
     peers().close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,35 +25,60 @@ from tests.long_form import LONG_FORM, in_ci
 from tests.stages.hosts.divided_models import CONFIGS
 from tests.stages.hosts.lockstep_models import main
 
-IN_CI = [("llama", "memory")]
-CASES = [(name, lies) for name in CONFIGS for lies in ("memory", "disk", "simulated", "simulated float32")]
-CASES += [(name, "fp8") for name in ("llama", "tied", "mixtral", "qwen3_moe")]
+LIES = ("memory", "disk", "simulated", "simulated float32")
+IN_FP8 = ("llama", "tied", "mixtral", "qwen3_moe")
+HOSTS = (3, 2, 4)
 
 
-@pytest.fixture(scope="module", params=in_ci(3, of=[2, 3, 4]))
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return what each host found, by model and where its weights lie: one start of so many hosts for all."""
-    folder, hosts = tmp_path_factory.mktemp("hosts"), request.param
+def ways_of(name: str) -> list[str]:
+    """Return where the weights of the model ``name`` may lie."""
+    return [*LIES, *(["fp8"] if name in IN_FP8 else [])]
+
+
+CASES = [
+    (HOSTS[(row + column) % len(HOSTS)], name, lies)
+    for row, name in enumerate(CONFIGS)
+    for column, lies in enumerate(ways_of(name))
+]
+"""Each model with its weights at each place, and both over as many hosts as there may be, but not all three at once."""
+Answers = Callable[[str, int], dict[str, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Return a function that says what each host found, by where the weights of a model lie: one start for all that.
+
+    What is the same in all starts, the rehearsals, they keep in one cache.
+    """
+    folder = tmp_path_factory.mktemp("hosts")
     is_long = bool(os.environ.get(LONG_FORM))
-    cases, seed = (CASES, int(time.time())) if is_long else (IN_CI, 0)
-    asked = [f"{name}:{lies}" for name, lies in cases]
-    run_alike(hosts, main, folder, str(seed), *asked)
-    return {
-        case: [json.loads((folder / f"{case.replace(':', '-')}-{host}.json").read_text()) for host in range(hosts)]
-        for case in [*asked, "failing", "pace"]
-    }
+
+    @cache
+    def found(name: str, hosts: int) -> dict[str, list[Any]]:
+        here = [lies for count, model, lies in CASES if (count, model) == (hosts, name)]
+        ways, seed = (here, int(time.time())) if is_long else (["memory"], 0)
+        own = folder / f"{name}-{hosts}"
+        own.mkdir()  # which fails for what a start that failed would have left
+        run_alike(hosts, main, own, str(seed), name, *ways)
+        whats = [*ways, *(["failing", "pace"] if name == "llama" else [])]
+        return {
+            what: [json.loads((own / f"{what}-{host}.json").read_text()) for host in range(hosts)] for what in whats
+        }
+
+    return found
 
 
-@pytest.mark.parametrize(("name", "lies"), in_ci(*IN_CI, of=CASES))
-def test_every_call_has_what_it_has_alone_in_one_process(answers: dict[str, list[Any]], name: str, lies: str) -> None:
-    for host in answers[f"{name}:{lies}"]:
+@pytest.mark.parametrize(("hosts", "name", "lies"), in_ci((3, "llama", "memory"), of=CASES))
+def test_every_call_has_what_it_has_alone_in_one_process(answers: Answers, hosts: int, name: str, lies: str) -> None:
+    for host in answers(name, hosts)[lies]:
         assert host["differ"] == [], host
         assert host["prompts_alike"], host
         assert host["streams"] == (lies not in ("memory", "fp8")), host
 
 
-def test_a_call_that_fails_on_one_host_fails_on_all_and_no_other_does(answers: dict[str, list[Any]]) -> None:
-    *others, last = answers["failing"]
+@pytest.mark.parametrize("hosts", in_ci(3, of=HOSTS))
+def test_a_call_that_fails_on_one_host_fails_on_all_and_no_other_does(answers: Answers, hosts: int) -> None:
+    *others, last = answers("llama", hosts)["failing"]
     failing = ("alone", "in lockstep", "submitted")
     assert {last[way] for way in failing} == {"ValueError: this block is out of order"}
     said = f"FailedCallError: host {len(others)}: ValueError: this block is out of order"
@@ -62,15 +89,17 @@ def test_a_call_that_fails_on_one_host_fails_on_all_and_no_other_does(answers: d
         assert host["kept of calls"] <= 4, "a number for each of what calls are named after"
 
 
-def test_a_call_that_is_cancelled_on_one_host_ends_on_all(answers: dict[str, list[Any]]) -> None:
-    first, *others = answers["failing"]
+@pytest.mark.parametrize("hosts", in_ci(3, of=HOSTS))
+def test_a_call_that_is_cancelled_on_one_host_ends_on_all(answers: Answers, hosts: int) -> None:
+    first, *others = answers("llama", hosts)["failing"]
     assert first["cancelled"] == ["CancelledError: ", "CancelledError: "]
     said = "FailedCallError: host 0: the call was cancelled"
     assert [host["cancelled"] for host in others] == [[said, said]] * len(others)
 
 
-def test_hosts_compute_at_once_what_calls_in_turn_have_them_wait_for(answers: dict[str, list[Any]]) -> None:
-    paces = answers["pace"]
+@pytest.mark.parametrize("hosts", in_ci(3, of=HOSTS))
+def test_hosts_compute_at_once_what_calls_in_turn_have_them_wait_for(answers: Answers, hosts: int) -> None:
+    paces = answers("llama", hosts)["pace"]
     assert min(paces) > 0.7 * len(paces), "as many times as soon as there are hosts, but for what else a token takes"
 
 

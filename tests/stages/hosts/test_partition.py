@@ -60,6 +60,12 @@ def test_where_something_else_follows_the_blocks_their_output_goes_to_all() -> N
     assert partition_of(chain, [0, 2, 4]).shares_end == ("layers",)
 
 
+def test_an_encoders_last_states_go_to_all_beside_what_its_pooler_makes_of_them() -> None:
+    chain = chain_of(replace(decoder(), caches=()))
+    assert chain.head == "head"
+    assert partition_of(chain, [0, 2, 4]).shares_end == ("layers",)
+
+
 def test_a_model_without_a_head_sends_its_last_blocks_output_to_all() -> None:
     plain = decoder()
     bodied = replace(plain, calls=plain.calls[:-1], order=plain.order[:-1])

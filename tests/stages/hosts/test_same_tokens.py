@@ -10,7 +10,7 @@ from tests.e2e.forked_hosts import run_alike
 from tests.long_form import LONG_FORM, in_ci
 from tests.stages.hosts.divided_models import CONFIGS, WAYS, main
 
-SHORT = ("llama", "gemma2", "mixtral", "t5")
+SHORT = ("llama", "gemma2", "mixtral", "t5", "lfm2")
 NAMES = in_ci(*SHORT, of=CONFIGS)
 
 
@@ -34,6 +34,12 @@ def test_every_host_has_the_whole_models_tokens_and_logits(answers: Any, name: s
 @pytest.mark.parametrize("name", NAMES)
 def test_a_host_holds_what_its_share_of_the_skeleton_says(answers: Any, name: str) -> None:
     assert all(host["tensors"] for host in answers[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lies_on_several_hosts_is_refused_by_name(answers: Any, name: str) -> None:
+    said = "output_hidden_states: what blocks return lies on several hosts, and isn't gathered; leave it out"
+    assert [host["refusal"] for host in answers[name]] == [said] * len(answers[name])
 
 
 def test_between_hosts_goes_a_hidden_state_a_border_and_the_logits_and_no_more(answers: Any) -> None:
