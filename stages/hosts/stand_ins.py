@@ -182,10 +182,13 @@ def stand_in(model: nn.Module, partition: Partition, wire: Wire, host: int) -> B
     return borders
 
 
-def _refuse_scattered(_model: nn.Module, _arguments: Any, options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` where a call asks for what each block has of its own: a host would return those it has."""
+def _refuse_scattered(model: nn.Module, _arguments: Any, options: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` where a call, or the model's config where that says nothing, asks for what each block has
+    of its own: a host would return those it has.
+    """
     for name in _SCATTERED:
-        if options.get(name):
+        asked = options.get(name)
+        if getattr(getattr(model, "config", None), name, None) if asked is None else asked:
             raise ConfigError(f"{name}: what blocks return lies on several hosts, and isn't gathered; leave it out")
 
 

@@ -2,7 +2,7 @@
 
 ``main`` with the arguments ``FOLDER NAME…`` leaves ``NAME-RANK.json`` in the folder: for each way to generate whether
 the tokens and the logits are those of the whole model, to the bit; whether the rank's tensors are those of its share of
-the skeleton; the bytes of tensors that it sent; and by what a forward is refused that asks for hidden states.
+the skeleton; the bytes of tensors that it sent; and by what forwards are refused that ask for hidden states.
 """
 
 from __future__ import annotations
@@ -120,13 +120,19 @@ def is_same(first: tuple[torch.Tensor, ...] | str, second: tuple[torch.Tensor, .
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-def refusal(model: Any) -> str:
-    """Return what a forward that asks for the hidden states of all blocks raises; nothing where it raises nothing."""
-    try:
-        model(input_ids=_IDS, output_hidden_states=True)
-    except ConfigError as error:
-        return str(error)
-    return ""
+def refusals(model: Any) -> list[str]:
+    """Return what forwards raise that ask for the hidden states of all blocks, by the call and by the model's config;
+    nothing of one that raises nothing.
+    """
+    raised = []
+    for asked in ({"output_hidden_states": True}, {}):
+        model.config.output_hidden_states = not asked
+        try:
+            model(input_ids=_IDS, **asked)
+        except ConfigError as error:
+            raised.append(str(error))
+    model.config.output_hidden_states = False
+    return raised
 
 
 def skeleton_of(config: Any, folder: Path, model_class: type) -> Any:
@@ -167,7 +173,7 @@ def main() -> None:
             "same": same,
             "tensors": {tensor_name for tensor_name, _ in tensors} == share_names,
             "sent_bytes": here.sent_bytes - before,
-            "refusal": refusal(model),
+            "refusals": refusals(model),
             "cuts": {stack: list(cuts) for stack, cuts in partition.cuts.items()},
         }
         (folder / f"{name}-{here.rank}.json").write_text(json.dumps(report))

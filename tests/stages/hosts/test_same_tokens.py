@@ -39,7 +39,7 @@ def test_a_host_holds_what_its_share_of_the_skeleton_says(answers: Any, name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_what_lies_on_several_hosts_is_refused_by_name(answers: Any, name: str) -> None:
     said = "output_hidden_states: what blocks return lies on several hosts, and isn't gathered; leave it out"
-    assert [host["refusal"] for host in answers[name]] == [said] * len(answers[name])
+    assert [host["refusals"] for host in answers[name]] == [[said] * 2] * len(answers[name])
 
 
 def test_between_hosts_goes_a_hidden_state_a_border_and_the_logits_and_no_more(answers: Any) -> None:
