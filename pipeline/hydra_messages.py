@@ -24,7 +24,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError, YAMLError
 
-from offstage.pipeline.errors import ConfigError, causes, closest, words_of
+from offstage.pipeline.errors import ConfigError, apart, causes, closest, words_of
 from offstage.pipeline.typed_config import DEVICES, NO_DEVICE, VARIABLES
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
@@ -254,29 +254,29 @@ def composing() -> Iterator[None]:
     except ConfigError:
         raise
     except COMPOSING_ERRORS as error:
-        raise ConfigError(one_line(error)) from error
+        raise ConfigError(one_line(error)) from apart(error)
     except UnboundLocalError as error:
         if not isinstance(error.__context__, OSError):
             raise
         raise error.__context__ from None  # Hydra closes what it couldn't open
     except (AttributeError, AssertionError) as error:
         if _comes_from_an_override(error):
-            raise ConfigError(NULL_IN_A_FILE) from error
+            raise ConfigError(NULL_IN_A_FILE) from apart(error)
         _refuse_file(error)
         raise
     except RecursionError as error:
         if not _recursed_in_composing(error):
             raise
-        raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from error
+        raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from apart(error)
     except YAMLError as error:
-        raise ConfigError(said_of_yaml(error)) from error
+        raise ConfigError(said_of_yaml(error)) from apart(error)
     except (ValueError, RuntimeError) as error:
         _refuse_file(error)
         module = _module_that_raised(error)
         if not module.startswith(("hydra.", "logging.")):
             raise
         about = "hydra.job_logging: " if module.startswith("logging.") else ""
-        raise ConfigError(f"{about}{one_line(error)}") from error
+        raise ConfigError(f"{about}{one_line(error)}") from apart(error)
 
 
 def _comes_from_an_override(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.command_exit import INTERRUPTED
-from offstage.pipeline.errors import words_of
+from offstage.pipeline.errors import apart, words_of
 from offstage.pipeline.host_watch import HostWatch
 from offstage.pipeline.plain_data import leaves
 from offstage.pipeline.process_setup import STARTED_TOGETHER, is_one_of_several
@@ -234,8 +234,8 @@ class Peers:
         except RuntimeError as error:
             if host is None:
                 unconnected = f"the hosts of the run couldn't be connected: {first_line(error)}"
-                raise HostError(self._watch.reason() or unconnected) from error
-            raise HostError(self._watch.reason(host) or f"{self._watch.name(host)} went away") from error
+                raise HostError(self._watch.reason() or unconnected) from apart(error)
+            raise HostError(self._watch.reason(host) or f"{self._watch.name(host)} went away") from apart(error)
 
     def ending(self, end: Callable[[BaseException], object]) -> None:
         """Have ``end`` called with the reason where the run must be ended from outside of what is at work."""
@@ -307,7 +307,7 @@ def in_step(
         yield here
     except KeyboardInterrupt as interrupt:
         if (lost := here.interrupted()) is not None:
-            raise HostError(lost) from interrupt
+            raise HostError(lost) from apart(interrupt)
         raise
     except BaseException as error:
         here.fail(str(error) or words_of(error))

@@ -61,6 +61,19 @@ def undocumented(text: str) -> list[str]:
     return [] if ast.get_docstring(ast.parse(text)) else ["no docstring"]
 
 
+def not_apart(text: str) -> list[str]:
+    """Return where a module's context managers raise an error from another whose traceback holds them: a cycle from
+    Python 3.12 on, in which what failed keeps its tensors (``errors.apart``).
+    """
+    managers = (each for each in functions(text) if any(map(_is_manager, each.decorator_list)))
+    raised = (node for each in managers for node in ast.walk(each) if isinstance(node, ast.Raise))
+    return [f"line {node.lineno}" for node in raised if isinstance(node.cause, ast.Name)]
+
+
+def _is_manager(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Name) and decorator.id == "contextmanager"
+
+
 def faults(check: Callable[[str], list[str]], *folders: str) -> dict[str, list[str]]:
     """Return what ``check`` finds in each Python file under ``folders``, by the files in which it finds something."""
     by_file = {source: check((ROOT / source).read_text()) for source in sources(*folders)}
@@ -84,6 +97,15 @@ def test_functions_are_flat() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     assert faults(undocumented, *PACKAGES) == {}
+
+
+def test_what_context_managers_raise_is_apart_from_what_they_caught() -> None:
+    assert faults(not_apart, *PACKAGES) == {}
+    manager = (
+        "@contextmanager\ndef manager():\n    try:\n        yield\n    except OSError as error:\n        raise X from "
+    )
+    assert not_apart(manager + "error\n") == ["line 6"]
+    assert not_apart(manager + "apart(error)\n") == []
 
 
 def test_what_is_too_large_is_named() -> None:

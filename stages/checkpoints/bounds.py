@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from offstage.pipeline.errors import CheckpointError, OffstageError
+from offstage.pipeline.errors import CheckpointError, OffstageError, apart
 
 SECONDS = 60
 """Of processor time, imports included: a model of a trillion parameters takes some seconds."""
@@ -55,10 +55,10 @@ def bounded_in_time(
     try:
         with _time_bound(seconds) as own:
             yield
-    except _OutOfTimeError:
+    except _OutOfTimeError as error:
         if not own:
             raise
-        raise kind(f"{what} takes more than {seconds:g} s of processor time, {as_none_does}") from None
+        raise kind(f"{what} takes more than {seconds:g} s of processor time, {as_none_does}") from apart(error)
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _memory_bounded(what: str) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{what}: building it takes more than {BYTES} bytes beside the weights, as no model does; restore the file"
-        ) from error
+        ) from apart(error)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.errors import CheckpointError, apart
 from offstage.pipeline.regular_files import open_regular, read_json
 from offstage.stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, FileHeader, check_index, join_headers
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS, PLAIN
@@ -223,10 +223,10 @@ def _load_errors(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path}: not a file of tensors alone: it needs code to run, or is damaged; "
             "save the model again as safetensors"
-        ) from error
+        ) from apart(error)
     except _LOAD_FAILURES as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path}: can't be loaded, get it again: {reason}") from error
+        raise CheckpointError(f"{path}: can't be loaded, get it again: {reason}") from apart(error)
 
 
 def _check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.errors import CheckpointError, ConfigError, Fault, OffstageError, StorageError
+from offstage.pipeline.errors import CheckpointError, ConfigError, Fault, OffstageError, StorageError, apart
 from offstage.pipeline.stage import Context
 from offstage.stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
@@ -127,7 +127,7 @@ def loaded_assistant(path: str | None, context: Context) -> Iterator[Assistant |
     try:
         loaded = load(path, max_memory=whole, device_map=main, batch_size=1, max_length=2, **options)
     except (ConfigError, CheckpointError) as error:
-        raise ConfigError(f"{_KEY}: {path!r} can't be loaded: {error}") from error
+        raise ConfigError(f"{_KEY}: {path!r} can't be loaded: {error}") from apart(error)
     with loaded:
         if not getattr(loaded.model, "can_generate", lambda: False)():
             raise ConfigError(f"{_KEY}: {path!r} is no model that generates; give one of the model's own kind")

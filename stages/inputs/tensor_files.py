@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from offstage.pipeline.errors import CheckpointError, ConfigError, foreign
+from offstage.pipeline.errors import CheckpointError, ConfigError, apart, foreign
 from offstage.pipeline.regular_files import open_regular
 from offstage.stages.checkpoints.safetensors_header import DTYPES, read_header
 
@@ -76,7 +76,7 @@ def _opened_zip(key: str, file: Path) -> Iterator[tuple[zipfile.ZipFile, dict[st
     try:
         raw = open(open_regular(file), "rb")  # noqa: PTH123, SIM115 a descriptor
     except OSError as error:
-        raise ConfigError(f"{key}: {str(file)!r} can't be read: {error.strerror or error}") from error
+        raise ConfigError(f"{key}: {str(file)!r} can't be read: {error.strerror or error}") from apart(error)
     with raw, foreign(ConfigError, f"{key}: {str(file)!r} is no .npz of plain arrays"), zipfile.ZipFile(raw) as archive:
         yield archive, _heads(archive)
 
