@@ -84,7 +84,7 @@ def compared(folder: Path, chance: random.Random, lies: str) -> dict[str, Any]:
     with offstage.load(folder, max_memory=whole_room, cache=cache, **made) as whole:
         wanted = [answered(whole.model, call, seed) for seed, call in enumerate(calls)]
         share = sum(tensor.nbytes for tensor in whole.model.parameters()) // peers().size
-    part = share * 3 // 4
+    part = share * 9 // 10
     room: dict[Any, int] = {0: part, "cpu": 10**9} if accelerated else {"cpu": part if lies == "disk" else 10**9}
     made |= accelerated
     with offstage.load(folder, hosts="auto", max_memory=room, cache=cache, **made) as loaded:
