@@ -18,6 +18,7 @@ from typing import Any
 
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.cache.fingerprint import Change
+from offstage.pipeline.cache.housekeeping import measured_files
 from offstage.pipeline.cache.sealed_files import DamagedError, read_sealed, write_sealed
 from offstage.pipeline.command_exit import INTERRUPTED, discard_output, run_command
 from offstage.pipeline.environment import environment
@@ -123,7 +124,7 @@ def refuse_untrusted(then: RunRecord, config: Mapping[str, Any], folder: Path, w
 
 def _bring_measurements(source: Path, target: Path) -> None:
     """Copy what was measured of this machine: measured again it would be slightly other, and so might be the plan."""
-    for path in sorted((source / MEASURED).glob("*.json")):
+    for path in measured_files(source):
         with suppress(DamagedError, OSError):  # what isn't as it was written is measured again
             figures = read_sealed(path)
             (target / MEASURED).mkdir(parents=True, exist_ok=True)

@@ -135,7 +135,7 @@ def find_damage(entry: CacheEntry) -> str | None:
 def damaged_figures(root: Path) -> dict[Path, str]:
     """Return what is wrong with each file of what was measured of the machine that isn't as it was written."""
     damaged = {}
-    for path in _figures(root):
+    for path in measured_files(root):
         try:
             read_sealed(path)
         except DamagedError as damage:
@@ -145,14 +145,15 @@ def damaged_figures(root: Path) -> dict[Path, str]:
 
 def forget_figures(root: Path) -> list[Path]:
     """Remove what was measured of the machine, and return its files: whoever needs a figure measures it again."""
-    forgotten = _figures(root)
+    forgotten = measured_files(root)
     for path in forgotten:
         with locked(path, work="measures this machine"):  # who measures now writes all that it read, and its own
             path.unlink(missing_ok=True)
     return forgotten
 
 
-def _figures(root: Path) -> list[Path]:
+def measured_files(root: Path) -> list[Path]:
+    """Return the files in which the cache ``root`` keeps what was measured of the machine."""
     return sorted((root / MEASURED).glob("*.json"))
 
 
