@@ -156,7 +156,7 @@ def local_rates(
     """
     wanted: dict[str, tuple[str, Callable[[], int | None]]] = {}
     if sample is not None:
-        wanted["storage"] = f"storage {sample.stat().st_dev} again", lambda: probes.read_speed(sample)
+        wanted["storage"] = f"storage {sample.stat().st_dev} past caches", lambda: probes.read_speed(sample)
     if accelerators:
         measured_apart = lru_cache(partial(measure_apart, "machine.probes"))
         for name in (*DEVICE_RATES, "launches"):
