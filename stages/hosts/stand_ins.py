@@ -90,10 +90,15 @@ def _enter(cache: Any, place: int, hidden: torch.Tensor) -> None:
     """Enter keys of one byte and values of none for the positions of ``hidden`` at ``place`` of ``cache``.
 
     A cache goes by its keys' numbers: without any it would have no length. What keeps a state in their place is marked
-    as one that has one, and can be sorted and cropped as a convolution's can: a scan's can't, which its host says.
+    as one that has one, and can be sorted and cropped as a convolution's can: a scan's can't, which its host says. What
+    would quantise keys keeps these as they are: no group of numbers divides them, and of no number is there a largest.
     """
-    layers = getattr(cache, "layers", ())
+    layers: Any = getattr(cache, "layers", ())
     layer: Any = layers[place] if place < len(layers) else None
+    if hasattr(layer, "_dequantize"):
+        from transformers.cache_utils import DynamicLayer
+
+        layer = layers[place] = DynamicLayer()
     state = getattr(layer, "has_previous_state", None)
     if state is not None:
         layer.has_previous_state = dict.fromkeys(state, True) if isinstance(state, dict) else True

@@ -35,6 +35,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     T5Config,
+    cache_utils,
 )
 
 from offstage.pipeline.errors import ConfigError
@@ -94,6 +95,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True},
     "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
 }
+if hasattr(cache_utils, "Fp8QuantizedLayer"):  # older ones quantise keys by packages that compile
+    WAYS["cache in fp8"] = {
+        "do_sample": False,
+        "cache_implementation": "quantized",
+        "cache_config": {"backend": "fp8"},
+    }
 _NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
 
 

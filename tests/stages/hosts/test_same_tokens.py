@@ -45,9 +45,13 @@ def test_what_lies_on_several_hosts_is_refused_by_name(answers: Any, name: str) 
 def test_between_hosts_goes_a_hidden_state_a_border_and_the_logits_and_no_more(answers: Any) -> None:
     wide, words, rows, tokens = 32, 200, 2, 12
     positions = {"greedy": 2 * (12 + tokens - 1), "beams": 6 * (12 + tokens - 1), "sampled": 2 * (12 + tokens - 1)}
+    positions |= {"cache in fp8": positions["greedy"]} if "cache in fp8" in WAYS else {}
     hidden = sum(positions.values()) * wide * 4
     *others, last = (host["sent_bytes"] for host in answers["llama"])
-    logits, first = (2 + 6 + 2) * tokens * words * 4 * len(others), others[0]
+    logits, first = (
+        sum(count // (12 + tokens - 1) for count in positions.values()) * tokens * words * 4 * len(others),
+        others[0],
+    )
     assert len({*others}) == 1, "each sends on what it was sent"
     lookups = first - hidden  # prompt lookup's forwards are as many as its drafts make them
     assert 0 < lookups <= (12 + tokens * 4) * wide * 4, rows
