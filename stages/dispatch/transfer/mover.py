@@ -31,6 +31,7 @@ from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, Shar
 from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
 from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
+from offstage.stages.machine.operator_threads import let_idle_teams_sleep
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.units import CPU, DeviceId
 
@@ -124,7 +125,11 @@ class Mover:
                 yield from self._packed_jobs(source, transfer, begin, after)
 
     def _packed_jobs(self, source: PackedTensor, transfer: Transfer, begin: int, after: Event) -> Iterator[_Job]:
-        """Yield what brings ``source``, which rests packed, to ``begin`` in the region, block by block."""
+        """Yield what brings ``source``, which rests packed, to ``begin`` in the region, block by block.
+
+        That takes cores, which idle teams of operators leave to it from then on.
+        """
+        let_idle_teams_sleep()
         if self.link.in_place or crosses_packed(source, self._unpacker):
             bring = self._unpack if self.link.in_place else self._pass_on_packed
             for block in source.codec.blocks(source):

@@ -62,8 +62,13 @@ class ReadingThreads:
             thread.start()
 
     def submit(self, work: Callable[..., _Result], *given: Any, urgency: Urgency = Urgency.CERTAIN) -> Future[_Result]:
-        """Have ``work`` be done with what is ``given``. Raises a ``RuntimeError`` once threads have ended."""
+        """Have ``work`` be done with what is ``given``. Raises a ``RuntimeError`` once threads have ended.
+
+        What isn't awaited is done while operators compute, whose idle teams leave it the cores from then on.
+        """
         future: Future[_Result] = Future()
+        if urgency is not Urgency.AWAITED:
+            let_idle_teams_sleep()
         with self._choosing:
             if self._closed:
                 raise RuntimeError("nothing is read any more: the process ends")
@@ -123,7 +128,6 @@ def reader_pool() -> ReadingThreads:
 
     On the host they read, and unpack, on the cores that compute.
     """
-    let_idle_teams_sleep()
     pool = ReadingThreads(READING_THREADS)
     atexit.register(pool.close)
     return pool

@@ -130,7 +130,7 @@ def read(
         (read(5, ahead=False, unpacked=100), 1.1 + 0.5 + 0.25 * 0.2),
         (read(5, ahead=False, unpacked=400), 1.4 + 0.8 + 0.25 * 0.5),
         (read(0, tensors=10), 1 + 0.04),
-        (read(0, tensors=10, ahead=False), 1 + 0.07),
+        (read(0, tensors=10, ahead=False), 1 + 0.055),
         (read(0, tensors=10, mapped=True), 1 + 0.0075),
         (PassTraffic(), 1),
     ],

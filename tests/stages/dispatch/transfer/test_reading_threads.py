@@ -129,3 +129,21 @@ def test_what_is_at_work_as_the_threads_are_ended_is_done() -> None:
     assert not late.done()
     with pytest.raises(RuntimeError, match="the process ends"):
         threads.submit(int)
+
+
+TEAMS = """
+import os, threading, torch
+from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
+
+for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+    os.environ.pop(name, None)
+torch.set_num_threads(2)
+for urgency in (Urgency.AWAITED, Urgency.CERTAIN):
+    reader_pool().submit(int, urgency=urgency).result()
+    print(any(thread.name == "offstage-idle" for thread in threading.enumerate()))
+"""
+
+
+def test_idle_teams_of_operators_sleep_only_once_something_is_read_while_these_compute() -> None:
+    done = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False", "True"]
