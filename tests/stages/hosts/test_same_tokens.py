@@ -48,10 +48,8 @@ def test_between_hosts_goes_a_hidden_state_a_border_and_the_logits_and_no_more(a
     positions |= {"cache in fp8": positions["greedy"]} if "cache in fp8" in WAYS else {}
     hidden = sum(positions.values()) * wide * 4
     *others, last = (host["sent_bytes"] for host in answers["llama"])
-    logits, first = (
-        sum(count // (12 + tokens - 1) for count in positions.values()) * tokens * words * 4 * len(others),
-        others[0],
-    )
+    sequences = sum(count // (12 + tokens - 1) for count in positions.values())
+    logits, first = sequences * tokens * words * 4 * len(others), others[0]
     assert len({*others}) == 1, "each sends on what it was sent"
     lookups = first - hidden  # prompt lookup's forwards are as many as its drafts make them
     assert 0 < lookups <= (12 + tokens * 4) * wide * 4, rows
