@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,6 @@ from tests.long_form import in_ci
 from tests.operator_threads import in_threads
 from tests.python_api.rates import RATES
 from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
-from tests.stages.checkpoints.codecs.test_bitsandbytes import packed as nf4
 from tests.stages.checkpoints.ggufs import make_gguf
 from tests.stages.checkpoints.test_gguf_entries import HEADS, SMALL, made
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
@@ -153,15 +153,20 @@ def plain_llama(dtype: torch.dtype = torch.bfloat16) -> Any:
     return LlamaForCausalLM(LlamaConfig(**FP8_SIZES, num_key_value_heads=2)).to(dtype)
 
 
-def save_listed(folder: Path, quantization: Mapping[str, Any], pack: Callable[[tuple[int, int], int], Any]) -> Path:
-    """Write a mixture whose layers' linear weights, experts' one by one, are what ``pack`` makes of shape and seed."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(MOE, dtype=torch.float16).save_pretrained(folder)
-    saved = {}
+Pack = Callable[[tuple[int, int], int], Mapping[str, torch.Tensor]]
+"""What makes parts of a matrix's shape, and of a seed where it doesn't go on with torch's; by the names' ends."""
+
+
+def pack_matrices(folder: Path, quantization: Mapping[str, Any], pack: Pack, *, named: str) -> Path:
+    """Have the matrices in the checkpoint ``folder`` in whose name ``named`` is found be what ``pack`` makes of each:
+    the ends it gives stand where ``weight`` did.
+    """
+    saved: dict[str, torch.Tensor] = {}
     for seed, (name, tensor) in enumerate(tensors_in(folder).items()):
-        if name.endswith("proj.weight"):
-            packed = pack(tuple(tensor.shape), seed)
-            saved |= {name.removesuffix("weight") + end: part.contiguous() for end, part in packed.items()}
+        if tensor.dim() == 2 and re.search(named, name):
+            rows, columns = tensor.shape
+            parts = pack((rows, columns), seed)
+            saved |= {name.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()}
         else:
             saved[name] = tensor
     save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
@@ -170,16 +175,27 @@ def save_listed(folder: Path, quantization: Mapping[str, Any], pack: Callable[[t
     return folder
 
 
+def packed_nf4(shape: tuple[int, int], _seed: int, *, nested: bool) -> Mapping[str, torch.Tensor]:
+    return {f"weight{end}": part for end, part in test_bitsandbytes.packed(shape, nested=nested).items()}
+
+
+def packed_groups(shape: tuple[int, int], seed: int, *, kind: str) -> Mapping[str, torch.Tensor]:
+    return test_grouped.packed(test_grouped.KINDS[kind], shape, seed=seed)[0]
+
+
+def save_listed(folder: Path, quantization: Mapping[str, Any], pack: Pack) -> Path:
+    """Write a mixture whose layers' linear weights, experts' one by one, are what ``pack`` makes."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MOE, dtype=torch.float16).save_pretrained(folder)
+    return pack_matrices(folder, quantization, pack, named=r"proj\.weight$")
+
+
 def save_listed_groups(folder: Path, kind: str) -> Path:
-    how = test_grouped.KINDS[kind]
-    return save_listed(folder, how, lambda shape, seed: test_grouped.packed(how, shape, seed=seed)[0])
+    return save_listed(folder, test_grouped.KINDS[kind], partial(packed_groups, kind=kind))
 
 
 def save_listed_nf4(folder: Path) -> Path:
-    def pack(shape: tuple[int, int], _seed: int) -> Mapping[str, torch.Tensor]:
-        return {f"weight{end}": part for end, part in nf4(shape, nested=False).items()}
-
-    return save_listed(folder, test_bitsandbytes.QUANTIZATION, pack)
+    return save_listed(folder, test_bitsandbytes.QUANTIZATION, partial(packed_nf4, nested=False))
 
 
 def save_listed_codes(folder: Path, scheme: str) -> Path:
@@ -198,17 +214,8 @@ def save_stacks_in_gguf(folder: Path) -> Path:
 
 def save_nf4(folder: Path) -> Path:
     """Write a Llama whose layers' linear weights are of random codes, as bitsandbytes packs them."""
-    model, saved = plain_llama(), {}
-    for name, tensor in model.state_dict().items():
-        if ".layers." in name and tensor.dim() == 2:
-            saved |= {f"{name}{end}": part for end, part in nf4(tuple(tensor.shape)).items()}
-        else:
-            saved[name] = tensor
-    folder.mkdir()
-    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**model.config.to_dict(), "quantization_config": test_bitsandbytes.QUANTIZATION}
-    (folder / "config.json").write_text(json.dumps(config, default=str))
-    return folder
+    plain_llama().save_pretrained(folder)
+    return pack_matrices(folder, test_bitsandbytes.QUANTIZATION, partial(packed_nf4, nested=True), named=r"\.layers\.")
 
 
 def save_compressed(folder: Path, scheme: str) -> Path:

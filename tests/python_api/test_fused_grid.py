@@ -4,19 +4,17 @@ and in two, alone and in lockstep.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -46,10 +44,10 @@ from offstage.stages.empty_init.packed_modules import packed_modules
 
 pytest.importorskip("gguf")
 
-from tests.e2e.fp8_checkpoints import tensors_in
 from tests.long_form import in_ci
 from tests.operator_threads import in_threads
 from tests.python_api.rates import RATES
+from tests.python_api.test_fused import Pack, pack_matrices, packed_groups, packed_nf4
 from tests.stages.checkpoints import test_gguf_entries
 from tests.stages.checkpoints.codecs import test_bitsandbytes, test_compressed_tensors, test_grouped
 from tests.stages.checkpoints.ggufs import make_gguf
@@ -83,9 +81,8 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
 }  # fmt: skip
 OF_THEIR_OWN = ("gpt2", "falcon")
 """Their layers are of classes of their own: torch multiplies these, to other bits in another number of threads."""
-MATRIX = re.compile(r"\.(layers|h|block)\.\d+\.(?!.*(norm|relative_attention_bias|(mlp|moe)\.gate\.)).*weight")
+MATRIX = r"\.(layers|h|block)\.\d+\.(?!.*(norm|relative_attention_bias|(mlp|moe)\.gate\.)).*weight"
 """What of layers makers quantise, where it has two dimensions."""
-Pack = Callable[[tuple[int, int]], Mapping[str, torch.Tensor]]
 
 
 def save(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -101,23 +98,12 @@ def save(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
 def save_packed(
     folder: Path, name: str, pack: Pack, declared: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write the model ``name``, its layers' matrices as the parts that ``pack`` makes of shapes: codes drawn anew."""
-    saved: dict[str, torch.Tensor] = {}
-    for key, tensor in tensors_in(save(folder, name, dtype)).items():
-        if tensor.dim() == 2 and MATRIX.search(key):
-            rows, columns = tensor.shape
-            parts = pack((rows, columns))
-            saved |= {key.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()}
-        else:
-            saved[key] = tensor
-    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": dict(declared)}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    """Write the model ``name``, its layers' matrices as the parts that ``pack`` makes."""
+    return pack_matrices(save(folder, name, dtype), declared, pack, named=MATRIX)
 
 
 def save_fp8(folder: Path, name: str) -> Path:
-    def pack(shape: tuple[int, int]) -> Mapping[str, torch.Tensor]:
+    def pack(shape: tuple[int, int], _seed: int) -> Mapping[str, torch.Tensor]:
         scales = torch.rand(*(-(-size // 32) for size in shape)) * 0.1
         return {"weight": torch.randn(shape).to(torch.float8_e4m3fn), "weight_scale_inv": scales}
 
@@ -126,22 +112,19 @@ def save_fp8(folder: Path, name: str) -> Path:
 
 def save_compressed(folder: Path, name: str, *, scheme: str) -> Path:
     form, weights = test_compressed_tensors.SCHEMES[scheme]
-    pack = partial(test_compressed_tensors.packed, form, weights, torch.bfloat16)
+
+    def pack(shape: tuple[int, int], _seed: int) -> Mapping[str, torch.Tensor]:
+        return test_compressed_tensors.packed(form, weights, torch.bfloat16, shape)
+
     return save_packed(folder, name, pack, test_compressed_tensors.declared(form, weights))
 
 
 def save_nf4(folder: Path, name: str, *, nested: bool) -> Path:
-    def pack(shape: tuple[int, int]) -> Mapping[str, torch.Tensor]:
-        return {f"weight{end}": part for end, part in test_bitsandbytes.packed(shape, nested=nested).items()}
-
-    return save_packed(folder, name, pack, test_bitsandbytes.QUANTIZATION)
+    return save_packed(folder, name, partial(packed_nf4, nested=nested), test_bitsandbytes.QUANTIZATION)
 
 
 def save_grouped(folder: Path, name: str, *, kind: str) -> Path:
-    how, seeds = test_grouped.KINDS[kind], count()
-    return save_packed(
-        folder, name, lambda shape: test_grouped.packed(how, shape, seed=next(seeds))[0], how, torch.float16
-    )
+    return save_packed(folder, name, partial(packed_groups, kind=kind), test_grouped.KINDS[kind], torch.float16)
 
 
 def save_gguf(folder: Path, name: str, *, kinds: Sequence[str]) -> Path:
