@@ -3,8 +3,10 @@
 In turn, each from a cold page cache: one host under a hard memory cap, which streams what doesn't fit; as many hosts as
 are asked for, each under a cap of its own, started by torchrun as on as many machines; and the plain model of
 transformers under a cap as large as all of theirs. With ``--network 1gbit`` each host is in a network namespace of its
-own, behind a link of that rate (tc's token bucket). All share this machine's cores, of which one host computes at a
-time. Needs root. Prints seconds a token, measured and predicted, the bytes of tensors between hosts, and peaks.
+own, behind a link of that rate (tc's token bucket), and ``--latency 0.0002`` has each message be under way for so many
+seconds (by a relay beside the kernel: ``tests.benchmarks.networks``). All share this machine's cores, of which one host
+computes at a time. Needs root. Prints seconds a token, measured and predicted, the bytes of tensors between hosts, and
+peaks.
 
     python -m tests.benchmarks.hosts 0.4b --prompts 8 --rounds 3
     python -m tests.benchmarks.hosts 0.4b --prompts 8 --rounds 3 --option max_memory.cpu=300MB
@@ -26,63 +28,26 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offstage.stages.units import format_bytes, parse_size
 from tests.benchmarks.caps import cap
+from tests.benchmarks.networks import Links, network
 from tests.benchmarks.offload import rounds_parser, run_rounds, say
 from tests.benchmarks.sides import PROMPT, Setting, Side, accelerate_side, offstage_side
 
 ONE, PLAIN = "one host", "plain model"
 _PORT = 29611
-_ADDRESS = "10.77.0.{}"
-
-
-@contextmanager
-def network(hosts: int, rate: str | None) -> Iterator[list[list[str]]]:
-    """Lend a network namespace for each of ``hosts``, joined by links of ``rate``; yield what begins a command in each.
-
-    Without a rate all are in this one.
-    """
-    if rate is None:
-        yield [[] for _ in range(hosts)]
-        return
-    names, bridge = [f"offstage-{host}" for host in range(hosts)], "offstage-net"
-    with ExitStack() as undo:
-        _ip("link", "add", bridge, "type", "bridge")
-        undo.callback(_ip, "link", "del", bridge)
-        _ip("link", "set", bridge, "up")
-        for host, name in enumerate(names):
-            _ip("netns", "add", name)
-            undo.callback(_ip, "netns", "del", name)
-            outer, inner = f"offs{host}a", f"offs{host}b"
-            _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
-            undo.callback(_ip, "link", "del", outer)  # with its other end, which the kernel forgets later than the name
-            _ip("link", "set", inner, "netns", name)
-            _ip("link", "set", outer, "master", bridge, "up")
-            _ip("-n", name, "addr", "add", f"{_ADDRESS.format(host + 1)}/24", "dev", inner)
-            _ip("-n", name, "link", "set", inner, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            for device, inside in ((outer, []), (inner, ["ip", "netns", "exec", name])):
-                bucket = ["rate", rate, "burst", "256kb", "latency", "50ms"]
-                subprocess.run([*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *bucket], check=True)
-        # ``ip netns exec`` would mount another /sys, without the memory groups
-        yield [
-            ["nsenter", f"--net=/var/run/netns/{name}", "env", f"GLOO_SOCKET_IFNAME=offs{host}b"]
-            for host, name in enumerate(names)
-        ]
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
+_ONE_COMPUTES = {"GOMP_SPINCOUNT": "10000"}
+"""Has the threads of a host that waits let the other have the cores, which on machines of their own they needn't."""
 
 
 def hosts_side(
-    setting: Setting, hosts: int, rate: str | None, options: Sequence[str], *, prompts: int = 1, one_core: bool = False
+    setting: Setting, hosts: int, links: Links, options: Sequence[str], *, prompts: int = 1, one_core: bool = False
 ) -> Side:
     """Run offstage on so many hosts, each capped; return what the first one's record says, and all their peaks.
 
@@ -92,20 +57,20 @@ def hosts_side(
     tokens = [f"generate.max_new_tokens={setting.tokens}", f"generate.min_new_tokens={setting.tokens}"]
     given = [[*PROMPT, *range(20, 20 + more)] for more in range(prompts)]
     asked = [f"model.path={setting.checkpoint}", f"generate.prompts={given}", *tokens, "max_memory={}", *options]
-    address = "127.0.0.1" if rate is None else _ADDRESS.format(1)
+    asked += links.options if hosts > 1 else []
     with ExitStack() as stack:
-        inside = stack.enter_context(network(hosts, rate))
+        inside = stack.enter_context(network(hosts, links))
         started = []
         for host in range(hosts):
             launch = ["--nnodes", str(hosts), "--node-rank", str(host), "--nproc-per-node", "1"]
-            launch += ["--master-addr", address, "--master-port", str(_PORT), "--no-python"]
+            launch += ["--master-addr", links.address_of(0), "--master-port", str(_PORT), "--no-python"]
             command = [sys.executable, "-m", "offstage", *asked]
             if not one_core:  # of what runs the model, and not of its launcher
                 command = stack.enter_context(cap(setting.cap)).entering(command)
             launch += command
             core = ["taskset", "-c", str(host)] if one_core else []
             command = [*core, *inside[host], sys.executable, "-m", "torch.distributed.run", *launch]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1" if one_core else str(os.cpu_count())}
+            environment = {**os.environ, **({"OMP_NUM_THREADS": "1"} if one_core else _ONE_COMPUTES)}
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             started.append(subprocess.Popen(command, cwd=setting.work, env=environment, **pipes))
         said = [process.communicate(timeout=setting.timeout_seconds)[1] for process in started]
@@ -133,18 +98,18 @@ def _side_of(work: Path) -> Side:
 
 def prepare(setting: Setting, arguments: argparse.Namespace) -> dict[str, Callable[[], Side]]:
     """Return what runs each side, by the side's name."""
-    hosts = arguments.hosts
+    hosts, links = arguments.hosts, Links(arguments.network, arguments.latency)
     if arguments.prompts > 1:
         several = arguments.prompts * (hosts if arguments.a_host else 1)
-        sides = ((ONE, 1, None, arguments.prompts), (f"{hosts} hosts", hosts, arguments.network, several))
+        sides = ((ONE, 1, Links(), arguments.prompts), (f"{hosts} hosts", hosts, links, several))
         return {
-            name: partial(hosts_side, setting, count, rate, arguments.option, prompts=prompts, one_core=True)
-            for name, count, rate, prompts in sides
+            name: partial(hosts_side, setting, count, joined, arguments.option, prompts=prompts, one_core=True)
+            for name, count, joined, prompts in sides
         }
     whole = Setting(setting.checkpoint, setting.work, setting.cap * hosts, setting.tokens, setting.timeout_seconds)
     return {
         ONE: partial(offstage_side, setting, arguments.option),
-        f"{hosts} hosts": partial(hosts_side, setting, hosts, arguments.network, arguments.option),
+        f"{hosts} hosts": partial(hosts_side, setting, hosts, links, arguments.option),
         PLAIN: partial(accelerate_side, whole, setting.cap * hosts),
     }
 
@@ -186,6 +151,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1, help="answer so many, each host on one core")
     parser.add_argument("--a-host", action="store_true", help="so many --prompts for each host")
     parser.add_argument("--network", metavar="RATE", help="the rate of each host's link, as tc takes it: 1gbit, 10gbit")
+    parser.add_argument("--latency", type=float, help="how many seconds each message between hosts is under way")
     parser.add_argument("--option", action="append", default=[], help="an override for offstage")
     arguments = parser.parse_args()
     say(f"{arguments.hosts} hosts of {format_bytes(parse_size(arguments.cap or '2GiB'))}")
