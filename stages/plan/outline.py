@@ -11,7 +11,7 @@ follows it with its other tensors too (the bias of a tied head lies beside the e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +20,19 @@ from offstage.stages.plan.serving import Line
 
 PARTS, PARTS_UNPACKED = 2, 4
 """How many of the largest parts are to have room at once: one computes while others are read, or read and unpacked."""
+
+
+def read_on(layers: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of the largest part that streams of each layer, and the staging memory that it takes for reading
+    to go on while that is in use.
+
+    Of ``layers``, in the order of execution, parts of these sizes stream; a part is what one module holds. What comes
+    next is there by then, up to the largest of the following layer, which is on its way.
+    """
+    streamed = [parts for parts in layers if parts]
+    following = [*streamed[1:], *streamed[:1]] if len(streamed) > 1 else [()]
+    for parts, others in zip(streamed, following, strict=False):
+        yield max(parts), max(parts) + sum(others)
 
 
 def most_unpacking_bytes(needs: Iterable[DeviceUnpacking | None]) -> int:

@@ -41,6 +41,8 @@ WAITING = "host-to-device beside the host"
 """What layers wait for whose weights found no room ahead while the host computed."""
 _APART = (DEVICE, DEVICE_CORES, LAUNCHING, WAITING)
 """What goes on at once while accelerators compute."""
+IDLE = "storage without room"
+"""How long storage waits for room to read to, which is in use."""
 BRINGING, ROUTED, DEQUANTISING_ROUTED = "bringing", "storage for experts", "dequantising experts"
 """What the thread that computes does to have tensors brought, and what is read and unpacked as an expert is called."""
 HOST_TOKENS, DEVICE_TOKENS = 16, 128
@@ -78,9 +80,10 @@ class PassTraffic:
     by the bytes of its one of ``reserves``; null: by all. What accelerators unpack themselves comes to
     ``unpacked_there``; each link brings what is ``saved`` less for it, and they move so many bytes in their memories.
     To have it brought for itself the host takes as long as for so many ``calls``, for accelerators as for so many
-    ``launches``. Of what waits on disk so much can't come ahead, since it is known ``when_called``; so much is
-    ``unpacked_when_called`` by the host. Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``;
-    so much of them is ``experts_used``. Of ``caches`` that wait on the host so many bytes come to each device, each
+    ``launches``. Storage waits while it computes with so many bytes for which it has ``no_room_beside`` them. Of what
+    waits on disk so much can't come ahead, since it is known ``when_called``; so much is ``unpacked_when_called`` by
+    the host. Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``; so much of them is
+    ``experts_used``. Of ``caches`` that wait on the host so many bytes come to each device, each
     block's as it computes; of others so many are ``kept`` there.
 
     A token reads what is ``held`` on each device that computes with it. So much of what the host reads is
@@ -115,6 +118,7 @@ class PassTraffic:
     launches: float = 0
     when_called: float = 0
     unpacked_when_called: float = 0
+    no_room_beside: float = 0
     expert_bytes: float = 0
     experts_used: float = 0
     in_slots: Counter[DeviceId] = field(default_factory=Counter)
@@ -216,6 +220,7 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
     waiting = waiting_seconds(brought, rates, max(host_read / rates.host, cores) * members) / members if beside else 0.0
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
+        IDLE: brought.no_room_beside / rates.host,
         HOST_TO_DEVICE: link_seconds(brought, rates) / members + caches,
         HOST: _read_on_host(host_read + brought.used.get(CPU, 0), brought, rates) + beside_products,
         HOST_CORES: cores + beside_products,
@@ -332,7 +337,9 @@ def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
     What accelerators wait for beside the host comes while they compute. Of what is done one after the other the longest
     bounds a token.
     """
-    last = {part: count for part, count in seconds.items() if part not in (BRINGING, ROUTED, DEQUANTISING_ROUTED)}
+    others = (IDLE, BRINGING, ROUTED, DEQUANTISING_ROUTED)
+    last = {part: count for part, count in seconds.items() if part not in others}
+    last["storage"] += seconds[IDLE]
     host = max(HOST, HOST_CORES, key=seconds.__getitem__)
     apart = max(_APART, key=seconds.__getitem__)
     for parts in [(host, apart, CROSSING), *([(host, DEQUANTISING)] if seconds[HOST] else [])]:

@@ -17,6 +17,7 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import SINGLE, Routing, hit_rates
 from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.memory_needs import BlockCache
+from offstage.stages.plan.outline import read_on
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Line
 from offstage.stages.plan.token_time import (
@@ -108,7 +109,22 @@ def traffic(layout: Layout, step: Step) -> PassTraffic:
         (total.caches if cache.waits and device != CPU else total.kept)[device] += cache.finished
     total.resident = _held_bytes(layout, step, total)
     total.multiplied = _multiplied_bytes(layout, step)
+    total.no_room_beside = forwards * _no_room_beside(layout)
     return total
+
+
+def _no_room_beside(layout: Layout) -> int:
+    """Return how much the host computes with in a pass while storage has no room to read to: of layers that stream so
+    much that staging doesn't hold what comes next beside the largest part, that part.
+    """
+    parts: dict[str, Counter[str]] = {}
+    for line in layout.streamed:
+        if line.computes == CPU and line.serving in ("direct", "packed"):
+            parts.setdefault(line.layer, Counter())[parent(line.name)] += line.used
+    if not parts:
+        return 0
+    staging = layout.rooms[CPU].staging_bytes(is_main=layout.placement.main == CPU)
+    return sum(size for size, needed in read_on([*each.values()] for each in parts.values()) if needed > staging)
 
 
 def _multiplied_bytes(layout: Layout, step: Step) -> float:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from offstage.stages.empty_init.skeleton import parent
-from offstage.stages.plan.outline import PARTS, PARTS_UNPACKED, Layer, Outline
+from offstage.stages.plan.outline import PARTS, PARTS_UNPACKED, Layer, Outline, read_on
 from offstage.stages.plan.placement import Budgets
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -75,12 +75,15 @@ def below(outline: Outline, names: Sequence[str], main: DeviceId, budgets: Budge
     return {**homes, **dict.fromkeys(fitting(outline, late, room - on_host), CPU)}
 
 
-def least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alone: bool = True) -> set[str] | None:
+def least_streamed(
+    outline: Outline, layers: Sequence[Layer], room: int, *, alone: bool = True, reads_on: bool = False
+) -> set[str] | None:
     """Return the tensors to stream, so that the others and the staging memory fit into ``room`` bytes, or null.
 
     The staging memory is to hold two of the largest parts, so that one is read while the other computes, or four where
     what rests packed is unpacked meanwhile; where only a single layer's worth fits, that. Where the device isn't
-    ``alone`` it is enough: what comes next is read while others compute.
+    ``alone`` it is enough: what comes next is read while others compute. If it ``reads_on``, it is to hold what lets
+    reading go on while the largest part is in use.
     """
     shapes = [_shape(outline, layer) for layer in layers]
     kinds = {shape: subset_sums([size for size, _ in shape]) for shape in dict.fromkeys(shapes)}
@@ -95,7 +98,10 @@ def least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alon
             continue
         chosen = {shape: kind.within(reserve) for shape, kind in kinds.items()}
         away = {layer.owned[place] for layer, shape in zip(layers, shapes, strict=True) for place in chosen[shape]}
-        extra = max(0, _largest_parts(chosen, counts, parts) - reserve) if alone else 0
+        sizes = {shape: _parts(shape, places) for shape, places in chosen.items()}
+        ahead = [sum(sorted(size for shape in shapes for size in sizes[shape])[-parts:])] if alone else []
+        ahead += [needed for _, needed in read_on(sizes[shape] for shape in shapes)] if reads_on else []
+        extra = max(0, max(ahead, default=0) - reserve)
         tries = roomy if extra <= spare else tight
         if len(tries) < _TRIES:
             tries.append(away - fitting(outline, away, max(0, spare - extra)))
@@ -113,18 +119,12 @@ def _shape(outline: Outline, layer: Layer) -> Shape:
     return tuple((outline.sizes[name], modules.index(parent(name))) for name in layer.owned)
 
 
-def _largest_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, int], most: int) -> int:
-    """Return the bytes of the ``most`` largest parts, where ``chosen`` are the positions streamed of each shape.
-
-    A part is what streams together: the tensors of one module.
-    """
-    parts: list[int] = []
-    for shape, places in chosen.items():
-        by_module: Counter[int] = Counter()
-        for size, module in (shape[place] for place in places):
-            by_module[module] += size
-        parts += list(by_module.values()) * min(most, counts[shape])
-    return sum(sorted(parts)[-most:])
+def _parts(shape: Shape, places: Iterable[int]) -> list[int]:
+    """Return the bytes of each part at ``places`` of a layer: what one module holds streams together."""
+    by_module: Counter[int] = Counter()
+    for size, module in (shape[place] for place in places):
+        by_module[module] += size
+    return [*by_module.values()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,8 @@ class PartlyStreamed:
         """
         alone, *spread = self._shares()
         for plain_stays in (False, True) if self.outline.packed else (False,):
-            yield from self._split(alone, plain_stays=plain_stays)
+            for reads_on in (False, True) if self.main == CPU else (False,):
+                yield from self._split(alone, plain_stays=plain_stays, reads_on=reads_on)
             tried = ([*self._evened(shares, plain_stays=plain_stays)] for shares in spread)
             yield from chain.from_iterable(tried) if self.rates.links else next(filter(None, tried), ())
 
@@ -156,18 +157,19 @@ class PartlyStreamed:
             shares = replace(shares, partly=again)
 
     def _split(
-        self, shares: Shares, *, plain_stays: bool = False, wide: frozenset[str] = frozenset()
+        self, shares: Shares, *, plain_stays: bool = False, reads_on: bool = False, wide: frozenset[str] = frozenset()
     ) -> Iterator[Placement]:
         """Yield the placement of partly resident layers, if the budgets can hold one.
 
         If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes. What is ``wide``
-        is streamed in any case, by blocks of rows.
+        is streamed in any case, by blocks of rows. If it ``reads_on``, staging memory is as large as that takes.
         """
         outline, main, alone = self.outline, self.main, len(shares.partly) == 1
         to_main = alone and main in shares.partly
         homes, away = dict(shares.whole), set[str]()
         for device, layers in shares.partly.items():
-            streamed = self._streamed_of(layers, device, plain_stays=plain_stays, alone=alone, wide=wide)
+            ways = {"plain_stays": plain_stays, "alone": alone, "reads_on": reads_on}
+            streamed = self._streamed_of(layers, device, wide=wide, **ways)
             if streamed is None:
                 return
             homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
@@ -182,7 +184,14 @@ class PartlyStreamed:
             yield placement
 
     def _streamed_of(
-        self, layers: Sequence[Layer], device: DeviceId, *, plain_stays: bool, alone: bool, wide: frozenset[str]
+        self,
+        layers: Sequence[Layer],
+        device: DeviceId,
+        *,
+        plain_stays: bool,
+        alone: bool,
+        reads_on: bool,
+        wide: frozenset[str],
     ) -> set[str] | None:
         """Return the tensors of ``layers`` that are streamed to ``device``, if others fit into its budget, or null."""
         outline, room = self.outline, self.budgets.get(device, 0)
@@ -194,7 +203,8 @@ class PartlyStreamed:
         if device == CPU:  # what code makes is there anyway
             stays |= outline.computed & owned
         left = room - total_bytes(outline, stays)
-        streamed = least_streamed(outline, _without(outline, layers, tables | stays | wide), left, alone=alone)
+        parts = _without(outline, layers, tables | stays | wide)
+        streamed = least_streamed(outline, parts, left, alone=alone, reads_on=reads_on)
         if streamed is None:
             return None
         streamed |= wide

@@ -125,7 +125,7 @@ def test_weights_that_all_learn_and_those_looked_up_stay_as_they_are() -> None:
 
 def config(codec: str, io: str, *, storage: str) -> dict[str, Any]:
     hardware = {"rates": {"storage": storage, "calls": "1GB", "loops": "1GB"}, "devices": [], "host": {"memory": "2GB"}}
-    shared = {"max_memory": {"cpu": "150kB"}, "device_map_overrides": {}, "generate": {}, "model": {}}
+    shared = {"max_memory": {"cpu": "300kB"}, "device_map_overrides": {}, "generate": {}, "model": {}}
     return {**shared, "device_map": "disk", "hardware": hardware, "storage": {"io": io, "codec": codec}}
 
 

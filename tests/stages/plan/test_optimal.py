@@ -18,6 +18,7 @@ from offstage.stages.plan.placement import (
 from offstage.stages.plan.policies.chosen_tensors import subset_sums
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.policies.whole_layers import balanced, sequential
+from offstage.stages.plan.token_time import expected_seconds, token_seconds
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.skeletons import at_rest, outline
@@ -43,8 +44,22 @@ def test_less_is_streamed_than_with_whole_layers(host: int) -> None:
     model = llama()
     ours, theirs = optimal(model, budgets), sequential(model, budgets)
     assert lay_out(model, ours, budgets).shortage() is None
-    assert resident_bytes(model, ours.homes)[DISK] < 0.95 * resident_bytes(model, theirs.homes)[DISK]
+    assert resident_bytes(model, ours.homes)[DISK] < 0.96 * resident_bytes(model, theirs.homes)[DISK]
     assert lay_out(model, ours).layer_reserves[CPU] < lay_out(model, theirs).layer_reserves[CPU]
+
+
+@pytest.mark.parametrize(("layers", "reads_on"), [(4, False), (22, True)])
+def test_staging_has_room_to_read_on_beside_the_part_in_use_where_that_is_sooner(layers: int, reads_on: bool) -> None:
+    """With few layers it is no gain: room for one more part is one more that streams, and each layer waits once."""
+    model = llama(layers)
+    rates = Rates(storage=4 * 10**9, host=26 * 10**9, calls=10**9, loops=10**9)
+    budgets: dict[DeviceId, int | None] = {CPU: 3 * model.skeleton.bytes // 4, DISK: None}
+    layout = lay_out(model, optimal(model, budgets, rates), budgets)
+    brought = traffic(layout, PLAIN_STEP)
+    assert brought.no_room_beside == (0 if reads_on else layers * MLP)
+    seconds = forecast(layout, PLAIN_STEP, rates).seconds
+    waiting = expected_seconds(token_seconds(replace(brought, no_room_beside=0), rates))
+    assert seconds == pytest.approx(waiting + brought.no_room_beside / rates.host)
 
 
 def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:

@@ -54,7 +54,7 @@ def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_t
     assert plan.forecast["dequantised_bytes_per_token"] == 20
     assert (plan.forecast["bottleneck"], plan.forecast["seconds_per_token"]) == (
         "storage",
-        pytest.approx(1.0 + 0.25 * (40 / 1000 + 20 / 50)),
+        pytest.approx(1.0 + 20 / 1000 + 0.25 * (40 / 1000 + 20 / 50)),  # a part computes, and there is no other room
     )
     fast = planned(
         model, cpu="30", rates=Rates(storage=1000, host=1000, dequantising=50, calls=10**9, loops=10**9)
@@ -72,6 +72,7 @@ def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> 
     seconds = token_seconds(brought, RATES)
     assert seconds == {
         "storage": 10 / 10 / 2,
+        "storage without room": 0,
         "host-to-device": 60 / 100 / 2,
         "host memory": 0,
         "host cores": 0,
