@@ -242,7 +242,7 @@ def test_what_a_checkpoints_identity_sees_is_counted(tmp_path: Path, capsys: pyt
 
 def test_what_products_cost_is_told_beside_the_limit() -> None:
     products = importlib.import_module("tests.benchmarks.products")
-    side = {"streamed": 0, "load": 2.0, "peak": 2e9, "predicted_peak": 1e9}
+    side = {"expected": 0.4, "streamed": 0, "hits": 0.5, "load": 2.0, "peak": 2e9, "predicted_peak": 1e9}
     exact, fused = {**side, "seconds": 0.5, "tokens": [1, 2]}, {**side, "seconds": 0.25, "tokens": [1, 3]}
     other = {**fused, "seconds": 0.75, "streamed": 3e8, "tokens": [1, 2]}
     rounds = [{"exact all": exact, "fused all": fused, "fused 1GB": other}] * 2
