@@ -59,8 +59,9 @@ def private_memory(size: int) -> mmap.mmap:
 def with_huge_pages(memory: mmap.mmap) -> mmap.mmap:
     """Ask for ``memory`` in huge pages where the system has them, and return it.
 
-    For memory that is used over and over. Weights that are loaded once don't ask: a virtual machine whose host takes
-    back free memory has none left in whole huge pages, and there the first touch of one costs several times more.
+    For memory that is used over and over. Weights that are loaded once don't ask, nor do slots that tokens fill: a
+    virtual machine whose host takes back free memory has none left in whole huge pages, and there the first touch of
+    one costs several times more (2 MiB took 4.8 ms where they were 0.6 in small pages).
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -40,7 +40,8 @@ ALL = "all"
 PRODUCTS = ("exact", "fused")
 MIXTURE = "fp8-mixture"
 FORMATS = ("q8_0", "fp8", MIXTURE, "mxfp4")
-_MIXTURE_BYTES = 2e9
+_MIXTURE_BYTES = 2.2e9
+"""With which experts are as wide as blocks of FP8 take."""
 PLAIN = "plain"
 """The side of the checkpoint in bfloat16 that the other was made of."""
 _ELEMENTS = 2**27
@@ -74,8 +75,8 @@ def main() -> None:
 def checkpoints(kind: str, size: str, folder: Path) -> tuple[Path, Path]:
     """Return the quantised checkpoint of this ``kind`` in ``folder``, and the one in bfloat16 beside it."""
     if kind == MIXTURE:
-        source = make_mixture(mixture_config(_MIXTURE_BYTES), folder / "mixture-2gb")
-        return make_fp8(source, folder / "mixture-2gb-fp8"), source
+        source = make_mixture(mixture_config(_MIXTURE_BYTES), folder / "mixture-2.2gb")
+        return make_fp8(source, folder / "mixture-2.2gb-fp8"), source
     if kind == "mxfp4":
         return make_pair(kind, size, folder)
     source = make(size, folder / size)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from offstage.stages.dispatch.experts.eviction import Expert
-from offstage.stages.dispatch.transfer.arena import Arena
+from offstage.stages.dispatch.transfer.arena import Arena, HostMemory, Memory, pages
 from offstage.stages.dispatch.transfer.link import Link
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
 from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, align_up
@@ -117,7 +118,7 @@ class SlotRegions:
 
     def renew(self) -> None:
         """Take other memory: in a process that was forked nobody fills what was lent."""
-        memory = self._link.memory(max(1, self._room))
+        memory = _memory(self._link, self._room)
         self._arena: Arena[torch.Tensor] | None = Arena(memory)
         self._alignment = memory.alignment
 
@@ -163,7 +164,7 @@ def slot_rows(
         size + count * (strides[name] - row.bytes) + TENSOR_ALIGNMENT * (max(phases_of[name]) > 0)
         for (name, row), size in zip(kind, sizes, strict=True)
     ]
-    memory = link.memory(max(1, sum(sizes)))
+    memory = _memory(link, sum(sizes))
     rows: dict[tuple[str, int], torch.Tensor] = {}
     stacks: dict[tuple[str, int], torch.Tensor] = {}
     for (name, row), begin in zip(kind, accumulate(sizes, initial=0), strict=False):
@@ -175,6 +176,17 @@ def slot_rows(
     return [
         SlotRows(_between(stacks, begin, end), _between(rows, begin, end), end - begin, phases) for begin, end in bounds
     ]
+
+
+def _memory(link: Link, size: int) -> Memory[torch.Tensor]:
+    """Return ``size`` bytes of the memory behind ``link``; on the host not in huge pages.
+
+    The first touch of one may take milliseconds there. The token waits for that which fills a slot, and the rest of the
+    page may not be used for long.
+    """
+    if link.in_place:
+        return HostMemory(size, partial(pages, huge=False))
+    return link.memory(max(1, size))
 
 
 def _between(tensors: _ByPhase, begin: int, end: int) -> dict[tuple[str, int], torch.Tensor]:
