@@ -13,7 +13,8 @@ temporaries, what comes of it.
 
 Nothing is read ahead of an expert that is only known as it is called: computing takes turns with reading and unpacking
 it, which go on at once. And what does go on at once on the host disturbs each other, reading, unpacking and computing:
-threads wait for a core, and storage for the thread that asks it for more.
+threads wait for a core, and storage for the thread that asks it for more. Where staging has no room beside the part in
+use, storage waits while that computes.
 
 While another accelerator computes, a link runs ahead as far as its own one has room. Of a run of layers on one
 accelerator what is more than that comes only when the run is under way, while all other links wait. So links work side

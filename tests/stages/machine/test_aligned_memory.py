@@ -1,15 +1,14 @@
 """Host memory for weights: a tensor where its bytes are, in a storage of its own."""
 
 import gc
-import re
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from offstage.stages.machine.aligned_memory import buffer_bytes, byte_view, private_bytes, room_for, tensor_in
+from tests.huge_pages import is_huge
 
 DATA = np.arange(64, dtype=np.uint8)
 
@@ -65,11 +64,4 @@ def test_a_buffer_is_as_large_as_asked_and_begins_where_a_huge_page_does(size: i
 def test_whole_huge_pages_of_a_buffer_are_asked_for_and_what_is_beside_them_takes_no_memory() -> None:
     buffer = buffer_bytes(5 * 2**20)
     begin = buffer.ctypes.data
-    assert [_is_huge(begin + at) for at in (0, 2**21, 2**22 - 1, 2**22)] == [True, True, True, False]
-
-
-def _is_huge(address: int) -> bool:
-    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    spans = ((re.match(r"([0-9a-f]+)-([0-9a-f]+) ", one), one) for one in maps)
-    (mapping,) = (one for span, one in spans if span and int(span[1], 16) <= address < int(span[2], 16))
-    return "hg" in mapping.rpartition("VmFlags:")[2].split()
+    assert [is_huge(begin + at) for at in (0, 2**21, 2**22 - 1, 2**22)] == [True, True, True, False]

@@ -5,10 +5,14 @@ from collections.abc import Collection
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
+from offstage.stages.dispatch.experts.slot_memory import RowShape, slot_rows
 from offstage.stages.dispatch.transfer.link import Moved
+from offstage.stages.dispatch.transfer.links import HostLink
 from offstage.stages.plan.expert_slots import bank_bounds, kept_share, wanted
+from tests.huge_pages import is_huge
 from tests.stages.dispatch.experts.small_slots import small_slots
 
 
@@ -19,6 +23,14 @@ def take(slots: ExpertSlots, number: int, busy: Collection[tuple[int, int]] = ()
 def lie(slots: ExpertSlots, *numbers: int) -> list[int]:
     """Return in which slots these experts lie, counted from the first of them."""
     return slots.stack([(0, number) for number in numbers], "weight")[1]
+
+
+def test_slots_on_the_host_do_not_ask_for_huge_pages_as_staging_does() -> None:
+    """A virtual machine may give the first touch of one in milliseconds: each token that fills slots waits."""
+    link, kind = HostLink(), (("weight", RowShape((2**20,), torch.uint8)),)
+    (rows,) = slot_rows(kind, [(0, 8)], link, room=2**30)
+    slots, staging = rows.stack(0, "weight", 0, 8), link.memory(8 * 2**20).lend(0, 2**20)[0]
+    assert (is_huge(slots.data_ptr()), is_huge(staging.data_ptr())) == (False, True)
 
 
 def test_free_slots_are_taken_before_anyone_gives_up_one() -> None:
