@@ -30,9 +30,8 @@ def read_on(layers: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
     next is there by then, up to the largest of the following layer, which is on its way.
     """
     streamed = [parts for parts in layers if parts]
-    following = [*streamed[1:], *streamed[:1]] if len(streamed) > 1 else [()]
-    for parts, others in zip(streamed, following, strict=False):
-        yield max(parts), max(parts) + sum(others)
+    for parts, following in zip(streamed, [*streamed[1:], *streamed[:1]], strict=True):
+        yield max(parts), max(parts) + (sum(following) if len(streamed) > 1 else 0)
 
 
 def most_unpacking_bytes(needs: Iterable[DeviceUnpacking | None]) -> int:

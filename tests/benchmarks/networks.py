@@ -30,8 +30,6 @@ _TUNSETIFF, _TAP_WITHOUT_HEADER = 0x400454CA, 0x1002
 _LONGEST_FRAME = 65_536
 _AWAKE_SECONDS = 100e-6
 """So long before a frame is due the relay sleeps no more: waking takes a while."""
-
-
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -140,9 +138,8 @@ def _relay(taps: Sequence[int], seconds: float) -> None:
     waiting: list[tuple[float, int, int, bytes]] = []
     while True:
         left = waiting[0][0] - time.perf_counter() - _AWAKE_SECONDS if waiting else None
-        for tap in select.select(taps, [], [], None if left is None else max(0.0, left))[
-            0
-        ]:  # not epoll, which counts ms
+        ready, _, _ = select.select(taps, [], [], None if left is None else max(0.0, left))  # epoll counts ms
+        for tap in ready:
             frame = os.read(tap, _LONGEST_FRAME)
             heapq.heappush(waiting, (time.perf_counter() + seconds, next(order), tap, frame))
         while waiting and waiting[0][0] <= time.perf_counter():

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
 
 from offstage.stages.dispatch.experts.eviction import Expert
-from offstage.stages.dispatch.transfer.arena import Arena, HostMemory, Memory, pages
+from offstage.stages.dispatch.transfer.arena import Arena, HostMemory, Memory
 from offstage.stages.dispatch.transfer.link import Link
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
-from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, align_up
+from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, align_up, private_bytes
 from offstage.stages.units import DEVICE_ALIGNMENT
 
 Rows = Mapping[str, Sequence[RowSource | PartLayout]]
@@ -184,9 +183,8 @@ def _memory(link: Link, size: int) -> Memory[torch.Tensor]:
     The first touch of one may take milliseconds there. The token waits for that which fills a slot, and the rest of the
     page may not be used for long.
     """
-    if link.in_place:
-        return HostMemory(size, partial(pages, huge=False))
-    return link.memory(max(1, size))
+    size = max(1, size)
+    return HostMemory(align_up(size), private_bytes) if link.in_place else link.memory(size)
 
 
 def _between(tensors: _ByPhase, begin: int, end: int) -> dict[tuple[str, int], torch.Tensor]:

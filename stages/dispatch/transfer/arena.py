@@ -43,10 +43,9 @@ class Memory(Protocol[Lent]):
         """Return the region at ``begin``, and an object that lives exactly as long as anything views the region."""
 
 
-def pages(size: int, *, huge: bool = True) -> Bytes:
-    """Return ``size`` bytes of private memory, rounded up to whole pages, ``huge`` ones where there are such."""
-    memory = private_memory(align_up(max(size, 1)))
-    return np.frombuffer(with_huge_pages(memory) if huge else memory, np.uint8)
+def pages(size: int) -> Bytes:
+    """Return ``size`` bytes of private memory, rounded up to whole pages, which are huge where there are such."""
+    return np.frombuffer(with_huge_pages(private_memory(align_up(max(size, 1)))), np.uint8)
 
 
 class HostMemory:

@@ -99,7 +99,8 @@ def least_streamed(
         chosen = {shape: kind.within(reserve) for shape, kind in kinds.items()}
         away = {layer.owned[place] for layer, shape in zip(layers, shapes, strict=True) for place in chosen[shape]}
         sizes = {shape: _parts(shape, places) for shape, places in chosen.items()}
-        ahead = [sum(sorted(size for shape in shapes for size in sizes[shape])[-parts:])] if alone else []
+        largest = sorted(size for shape, each in sizes.items() for size in each * min(parts, counts[shape]))[-parts:]
+        ahead = [sum(largest)] if alone else []
         ahead += [needed for _, needed in read_on(sizes[shape] for shape in shapes)] if reads_on else []
         extra = max(0, max(ahead, default=0) - reserve)
         tries = roomy if extra <= spare else tight

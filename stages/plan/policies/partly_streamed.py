@@ -168,8 +168,9 @@ class PartlyStreamed:
         to_main = alone and main in shares.partly
         homes, away = dict(shares.whole), set[str]()
         for device, layers in shares.partly.items():
-            ways = {"plain_stays": plain_stays, "alone": alone, "reads_on": reads_on}
-            streamed = self._streamed_of(layers, device, wide=wide, **ways)
+            streamed = self._streamed_of(
+                layers, device, plain_stays=plain_stays, alone=alone, reads_on=reads_on, wide=wide
+            )
             if streamed is None:
                 return
             homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
