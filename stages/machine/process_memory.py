@@ -116,13 +116,15 @@ def identity(paths: list[str] | None = None) -> str:
     """Return what the figure hangs on: what it is made of, Python, and all distributions that ``paths`` (``sys.path``)
     hold, as a hash.
 
-    Their folders are named by name and version: to look at these takes a run no time. A version of this project whose
-    figure is made of something else keeps its own.
+    Their folders are named by name and version: to look at these takes a run no time. What a package brings along for
+    itself isn't installed: setuptools puts it on ``sys.path`` once it is imported, which not every process does. A
+    version of this project whose figure is made of something else keeps its own.
     """
     names: set[str] = set()
-    for path in sys.path if paths is None else paths:
+    for path in map(Path, sys.path if paths is None else paths):
         with suppress(OSError):
-            names.update(each.name for each in Path(path).iterdir() if each.suffix in (".dist-info", ".egg-info"))
+            if not path.parent.joinpath("__init__.py").exists():
+                names.update(each.name for each in path.iterdir() if each.suffix in (".dist-info", ".egg-info"))
     version, made_of = ".".join(map(str, sys.version_info[:3])), ", ".join(each.name for each in fields(ProcessMemory))
     installed = f"{len(names)} distributions {sha256(' '.join(sorted(names)).encode()).hexdigest()[:16]}"
     return f"{made_of}; python {version}; {installed}"

@@ -138,6 +138,14 @@ def test_other_packages_are_another_environment(tmp_path: Path) -> None:
     assert identity() == identity()
 
 
+def test_what_a_package_brings_along_for_itself_is_no_other_environment(tmp_path: Path) -> None:
+    """setuptools appends such a folder to ``sys.path``: a process that imports it had figures of its own."""
+    package = tmp_path / "setuptools"
+    package.joinpath("_vendor/wheel-1.0.dist-info").mkdir(parents=True)
+    package.joinpath("__init__.py").touch()
+    assert identity([str(tmp_path), str(package / "_vendor")]) == identity([str(tmp_path)])
+
+
 def test_a_figure_that_is_made_of_something_else_is_another_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
