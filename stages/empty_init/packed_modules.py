@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
@@ -195,8 +195,13 @@ class PackedExperts(nn.Module):
         """
         count, choices = top_k_index.shape
         outputs = hidden_states.new_empty((count * choices, hidden_states.shape[-1]))
-        for expert, rows in _shares(top_k_index.reshape(-1)):
-            outputs[rows] = self._of_expert(hidden_states[rows // choices], expert)
+        for expert, places in _shares(top_k_index.reshape(-1)):
+            if len(places) == 1:  # views are made in less time than by indices
+                (place,), row = places, places[0] // choices
+                outputs[place : place + 1] = self._of_expert(hidden_states[row : row + 1], expert)
+            else:
+                rows = torch.tensor(places, device=hidden_states.device)
+                outputs[rows] = self._of_expert(hidden_states[rows // choices], expert)
         weighted = outputs.view(count, choices, -1).float() * top_k_weights.float().unsqueeze(-1)
         total = weighted[:, 0]
         for choice in range(1, choices):
@@ -218,13 +223,14 @@ class PackedExperts(nn.Module):
         return made[0] if len(made) == 1 else torch.cat(made, -1)
 
 
-def _shares(index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each expert that is in ``index``, and where; where there are no numbers, one that has all."""
+def _shares(index: torch.Tensor) -> list[tuple[int, list[int]]]:
+    """Return each expert that is in ``index``, and where; where there are no numbers, one that has all."""
     if index.is_meta or isinstance(index, FakeTensor):
-        yield 0, torch.arange(len(index), device=index.device)
-        return
-    for expert in sorted(set(index.tolist())):
-        yield expert, (index == expert).nonzero().flatten()
+        return [(0, [*range(len(index))])]
+    shares: dict[int, list[int]] = {}
+    for place, expert in enumerate(index.tolist()):
+        shares.setdefault(expert, []).append(place)
+    return sorted(shares.items())
 
 
 def _multiply(

@@ -12,9 +12,10 @@ unpacks itself takes it over the link in fewer bytes too, and reads and writes i
 temporaries, what comes of it.
 
 Nothing is read ahead of an expert that is only known as it is called: computing takes turns with reading and unpacking
-it, which go on at once. And what does go on at once on the host disturbs each other, reading, unpacking and computing:
-threads wait for a core, and storage for the thread that asks it for more. Where staging has no room beside the part in
-use, storage waits while that computes.
+it, which go on at once. What it is read into takes a while too where that was never used before, and the system clears
+it. And what does go on at once on the host disturbs each other, reading, unpacking and computing: threads wait for a
+core, and storage for the thread that asks it for more. Where staging has no room beside the part in use, storage waits
+while that computes.
 
 While another accelerator computes, a link runs ahead as far as its own one has room. Of a run of layers on one
 accelerator what is more than that comes only when the run is under way, while all other links wait. So links work side
@@ -46,6 +47,8 @@ IDLE = "storage without room"
 """How long storage waits for room to read to, which is in use."""
 BRINGING, ROUTED, DEQUANTISING_ROUTED = "bringing", "storage for experts", "dequantising experts"
 """What the thread that computes does to have tensors brought, and what is read and unpacked as an expert is called."""
+CLEARING = "memory never used"
+"""What the system takes to give the host's slots memory that was never used."""
 HOST_TOKENS, DEVICE_TOKENS = 16, 128
 """How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
 
@@ -60,6 +63,8 @@ own; less, where it is brought with others. Nominal."""
 _DISTURBANCE = 1 / 4
 """By which share of the shorter of two that go on at once they take longer: reading and what takes the cores, and of
 that, unpacking and computing. Nominal."""
+_CLEARED = 3.5e9
+"""Bytes of memory that the system clears in a second for a process that never used it, in small pages. Nominal."""
 _STEADY = 3
 """After so many tokens what has come ahead is the same for each."""
 _CACHE_MOVES = 2
@@ -84,8 +89,9 @@ class PassTraffic:
     ``launches``. Storage waits while it computes with so many bytes for which it has ``no_room_beside`` them. Of what
     waits on disk so much can't come ahead, since it is known ``when_called``; so much is ``unpacked_when_called`` by
     the host. Of experts it brings so many ``expert_bytes``, and finds others ``in_slots``; so much of them is
-    ``experts_used``. Of ``caches`` that wait on the host so many bytes come to each device, each
-    block's as it computes; of others so many are ``kept`` there.
+    ``experts_used``. So much of what it brings is ``filling`` slots on the host for the first time. Of ``caches`` that
+    wait on the host so many bytes come to each device, each block's as it computes; of others so many are ``kept``
+    there.
 
     A token reads what is ``held`` on each device that computes with it. So much of what the host reads is
     ``multiplied`` quantised, as it rests. Where accelerators compute and the host beside them, that reads ``host_read``
@@ -123,6 +129,7 @@ class PassTraffic:
     expert_bytes: float = 0
     experts_used: float = 0
     in_slots: Counter[DeviceId] = field(default_factory=Counter)
+    filling: float = 0
     caches: Counter[DeviceId] = field(default_factory=Counter)
     kept: Counter[DeviceId] = field(default_factory=Counter)
 
@@ -234,6 +241,7 @@ def token_seconds(brought: PassTraffic, rates: Rates) -> dict[str, float]:
         BRINGING: brought.calls / rates.calls / members,
         ROUTED: brought.when_called / rates.storage / members,
         DEQUANTISING_ROUTED: brought.unpacked_when_called / rates.dequantising / members,
+        CLEARING: brought.filling / _CLEARED / members,
     }
 
 
@@ -338,7 +346,7 @@ def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
     What accelerators wait for beside the host comes while they compute. Of what is done one after the other the longest
     bounds a token.
     """
-    others = (IDLE, BRINGING, ROUTED, DEQUANTISING_ROUTED)
+    others = (IDLE, BRINGING, ROUTED, DEQUANTISING_ROUTED, CLEARING)
     last = {part: count for part, count in seconds.items() if part not in others}
     last["storage"] += seconds[IDLE]
     host = max(HOST, HOST_CORES, key=seconds.__getitem__)
@@ -359,7 +367,7 @@ def expected_seconds(seconds: Mapping[str, float]) -> float:
     on_host = max(seconds[HOST], seconds[HOST_CORES])
     computing, unpacked_ahead = on_host + seconds[BRINGING], seconds[DEQUANTISING] - seconds[DEQUANTISING_ROUTED]
     in_turn = on_host + max(map(seconds.__getitem__, _APART)) + seconds[CROSSING]
-    in_turn += _together(seconds[ROUTED], seconds[DEQUANTISING_ROUTED])
+    in_turn += _together(seconds[ROUTED], seconds[DEQUANTISING_ROUTED]) + seconds[CLEARING]
     if seconds[HOST]:
         in_turn += seconds[BRINGING] + unpacked_ahead + _DISTURBANCE * min(unpacked_ahead, computing)
     beside_reading = min(seconds["storage"] - seconds[ROUTED], computing + seconds[DEQUANTISING])

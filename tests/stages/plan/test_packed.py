@@ -85,6 +85,7 @@ def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> 
         "bringing": 0,
         "storage for experts": 0,
         "dequantising experts": 0,
+        "memory never used": 0,
     }
     assert slowest(seconds) == ("storage", 0.5)
     assert slowest({**seconds, "storage": 0.1})[0] == "dequantising"
