@@ -24,6 +24,9 @@ _INDEX_PLACE = 1
 """The place among the arguments of an experts module of what its tokens are routed to, (tokens, choices)."""
 _INDEX_NAME = "top_k_index"
 """The name that transformers' models give to that argument."""
+_LITTLE = 1 / 32
+"""What is at most such a part of what a token uses of a layer's experts isn't brought for each of them, which takes as
+long as for what is large: a bias, the scales of blocks. All experts' is a weight like others."""
 _PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_k")
 
 
@@ -74,10 +77,13 @@ def describe_experts(
             continue
         count = int(module.num_experts)
         direct = {f"{name}.{key}": tensor for key, tensor in module._parameters.items() if tensor is not None}
-        tensors = tuple(key for key, tensor in direct.items() if tensor.dim() > 1 and tensor.shape[0] == count)
-        if count > 1 and tensors and not set(tensors) & set(unsuited):
+        stacks = {key: tensor for key, tensor in direct.items() if tensor.dim() > 1 and tensor.shape[0] == count}
+        if count > 1 and stacks and not stacks.keys() & set(unsuited):
             config = next(_configs(model, name), None)
-            yield ExpertsSpec(name, count, routed.get(name) or configured_width(config, count), tensors)
+            per_token = routed.get(name) or configured_width(config, count)
+            used = sum(tensor.nbytes for tensor in stacks.values()) * per_token / count
+            tensors = tuple(key for key, tensor in stacks.items() if tensor.nbytes > _LITTLE * used)
+            yield ExpertsSpec(name, count, per_token, tensors)
 
 
 def _configs(model: nn.Module, name: str) -> Iterator[object]:

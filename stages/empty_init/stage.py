@@ -123,7 +123,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     name = "empty_init"
     doing = "imports torch and the model's code, and reads its shapes"
-    version = 23
+    version = 24
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
