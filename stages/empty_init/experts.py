@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,8 +61,17 @@ def _multiplies_all(module: nn.Module) -> bool:
     return len(_arguments(module)) == 1 and "bmm" in getattr(code, "co_names", ())
 
 
-def _arguments(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of what the forward of ``module`` is given, itself left out."""
+    if "forward" in vars(module):
+        return tuple(inspect.signature(module.forward).parameters)
+    return _parameters(type(module).forward)
+
+
+@lru_cache(maxsize=64)
+def _parameters(forward: Callable[..., object]) -> tuple[str, ...]:
+    """Return the same of a class's ``forward``; each call of experts asks for it."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def describe_experts(
