@@ -46,7 +46,6 @@ from offstage.stages.units import DTYPE_BYTES
 KEY = "quantized.products"
 """The key of the config that has weights stay packed."""
 
-
 _HALVES = ("", UPPER)
 """What the names of the halves of a stack end with, where these rest each by itself."""
 Modules = Sequence[tuple[str, nn.Module]]
@@ -100,8 +99,8 @@ class PackedLinear(nn.Module):
     """In the place of ``linear``: its ``weight`` is the first part of ``stack``. The others stand beside it, each under
     the name that the matrix has for it.
 
-    What is given is multiplied as ``how`` says. Products are added up in
-    float32, the bias too, and what comes of it is rounded to the dtype of what was given.
+    What is given is multiplied as ``how`` says. Products are added up in float32, the bias too, and what comes of it is
+    rounded to the dtype of what was given.
     """
 
     multiplies_packed = True
@@ -196,8 +195,8 @@ class PackedExperts(nn.Module):
         count, choices = top_k_index.shape
         outputs = hidden_states.new_empty((count * choices, hidden_states.shape[-1]))
         for expert, places in _shares(top_k_index.reshape(-1)):
-            if len(places) == 1:  # views are made in less time than by indices
-                (place,), row = places, places[0] // choices
+            if len(places) == 1:  # views take less time than indices
+                place, row = places[0], places[0] // choices
                 outputs[place : place + 1] = self._of_expert(hidden_states[row : row + 1], expert)
             else:
                 rows = torch.tensor(places, device=hidden_states.device)
@@ -225,11 +224,11 @@ class PackedExperts(nn.Module):
 
 def _shares(index: torch.Tensor) -> list[tuple[int, list[int]]]:
     """Return each expert that is in ``index``, and where; where there are no numbers, one that has all."""
-    if index.is_meta or isinstance(index, FakeTensor):
-        return [(0, [*range(len(index))])]
-    shares: dict[int, list[int]] = {}
-    for place, expert in enumerate(index.tolist()):
-        shares.setdefault(expert, []).append(place)
+    shares = defaultdict[int, list[int]](list)
+    for place, expert in enumerate(
+        [0] * len(index) if index.is_meta or isinstance(index, FakeTensor) else index.tolist()
+    ):
+        shares[expert].append(place)
     return sorted(shares.items())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.stage import MEASURED, Config
-from offstage.stages.checkpoints.codec_rates import mean_rate, multiplying_rates, unpacking_rates
+from offstage.stages.checkpoints.codec_probe import Work
+from offstage.stages.checkpoints.codec_rates import codec_rates, mean_rate
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
 from offstage.stages.empty_init.identity import declared_dtype
@@ -179,13 +180,15 @@ def machine_rates(
     light, weights = light or _fits_caches(outline.skeleton.bytes), _host_weights(outline)
     rates = host(light=light, weights=weights, read={} if light else _read_bytes(outline, weights))
     unpacked = {name: packed.codec for name, packed in outline.packed.items()}
-    quantised = {"dequantising": (unpacked, unpacking_rates), "multiplying": (outline.multiplied, multiplying_rates)}
+    quantised: dict[str, tuple[Mapping[str, str], Work]] = {
+        "dequantising": (unpacked, "unpacking"), "multiplying": (outline.multiplied, "multiplying")
+    }  # fmt: skip
     means = {rate: getattr(rates, rate) for rate in quantised}
-    for rate, (codecs, measure) in quantised.items():
+    for rate, (codecs, work) in quantised.items():
         sizes: Counter[str] = Counter()
         for name, codec in codecs.items() if rate not in pinned else ():
             sizes[codec] += outline.sizes[name]
-        mean = mean_rate(measure(cache / MEASURED, sizes), sizes)
+        mean = mean_rate(codec_rates(cache / MEASURED, work, sizes), sizes)
         means |= {} if mean is None else {rate: coarse_rate(mean)}
     return replace(rates, dequantising=means["dequantising"], multiplying=means["multiplying"])
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from offstage.stages.checkpoints.codec_rates import measure
+from offstage.stages.checkpoints.codec_probe import unpacking_speed
 from offstage.stages.checkpoints.codecs import planes
 from offstage.stages.shard_load.offload_store import StoredTensor
 from offstage.stages.shard_load.stored_weights import bytes_of, pack
@@ -33,7 +33,7 @@ def speeds(elements: int = ELEMENTS) -> dict[str, float]:
     tensor = StoredTensor("bfloat16", (elements,), (), run=elements)
     packed = sum(len(frame) for tile in pack(tensor, bytes_of(weights)) for frame in tile)
     packing = weights.nbytes / (time.perf_counter() - began)
-    return {"packing": packing, "unpacking": float(measure(*planes.sample())), "share": packed / weights.nbytes}
+    return {"packing": packing, "unpacking": float(unpacking_speed(*planes.sample())), "share": packed / weights.nbytes}
 
 
 def forecasts(setting: Setting, unpacked: Sequence[str], packed: Sequence[str]) -> Forecasts:
