@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
@@ -202,10 +203,7 @@ class PackedExperts(nn.Module):
                 rows = torch.tensor(places, device=hidden_states.device)
                 outputs[rows] = self._of_expert(hidden_states[rows // choices], expert)
         weighted = outputs.view(count, choices, -1).float() * top_k_weights.float().unsqueeze(-1)
-        total = weighted[:, 0]
-        for choice in range(1, choices):
-            total = total + weighted[:, choice]
-        return total.to(hidden_states.dtype)
+        return reduce(torch.add, weighted.unbind(1)).to(hidden_states.dtype)
 
     def _of_expert(self, given: torch.Tensor, expert: int) -> torch.Tensor:
         first = "gate_up_proj" if self.has_gate else "up_proj"
@@ -224,10 +222,9 @@ class PackedExperts(nn.Module):
 
 def _shares(index: torch.Tensor) -> list[tuple[int, list[int]]]:
     """Return each expert that is in ``index``, and where; where there are no numbers, one that has all."""
+    has_numbers = not (index.is_meta or isinstance(index, FakeTensor))
     shares = defaultdict[int, list[int]](list)
-    for place, expert in enumerate(
-        [0] * len(index) if index.is_meta or isinstance(index, FakeTensor) else index.tolist()
-    ):
+    for place, expert in enumerate(index.tolist() if has_numbers else [0] * len(index)):
         shares[expert].append(place)
     return sorted(shares.items())
 
