@@ -66,8 +66,8 @@ def offloaded(root: Path, name: str, checkpoint: Path, **options: Any) -> Any:
 
 
 def experts_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of experts that transformers makes of the checkpoint; a bias of theirs, which is so little that
-    it comes whole, left out.
+    """Return the tensors of experts that transformers makes of the checkpoint; a bias, so little that it comes whole,
+    left out.
     """
     state = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
     return {name: tensor for name, tensor in state.items() if ".experts." in name and "down_proj_bias" not in name}
