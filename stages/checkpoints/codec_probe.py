@@ -28,7 +28,8 @@ FAMILIES = ("scaled_codes", "grouped_integers", "gguf")
 BYTES = 192 * 2**20
 """What is unpacked to takes at most, or what is multiplied."""
 _TIMES, _ROUNDS = 8, 5
-"""How many times as large as others a sample to multiply is: a call takes no time to speak of then."""
+"""How many times as large as others a sample to multiply is, whose call takes no time to speak of then; and how often
+each is measured."""
 
 
 def sample_of(name: str, families: Sequence[str] = FAMILIES, **asked: int) -> Sample | None:

@@ -118,13 +118,15 @@ def _filling_bytes(layout: Layout, routing: Routing, kept: Mapping[str, float]) 
     """Return how much of the host's slots a pass fills that nothing was in before: on average over the run's, after
     what the prompts fill. Each module finds such a share of its experts ``kept``.
     """
+    if not routing.passes:
+        return 0.0
     outline, size, before, after = layout.outline, layout.slots.get(CPU, 0), 0.0, 0.0
     for module, device in layout.offloaded_experts.items():
-        if device == CPU and routing.passes:
+        if device == CPU:
             spec, each = outline.experts[module], outline.expert_kinds[module].bytes
             before += each * routing.before(spec)
             after += each * routing.passes * routing.distinct(spec) * (1 - kept[module])
-    return (min(size, before + after) - min(size, before)) / max(1, routing.passes)
+    return (min(size, before + after) - min(size, before)) / routing.passes
 
 
 def _no_room_beside(layout: Layout) -> int:
@@ -191,9 +193,9 @@ def calls(layout: Layout, routing: Routing, *, on_host: bool) -> float:
     """
     shares = {parent(name): routing.share(experts) for name, experts in layout.outline.listed.items()}
     for name, spec in layout.outline.experts.items():
-        share, packed = routing.share((spec.count, spec.per_token)), layout.outline.multiplied.keys() & spec.tensors
+        share, packed = routing.share((spec.count, spec.per_token)), spec.tensors[0] in layout.outline.multiplied
         each = _CALLS_A_PACKED_EXPERT * share if packed else _CALLS_A_GROUP + _CALLS_AN_EXPERT * share
-        shares[name] = _CALLS_A_MIXTURE + each * spec.count * on_host
+        shares[name] = _CALLS_A_MIXTURE + (each * spec.count if on_host else 0)
     called = layout.outline.skeleton.calls
     return sum(shares.get(name, 1) for name in called if (layout.execution.get(name, CPU) == CPU) == on_host)
 

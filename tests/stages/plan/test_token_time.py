@@ -144,6 +144,12 @@ def test_what_overlaps_on_the_host_takes_from_each_other_and_experts_wait_for_th
     assert expected_seconds(seconds) == pytest.approx(expected)
 
 
+def test_slots_that_are_filled_for_the_first_time_wait_for_memory_that_the_system_clears() -> None:
+    waits = token_seconds(PassTraffic(2, resident={CPU: 100}, filling=7e9), Rates(host=100))
+    assert expected_seconds(waits) == pytest.approx(1 + 7e9 / 3.5e9 / 2), "each of two has half of it"
+    assert slowest(waits)[1] == 1, "full slots are what bounds a token"
+
+
 def test_what_an_accelerator_computes_has_nothing_disturbed_but_by_what_the_host_unpacks() -> None:
     streamed = PassTraffic(resident={0: 100})
     streamed.add(DISK, 20, computes=0, unpacked=40)
