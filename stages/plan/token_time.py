@@ -53,16 +53,19 @@ HOST_TOKENS, DEVICE_TOKENS = 16, 128
 """How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
 
 Nominal: operations a second over bytes a second, of bfloat16."""
-_CALLS_AHEAD, _CALLS_ROUTED, _CALLS_MAPPED = 4, 5.5, 3 / 4
+_CALLS_AHEAD, _CALLS_ROUTED, _CALLS_UNPACKED, _CALLS_MAPPED = 4, 5.5, 8.5, 3 / 4
 """In the time of so many calls of modules the host asks for a tensor, binds it and lets it go: one that is read ahead,
 for which the threads that compute are woken at each operator, too; one of an expert that is called, of which several
-come at once; and one that is mapped, which lies where it is used. Nominal."""
+come at once, or one that the host unpacks then; and one that is mapped, which lies where it is used. Nominal."""
 _CALLS_OVER_LINK = 1.0
 """In the time of so many calls of modules on an accelerator the host has a tensor brought there that is a part of its
 own; less, where it is brought with others. Nominal."""
 _DISTURBANCE = 1 / 4
 """By which share of the shorter of two that go on at once they take longer: reading and what takes the cores, and of
 that, unpacking and computing. Nominal."""
+_UNPACKING_WHEN_CALLED = 2.65
+"""How many times as long as by all cores it takes to unpack experts as they are called: one is the caller's, which asks
+for them, and products that have begun wait for the threads that unpack. Nominal."""
 _CLEARED = 3.5e9
 """Bytes of memory that the system clears in a second for a process that never used it, in small pages. Nominal."""
 _STEADY = 3
@@ -151,7 +154,8 @@ class PassTraffic:
         many ``tensors``, each ``mapped``, or brought.
         """
         if computes == CPU:
-            self.calls += tensors * (_CALLS_MAPPED if mapped else _CALLS_AHEAD if ahead else _CALLS_ROUTED)
+            routed = _CALLS_ROUTED if unpacked is None else _CALLS_UNPACKED
+            self.calls += tensors * (_CALLS_MAPPED if mapped else _CALLS_AHEAD if ahead else routed)
         else:
             self.launches += tensors * _CALLS_OVER_LINK
         self.when_called += 0 if ahead or waits != DISK else rest_bytes
@@ -367,7 +371,8 @@ def expected_seconds(seconds: Mapping[str, float]) -> float:
     on_host = max(seconds[HOST], seconds[HOST_CORES])
     computing, unpacked_ahead = on_host + seconds[BRINGING], seconds[DEQUANTISING] - seconds[DEQUANTISING_ROUTED]
     in_turn = on_host + max(map(seconds.__getitem__, _APART)) + seconds[CROSSING]
-    in_turn += _together(seconds[ROUTED], seconds[DEQUANTISING_ROUTED]) + seconds[CLEARING]
+    unpacking = seconds[DEQUANTISING_ROUTED] * (_UNPACKING_WHEN_CALLED if seconds[HOST] else 1)
+    in_turn += _together(seconds[ROUTED], unpacking) + seconds[CLEARING]
     if seconds[HOST]:
         in_turn += seconds[BRINGING] + unpacked_ahead + _DISTURBANCE * min(unpacked_ahead, computing)
     beside_reading = min(seconds["storage"] - seconds[ROUTED], computing + seconds[DEQUANTISING])
