@@ -19,7 +19,14 @@ from math import ceil
 from statistics import median
 from typing import Any
 
-from offstage.stages.machine.product_probe import OF_FILES, HostWeights, memory_bytes, seconds_with, typical
+from offstage.stages.machine.product_probe import (
+    OF_FILES,
+    HostWeights,
+    are_steady,
+    memory_bytes,
+    seconds_with,
+    typical,
+)
 from offstage.stages.units import DTYPE_BYTES
 
 _log = logging.getLogger("offstage")
@@ -84,13 +91,16 @@ def narrow_speed(at: int, layers: int = _LAYERS, rounds: int = _ROUNDS) -> dict[
 
 
 def _decode(spans: _Spans, rounds: int, seconds: float) -> dict[str, int]:
-    """Return the figures of a decoder that decodes so many ``rounds``, or for so many ``seconds`` if that is less.
+    """Return the figures of a decoder that decodes so many ``rounds``, or for so many ``seconds`` if that is less; and
+    fewer where these are steady.
 
     What calls take beside products is told by round, in which both are as fast as the machine is then.
     """
     begun, taken = time.perf_counter(), list[_Round]()
     while len(taken) < rounds and (time.perf_counter() - begun < seconds or not taken):
         taken.append(spans.decode())
+        if all(are_steady([getattr(one, figure) for one in taken]) for figure in ("call", "around", "host")):
+            break
     call, around = median(one.call for one in taken), median(one.around for one in taken)
     return {
         "host": round(median(one.host for one in taken)),

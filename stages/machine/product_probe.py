@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING
 
 from offstage.stages.machine.kernels import identity
@@ -37,6 +37,8 @@ _ROUNDS, _MOST_SECONDS = 24, 0.25
 _LEAST_ROUNDS, _CACHE_LINE = 4, 64
 _DISTURBED = 1.5
 """By how much something takes longer than half of its kind only where something else had the processor."""
+_STEADY, _STEADY_ROUNDS = 0.05, 8
+"""What the middle half of some rounds lie within, as a share of their median, where more would tell the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,9 @@ def product_seconds(dtype: str, offset: int, shapes: Collection[Shape]) -> dict[
     for shape in shapes:
         rows = min(shape[0], len(memory) // shape[1])
         size, taken = rows * shape[1], list[float]()
-        while (len(taken) <= _ROUNDS and sum(taken) < _MOST_SECONDS) or len(taken) < _LEAST_ROUNDS:
+        while len(taken) < _LEAST_ROUNDS or (
+            len(taken) <= _ROUNDS and sum(taken) < _MOST_SECONDS and not are_steady(taken[1:])
+        ):
             begin = 0 if begin + size > len(memory) else begin
             taken.append(seconds_with(memory[begin : begin + size].view(rows, shape[1])))
             begin += -(-size // line) * line
@@ -127,6 +131,14 @@ def typical(taken: Sequence[float]) -> float:
     """Return the mean of what was ``taken``, but for what took much longer than half of it."""
     most = _DISTURBED * median(taken)
     return mean([seconds for seconds in taken if seconds <= most])
+
+
+def are_steady(taken: Sequence[float]) -> bool:
+    """Return whether what was ``taken`` by some rounds differs so little that more of them needn't be asked."""
+    if len(taken) < _STEADY_ROUNDS:
+        return False
+    least, middle, most = quantiles(taken, n=4)
+    return most - least <= _STEADY * middle
 
 
 def memory_bytes() -> int:

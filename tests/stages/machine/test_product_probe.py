@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offstage.stages.machine import product_probe
-from offstage.stages.machine.product_probe import measure, memory_bytes, product_seconds, typical
+from offstage.stages.machine.product_probe import are_steady, measure, memory_bytes, product_seconds, typical
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +38,10 @@ def test_the_memory_that_is_read_is_larger_than_the_last_cache(tmp_path: Path, m
 
 def test_what_was_disturbed_is_left_out() -> None:
     assert typical([1.0, 1.0, 1.0, 1.2, 9.0]) == pytest.approx(4.2 / 4)
+
+
+def test_rounds_that_differ_little_are_enough_from_eight_on() -> None:
+    quiet = [1.0, 1.01, 1.02, 1.03, 1.02, 1.01, 1.0]
+    assert not are_steady(quiet)
+    assert are_steady([*quiet, 9.0]), "one that something else held up says nothing of the others"
+    assert not are_steady([*quiet, 1.2, 1.3, 1.2, 1.3])
