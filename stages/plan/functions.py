@@ -37,7 +37,7 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Homes, all_homes, fold, resident_bytes
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.explicit import explicit
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.request.geometry import Request, geometry_of
 from offstage.stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order, parse_device, parse_size
 
@@ -215,7 +215,7 @@ def _homes(outline: Outline, policy: str, budgets: Budgets) -> Homes:
 
     A map has a module compute where it lies, or on the main device: it can't say more of what is streamed.
     """
-    placement = optimal(outline, budgets, links=1) if policy == "optimal" else POLICIES[policy](outline, budgets)
+    placement = Search(links=1).optimal(outline, budgets) if policy == "optimal" else POLICIES[policy](outline, budgets)
     checks.require_fit(lay_out(outline, placement, budgets))
     return placement.homes
 

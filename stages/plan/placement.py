@@ -9,7 +9,7 @@ however many a layer has.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offstage.stages.empty_init.skeleton import upward
@@ -92,12 +92,11 @@ def execution_devices(outline: Outline, placement: Placement) -> dict[str, Devic
     return {layer.name: execution_device(outline, layer, placement) for layer in outline.layers}
 
 
-def resident_bytes(outline: Outline, homes: Homes, packed: Collection[str] = ()) -> dict[DeviceId, int]:
-    """Return the bytes that lie on each device, in the order of the tiers; on the host some lie ``packed``."""
+def resident_bytes(outline: Outline, homes: Homes) -> dict[DeviceId, int]:
+    """Return the bytes that lie on each device, in the order of the tiers."""
     totals = dict.fromkeys(in_tier_order(homes.values()), 0)
     for leader, device in homes.items():
-        sizes = outline.rest_sizes if device == DISK or (device == CPU and leader in packed) else outline.sizes
-        totals[device] += sizes[leader]
+        totals[device] += (outline.rest_sizes if device == DISK else outline.sizes)[leader]
     return totals
 
 

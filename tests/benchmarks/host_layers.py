@@ -19,7 +19,7 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.policies import host_layers
 from offstage.stages.plan.policies.host_layers import with_host_layers
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.benchmarks.link_plans import SHAPES, outline_of
@@ -38,7 +38,7 @@ def row(name: str, outline: Outline, host: int) -> str:
     """Return the line of the table for a host whose memory gives so many gigabytes a second."""
     budgets, rates = BUDGETS[name], replace(RATES, host=host * GB)
     step = Step(output_bytes=2 * SHAPES[name]["hidden_size"])
-    placements = [optimal(outline, budgets, rates), with_host_layers(outline, budgets, rates, step=step)]
+    placements = [Search(rates).optimal(outline, budgets), with_host_layers(outline, budgets, rates, step=step)]
     search, host_layers._FEW = host_layers._FEW, len(outline.layers)
     placements.append(with_host_layers(outline, budgets, rates, step=step))
     host_layers._FEW = search

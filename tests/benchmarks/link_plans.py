@@ -23,7 +23,7 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.traffic import Step, forecast
 from tests.stages.plan.plans import make_plan, of
 
@@ -67,7 +67,7 @@ def plan_of(outline: Outline, folder: Path, machine: str, *, host: str = "", eac
 def seconds_over_one_link(outline: Outline, plan: Plan) -> float:
     """Return the predicted seconds of a token where one accelerator alone streams, in the budgets of ``plan``."""
     rates = Rates(**plan.rates)
-    placement = optimal(outline, plan.budgets, rates, links=1)
+    placement = Search(rates, links=1).optimal(outline, plan.budgets)
     return forecast(lay_out(outline, placement, plan.budgets), Step(), rates).seconds
 
 

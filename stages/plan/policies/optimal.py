@@ -12,7 +12,7 @@ the plan prints.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import roomy_slots
@@ -34,35 +34,24 @@ _SHARES = 8
 """How many shares of the host's room are tried for what rests packed."""
 
 
-def optimal(
-    outline: Outline,
-    budgets: Budgets,
-    rates: Rates | None = None,
-    *,
-    links: int | None = None,
-    step: Step = PLAIN_STEP,
-    by_blocks: bool = False,
-) -> Placement:
-    """Return the placement of the fewest seconds a token. Where nothing must be streamed it is the balanced one.
-
-    Among placements that are equally fast (the host's memory may bound both) the one with the least to stream. At most
-    so many ``links`` stream; null: those of all accelerators. If ``by_blocks``, the widest weights come by blocks of
-    rows where that is possible, however much the budget can hold: products with them take less beside it then.
-    """
-    return Search(rates or Rates(), step, links, by_blocks).optimal(outline, budgets)
-
-
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What placements are compared by, the seconds of a ``step`` at some ``rates``, and what ``optimal`` may try."""
+    """What placements are compared by, the seconds of a ``step`` at some ``rates``, and what ``optimal`` may try.
 
-    rates: Rates
+    At most so many ``links`` stream; null: those of all accelerators. If ``by_blocks``, the widest weights come by
+    blocks of rows where that is possible, however much the budget can hold: products with them take less then.
+    """
+
+    rates: Rates = field(default_factory=Rates)
     step: Step = PLAIN_STEP
     links: int | None = None
     by_blocks: bool = False
 
     def optimal(self, outline: Outline, budgets: Budgets) -> Placement:
-        """Return the soonest of all placements that are tried."""
+        """Return the placement of the fewest seconds a token. Where nothing must be streamed it is the balanced one.
+
+        Among placements that are equally fast (the host's memory may bound both) the one with the least to stream.
+        """
 
         def tried(rooms: Budgets, unpacks: bool) -> list[Placement]:
             as_used = list(self._as_used(outline, rooms))

@@ -16,7 +16,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import host_layers
 from offstage.stages.plan.policies.explicit import override
 from offstage.stages.plan.policies.host_layers import with_host_layers
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.stage import PlanStage
 from offstage.stages.plan.table import render
 from offstage.stages.plan.token_time import PassTraffic, waiting_seconds
@@ -93,7 +93,7 @@ def test_what_storage_bounds_stays_as_it_is() -> None:
     model = stack(30, 10**7)
     budgets: dict[DeviceId, int | None] = {0: 10**8, CPU: 10**8, DISK: None}
     rates = replace(RATES, storage=10**8)
-    assert with_host_layers(model, budgets, rates) == optimal(model, budgets, rates)
+    assert with_host_layers(model, budgets, rates) == Search(rates).optimal(model, budgets)
     assert with_host_layers(model, {**budgets, CPU: 3 * 10**8}, rates).computes, "without it some would compute there"
 
 
@@ -244,7 +244,7 @@ def test_a_plan_fits_its_budgets_and_is_never_slower_than_that_of_exact(
     budgets: dict[DeviceId, int | None] = {0: room * 10**6, CPU: sum(sizes), DISK: None}
     rates = Rates(host=host * 10**8, host_to_device=link * 10**8, device=100 * GB)
     exact, fastest = (
-        optimal(model, budgets, rates),
+        Search(rates).optimal(model, budgets),
         with_host_layers(model, budgets, rates, step=Step(output_bytes=1000)),
     )
     if lay_out(model, exact, budgets).shortage(tight=True) is None:

@@ -19,7 +19,7 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.policies.partly_streamed import share_layers
 from offstage.stages.plan.table import render
 from offstage.stages.plan.traffic import Step, forecast, lower_bound_seconds
@@ -173,7 +173,7 @@ def test_plans_fit_and_are_never_slower_than_where_one_link_streams(seed: int) -
     except BudgetError:
         return
     rates = Rates(**plan.rates)
-    alone = optimal(model, plan.budgets, rates, links=1)
+    alone = Search(rates, links=1).optimal(model, plan.budgets)
     assert not alone.computes
     assert lay_out(model, alone, plan.budgets).shortage(tight=True) is not None or (
         seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)
@@ -215,7 +215,7 @@ def digest(model: Outline, cases: list[dict[DeviceId, int | None]]) -> str:
     """Return what stands for the placements under all these budgets."""
     checksum = sha256()
     for budgets in cases:
-        placement = optimal(model, {**budgets, DISK: None})
+        placement = Search().optimal(model, {**budgets, DISK: None})
         summary = [sorted(placement.homes.items()), str(placement.main), sorted(placement.packed)]
         checksum.update(json.dumps(summary).encode())
     return checksum.hexdigest()[:12]
@@ -290,7 +290,7 @@ def test_plans_over_unlike_links_fit_and_are_never_slower_than_over_one(seed: in
     except BudgetError:
         return
     rates = plan.known_rates
-    alone = optimal(model, plan.budgets, rates, links=1)
+    alone = Search(rates, links=1).optimal(model, plan.budgets)
     assert lay_out(model, alone, plan.budgets).shortage(tight=True) is not None or (
         seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)
     )

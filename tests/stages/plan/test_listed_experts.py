@@ -11,7 +11,7 @@ from offstage.stages.plan.expert_slots import ROOMY, Routing
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.policies.whole_layers import sequential
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
 from offstage.stages.units import CPU, DISK, DeviceId
@@ -101,7 +101,7 @@ def test_optimal_keeps_what_every_token_needs_before_any_expert(main: DeviceId, 
     here = blocks()
     dense = sum(here.sizes[name] for name in here.sizes if name not in here.listed)
     budgets = {main: dense + experts * EXPERT, DISK: None}
-    placement = optimal(here, budgets)
+    placement = Search().optimal(here, budgets)
     assert lay_out(here, placement, budgets).shortage() is None
     assert all(home == main for name, home in placement.homes.items() if name not in here.listed)
     near = sum(here.sizes[name] for name, home in placement.homes.items() if name in here.listed and home == main)
@@ -113,21 +113,22 @@ def test_optimal_streams_no_more_for_a_token_than_sequential_under_any_budget() 
     whole = sum(here.sizes.values())
     for room in range(2 * EXPERT + EXPERT, whole, whole // 9):
         budgets = {CPU: room, DISK: None}
-        ours, theirs = (traffic(lay_out(here, way(here, budgets)), PLAIN_STEP).bytes for way in (optimal, sequential))
+        ways = (Search().optimal, sequential)
+        ours, theirs = (traffic(lay_out(here, way(here, budgets)), PLAIN_STEP).bytes for way in ways)
         assert ours <= theirs
 
 
 def test_optimal_needs_room_for_two_experts_beside_the_largest_dense_part() -> None:
     here = blocks()
     budgets = {CPU: 3 * EXPERT, DISK: None}
-    assert lay_out(here, optimal(here, budgets), budgets).shortage() is None
+    assert lay_out(here, Search().optimal(here, budgets), budgets).shortage() is None
     assert budgets[CPU] < EXPERTS * EXPERT
 
 
 def test_experts_wait_on_the_host_before_they_wait_on_disk() -> None:
     here = blocks()
     dense = sum(here.sizes[name] for name in here.sizes if name not in here.listed)
-    placement = optimal(here, {0: dense + 4 * EXPERT, CPU: 10 * EXPERT, DISK: None})
+    placement = Search().optimal(here, {0: dense + 4 * EXPERT, CPU: 10 * EXPERT, DISK: None})
     by_home = {home: sum(here.sizes[n] for n, at in placement.homes.items() if at == home) for home in (0, CPU, DISK)}
     assert by_home[CPU] == 10 * EXPERT
     assert by_home[0] >= dense + EXPERT

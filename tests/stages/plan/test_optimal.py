@@ -16,7 +16,7 @@ from offstage.stages.plan.placement import (
     resident_bytes,
 )
 from offstage.stages.plan.policies.chosen_tensors import subset_sums
-from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.policies.whole_layers import balanced, sequential
 from offstage.stages.plan.token_time import expected_seconds, token_seconds
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
@@ -42,7 +42,7 @@ def llama(layers: int = 22) -> Outline:
 def test_less_is_streamed_than_with_whole_layers(host: int) -> None:
     budgets: dict[DeviceId, int | None] = {CPU: host, DISK: None}
     model = llama()
-    ours, theirs = optimal(model, budgets), sequential(model, budgets)
+    ours, theirs = Search().optimal(model, budgets), sequential(model, budgets)
     assert lay_out(model, ours, budgets).shortage() is None
     assert resident_bytes(model, ours.homes)[DISK] < 0.96 * resident_bytes(model, theirs.homes)[DISK]
     assert lay_out(model, ours).layer_reserves[CPU] < lay_out(model, theirs).layer_reserves[CPU]
@@ -54,7 +54,7 @@ def test_staging_has_room_to_read_on_beside_the_part_in_use_where_that_is_sooner
     model = llama(layers)
     rates = Rates(storage=4 * 10**9, host=26 * 10**9, calls=10**9, loops=10**9)
     budgets: dict[DeviceId, int | None] = {CPU: 3 * model.skeleton.bytes // 4, DISK: None}
-    layout = lay_out(model, optimal(model, budgets, rates), budgets)
+    layout = lay_out(model, Search(rates).optimal(model, budgets), budgets)
     brought = traffic(layout, PLAIN_STEP)
     assert brought.no_room_beside == (0 if reads_on else layers * MLP)
     seconds = forecast(layout, PLAIN_STEP, rates).seconds
@@ -67,7 +67,7 @@ def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
     skeleton = llama().skeleton
     table = replace(skeleton.modules[1], looks_up=True)
     model = Outline(replace(skeleton, modules=(skeleton.modules[0], table, *skeleton.modules[2:])))
-    ours, theirs = optimal(model, budgets), sequential(model, budgets)
+    ours, theirs = Search().optimal(model, budgets), sequential(model, budgets)
     assert lay_out(model, ours, budgets).shortage() is None
     assert ours.homes["embed.weight"] == DISK
     assert traffic(lay_out(model, ours), PLAIN_STEP).bytes < 0.9 * traffic(lay_out(model, theirs), PLAIN_STEP).bytes
@@ -75,7 +75,7 @@ def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
 
 def test_the_same_part_of_every_layer_is_streamed() -> None:
     model = llama()
-    placement = optimal(model, {CPU: 10**9, DISK: None})
+    placement = Search().optimal(model, {CPU: 10**9, DISK: None})
     streamed = [
         sum(model.sizes[name] for name in layer.owned if placement.homes[name] == DISK)
         for layer in model.layers
@@ -87,7 +87,7 @@ def test_the_same_part_of_every_layer_is_streamed() -> None:
 def test_what_waits_on_host_and_disk_is_mixed_evenly() -> None:
     model = llama()
     budgets: dict[DeviceId, int | None] = {0: 10**9, CPU: 6 * 10**8, DISK: None}
-    placement = optimal(model, budgets)
+    placement = Search().optimal(model, budgets)
     halves: list[dict[str, int]] = [{CPU: 0, DISK: 0}, {CPU: 0, DISK: 0}]
     for index, name in enumerate(name for name, home in placement.homes.items() if home in (CPU, DISK)):
         halves[index % 2][str(placement.homes[name])] += model.sizes[name]
@@ -98,14 +98,14 @@ def test_what_waits_on_host_and_disk_is_mixed_evenly() -> None:
 @pytest.mark.parametrize("host", [3 * 10**8, 6 * 10**8, 10**9, 15 * 10**8, 2 * 10**9])
 def test_staging_holds_two_of_the_largest_streamed_parts(host: int) -> None:
     model = llama()
-    placement = optimal(model, {CPU: host, DISK: None})
+    placement = Search().optimal(model, {CPU: host, DISK: None})
     streamed = sorted(model.sizes[name] for name, home in placement.homes.items() if home == DISK)
     assert host - resident_bytes(model, placement.homes).get(CPU, 0) >= sum(streamed[-2:])
 
 
 def test_nothing_is_streamed_where_all_fits() -> None:
     model = llama(2)
-    placement = optimal(model, {0: 10**9, CPU: 0, DISK: None})
+    placement = Search().optimal(model, {0: 10**9, CPU: 0, DISK: None})
     assert set(placement.homes.values()) == {0}
 
 
@@ -125,10 +125,10 @@ def test_what_is_less_than_a_layer_streams_part_by_part() -> None:
     tensors = {"layers.0.q.weight": 100, "layers.0.k.weight": 80, "layers.0.v.weight": 80, "head.weight": 120}
     model = outline(tensors, classes={"layers.0": "Layer"}, no_split=["Layer"])
     with pytest.raises(BudgetError, match="the least that works is 120 bytes"):
-        require_fit(lay_out(model, optimal(model, {CPU: 119, DISK: None}), {CPU: 119, DISK: None}))
+        require_fit(lay_out(model, Search().optimal(model, {CPU: 119, DISK: None}), {CPU: 119, DISK: None}))
     for budget in (120, 259):
         budgets: dict[DeviceId, int | None] = {CPU: budget, DISK: None}
-        placement = optimal(model, budgets)
+        placement = Search().optimal(model, budgets)
         require_fit(lay_out(model, placement, budgets))
         assert set(placement.homes.values()) == {DISK}
         assert lay_out(model, placement, budgets).reserves == {CPU: budget}
@@ -164,7 +164,7 @@ def test_none_is_sooner_by_what_the_plan_says_of_the_pass_at_hand(members: int, 
     def seconds(placement: Placement) -> float:
         return forecast(lay_out(model, placement, budgets), step, rates).seconds
 
-    best = seconds(optimal(model, budgets, rates, step=step))
-    of_one = seconds(optimal(model, budgets, rates))
+    best = seconds(Search(rates, step=step).optimal(model, budgets))
+    of_one = seconds(Search(rates).optimal(model, budgets))
     assert best <= min(of_one, seconds(sequential(model, budgets)), seconds(balanced(model, budgets)))
     assert best < of_one or members == 1 or seed != 129, "what is best for one isn't for many"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from offstage.stages.plan.checks import require_fit
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.memory_needs import MemoryNeeds
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Placement, resident_bytes
+from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import packed_bytes, packed_told
@@ -260,11 +261,11 @@ def test_no_budget_is_exceeded_by_what_rests_packed(policy: str, case: Any) -> N
         require_fit(lay_out(outline, placement, budgets))
     except BudgetError:
         return
-    resident = _lying(outline, placement)
-    assert resident == {
-        device: count for device, count in resident_bytes(outline, placement.homes, placement.packed).items() if count
-    }
-    kept = lay_out(outline, placement, budgets).reserves
+    layout = lay_out(outline, placement, budgets)
+    resident, kept = _lying(outline, placement), layout.reserves
+    made = {name: "cpu" for name, home in placement.homes.items() if home == "disk" and name in outline.computed}
+    with_made = _lying(outline, replace(placement, homes={**placement.homes, **made}))
+    assert with_made == {device: count for device, count in layout.weights.items() if count}
     for device in {*resident, *kept}:
         budget = budgets[device]
         assert budget is None or resident.get(device, 0) + kept.get(device, 0) <= budget
