@@ -262,10 +262,11 @@ def test_no_budget_is_exceeded_by_what_rests_packed(policy: str, case: Any) -> N
     except BudgetError:
         return
     layout = lay_out(outline, placement, budgets)
-    resident, kept = _lying(outline, placement), layout.reserves
     made = {name: "cpu" for name, home in placement.homes.items() if home == "disk" and name in outline.computed}
     with_made = _lying(outline, replace(placement, homes={**placement.homes, **made}))
     assert with_made == {device: count for device, count in layout.weights.items() if count}
+    loaded = {name: home for name, home in placement.homes.items() if name not in made}
+    resident, kept = _lying(outline, replace(placement, homes=loaded)), layout.reserves
     for device in {*resident, *kept}:
         budget = budgets[device]
         assert budget is None or resident.get(device, 0) + kept.get(device, 0) <= budget
