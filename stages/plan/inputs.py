@@ -26,7 +26,7 @@ from offstage.stages.plan.budgets import NO_COST, Allowance, allow, rooms
 from offstage.stages.plan.expert_slots import SINGLE, Routing
 from offstage.stages.plan.figures import host_is_described
 from offstage.stages.plan.hosts import Division
-from offstage.stages.plan.lossless import LosslessPacking, with_copies
+from offstage.stages.plan.lossless import Shares, with_copies
 from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds, block_caches, compute_dtype, memory_needs, most
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.choose import why_not_in_lockstep
@@ -77,7 +77,7 @@ class PlanInputs:
     and ``offload_ratio`` which share of a training's activations waits elsewhere. ``simulated`` has the accelerators
     that the config lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
     ``process_bytes`` are what the process holds on each device of all that is neither weights nor the request's, and
-    ``expandable`` says whether segments of torch's allocator expand on accelerators. ``packing`` is how floats are
+    ``expandable`` says whether segments of torch's allocator expand on accelerators. ``packing`` is how far floats are
     packed, null if they stay; where that is the plan's to choose, ``plain`` is the same without it. Whether weights may
     be brought by blocks of rows hangs on ``kernel_identity``; ``kernels`` are what those of the host take. ``notes`` is
     what there is to say of the plan beside what it says itself. Where the model is divided among hosts, by the
@@ -102,7 +102,7 @@ class PlanInputs:
     machine: Hardware = field(compare=False)
     geometry: Geometry = field(compare=False)
     kernels: Kernels = field(compare=False)
-    packing: LosslessPacking | None = None
+    packing: Shares | None = None
     plain: PlanInputs | None = None
     kernel_identity: str = ""
     notes: tuple[str, ...] = ()
@@ -149,12 +149,12 @@ def gather_inputs(
     kernels: Kernels,
     skeleton: str = "",
     measured: MediaDemand | TrainingDemand | None = None,
-    packing: LosslessPacking | None = None,
+    packing: Shares | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
     ``rates`` and ``kernels`` are those of the machine, ``measured`` is what prompts with images or audio take, or what
-    a step of training does. ``packing`` is how floats of the outline can be packed.
+    a step of training does. ``packing`` is how far floats of the outline can be packed.
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
     again = partial(gather_inputs, outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=skeleton)

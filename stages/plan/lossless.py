@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,18 +38,14 @@ _SCRATCH_BYTES = 2**20
 """What unpacking takes beside the block: what of it reads are aligned by, a plane of a tile, what zstandard keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class LosslessPacking:
-    """That floats are packed, and ``shares``: by dtype the share of their bytes that they are packed to."""
-
-    shares: Mapping[str, float]
-    codec: str = NAME
+Shares = Mapping[str, float]
+"""By dtype the share of their bytes that floats are packed to."""
 
 
 def possible_packing(
     asked: StorageConfig, outline: Outline, config: Config, cache: Path | None = None
-) -> LosslessPacking | None:
-    """Return how the floats of ``outline`` can be packed where the key ``storage.codec`` has it; null where not.
+) -> Shares | None:
+    """Return how far the floats of ``outline`` can be packed where the key ``storage.codec`` has it; null where not.
 
     Where all weights learn none of them rests on disk. What the checkpoint's stretches came to is kept in ``cache``.
     """
@@ -62,15 +58,15 @@ def possible_packing(
     dtypes = sorted({spec.dtype for spec in outline.skeleton.tensors if can_pack(spec.dtype, spec.bytes)})
     checkpoint = _opened(config) if dtypes else None
     if checkpoint is None:
-        return LosslessPacking({dtype: NOMINAL[dtype] for dtype in dtypes}) if dtypes else None
+        return {dtype: NOMINAL[dtype] for dtype in dtypes} if dtypes else None
     probe, shares = partial(_shares, checkpoint, dtypes), None
     if cache is not None:
         key = fingerprint([_STRETCHES, _ELEMENTS, dtypes, identity(checkpoint)])
         shares = KeptFigure(FILE_NAME, key, probe).get(cache / MEASURED)
-    return LosslessPacking(dict(zip(dtypes, shares or probe(), strict=True)))
+    return dict(zip(dtypes, shares or probe(), strict=True))
 
 
-def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:
+def with_copies(outline: Outline, packing: Shares | None) -> Outline:
     """Return ``outline`` with those tensors resting packed that may.
 
     What is looked up by rows stays as it is, and so do adapters, which may learn.
@@ -82,7 +78,7 @@ def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:
     skeleton = outline.skeleton
     plain = {name for group in map(skeleton.names_of, outline.lookups) for name in group} | outline.computed
     tensors = tuple(
-        replace(spec, packed=_packed(spec.bytes, packing.shares[spec.dtype]))
+        replace(spec, packed=_packed(spec.bytes, packing[spec.dtype]))
         if spec.packed is None
         and can_pack(spec.dtype, spec.bytes)
         and spec.name not in plain

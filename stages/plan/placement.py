@@ -1,10 +1,6 @@
-"""Where every tensor lies, and what follows from it: where modules compute, what is streamed, and the reserve.
+"""Where every tensor lies, and what follows from that alone: where layers compute, and the bytes on each device.
 
-What is streamed, ``serving`` says. Each device that computes streamed tensors keeps room for them: the reserve. It is
-as large as the largest layer of them, so that what comes next is on its way while one part computes. Where the budget
-doesn't leave that, it is what it leaves, and at the least the tensors of one module, where those of a layer aren't
-wanted together. Of a mixture's experts a device that computes some which lie elsewhere needs room for a slot or two,
-however many a layer has.
+What is streamed then, and what is kept free for it, the layout says.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from functools import cache, partial
 
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.machine.hardware import Hardware, given_names, ledgers
-from offstage.stages.plan import budgets, options, plan as plans
+from offstage.stages.plan import budgets, lossless, options, plan as plans
 from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.cache_home import cache_notes
 from offstage.stages.plan.checks import (
@@ -191,7 +191,7 @@ def _plan_for(inputs: PlanInputs, placed: _Placed, demand: Demand) -> PlanOption
     require_fit(layout)
     plan = plans.plan_of(layout, policy=policy, notes=allowance.notes, budget_terms=allowance.terms)
     require_resident(plan, written=outline.skeleton.written, learning=inputs.learning)
-    codec, trains = inputs.packing.codec if inputs.packing else None, inputs.offload_ratio is not None
+    codec, trains = lossless.NAME if inputs.packing else None, inputs.offload_ratio is not None
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if trains else 0)
     plan = plan.with_devices(simulated=listed, names=given_names(inputs.machine))
     plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec, expandable=inputs.expandable)

@@ -51,8 +51,6 @@ from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.units import format_bytes, tensor_bytes
 
 FORMAT_VERSION = 2
-_OLDER_FORMATS = (1,)
-"""Without checksums: such a store is taken over, and every tensor in it made again as it is wanted."""
 _PUBLISH_BYTES = 256 * 2**20
 _STALE_SECONDS = 24 * 3600
 _ADDED = ".added-"
@@ -303,10 +301,7 @@ def _mark(folder: Path, key: str, model: str) -> bool:
         content = read_json(marker)
     except (FileNotFoundError, NotRegularError, ValueError):
         return False
-    version = content.get("format") if isinstance(content, dict) and content.get("key") == key else None
-    if version in _OLDER_FORMATS:
-        replace_file(marker, json.dumps(mark) + "\n")
-    return version in (FORMAT_VERSION, *_OLDER_FORMATS)
+    return isinstance(content, dict) and (content.get("format"), content.get("key")) == (FORMAT_VERSION, key)
 
 
 def read_index(folder: Path) -> dict[str, Any]:

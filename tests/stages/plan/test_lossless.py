@@ -79,13 +79,13 @@ def test_a_few_stretches_of_the_checkpoint_say_how_far_it_shrinks(tmp_path: Path
     save_file(tensors, tmp_path / "model.safetensors")
     packing = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
     assert packing is not None
-    assert packing.shares["bfloat16"] == pytest.approx((1 + 0.67 + 0) / 3, abs=0.07)
+    assert packing["bfloat16"] == pytest.approx((1 + 0.67 + 0) / 3, abs=0.07)
     assert packing == possible_packing(StorageConfig(codec="auto"), weights(), {"model": {"path": str(tmp_path)}})
     damaged = tmp_path / "model.safetensors"
     damaged.write_bytes(b"nothing")
     packing = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
     assert packing is not None
-    assert packing.shares == {"bfloat16": NOMINAL["bfloat16"]}, "whoever loads it says what is wrong"
+    assert packing == {"bfloat16": NOMINAL["bfloat16"]}, "whoever loads it says what is wrong"
 
 
 def test_a_checkpoint_is_packed_for_its_share_once_and_again_where_its_content_is_another(
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_packed_for_its_share_once_and_again_where_its_content_i
     other = possible_packing(*asked)
     assert first is not None
     assert other is not None
-    assert other.shares["bfloat16"] < 0.1 < first.shares["bfloat16"]
+    assert other["bfloat16"] < 0.1 < first["bfloat16"]
 
 
 def test_weights_that_all_learn_and_those_looked_up_stay_as_they_are() -> None:

@@ -206,17 +206,6 @@ def test_a_bit_flipped_in_the_index_costs_a_rewrite_and_nothing_else(tmp_path: P
     assert store.find({"a": TENSOR}, full=True)
 
 
-def test_a_store_without_checksums_is_taken_over_and_its_tensors_made_again(tmp_path: Path) -> None:
-    (tmp_path / MARKER_NAME).write_text(json.dumps({"format": 1, "key": "k"}))
-    (tmp_path / "a.dat").write_bytes(DATA)
-    (tmp_path / INDEX_NAME).write_text(json.dumps({"a": {"dtype": "float32", "shape": [2], "sources": ["source"]}}))
-    store = open_store(tmp_path, "k")
-    assert store.folder == tmp_path
-    assert not store.find({"a": TENSOR})
-    fill(store, "a")
-    assert store.find({"a": TENSOR})
-
-
 def test_a_file_that_changes_after_all_was_compared_is_noticed_at_its_next_use(tmp_path: Path) -> None:
     store = open_store(tmp_path, "k")
     fill(store, "a")
