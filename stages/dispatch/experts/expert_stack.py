@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -94,13 +94,12 @@ def _multiply_groups(
         return products
     product = left.new_empty((len(left), stack.shape[-1]), dtype=stack.dtype)
     for experts, slots, places in stack.use.experts.batches(stack.use.attribute, list(counts)):
-        in_order = sorted(zip(places, experts, strict=True))
-        rows = torch.cat([torch.arange(edges[expert], edges[expert + 1]) for _, expert in in_order]).to(left.device)
-        tokens = torch.zeros(len(slots), dtype=torch.int32)
-        tokens[[place for place, _ in in_order]] = torch.tensor(
-            [counts[expert] for _, expert in in_order], dtype=torch.int32
-        )
-        offs = tokens.cumsum(0, dtype=torch.int32).to(left.device)
+        tokens, in_order = [0] * len(slots), list[int]()
+        for place, expert in sorted(zip(places, experts, strict=True)):
+            tokens[place] = counts[expert]
+            in_order.extend(range(edges[expert], edges[expert + 1]))
+        offs = torch.tensor([*accumulate(tokens)], dtype=torch.int32, device=left.device)
+        rows = torch.tensor(in_order, device=left.device)
         product[rows] = func(left[rows], stack.use.oriented(slots), offs=offs)
     return product
 
