@@ -98,7 +98,6 @@ class Ending:
         if self._monitor is not None:
             host, resident = self._monitor.peak_host_bytes, self._monitor.peak_host_rss_bytes
             self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
-            self._record.note_series("cpu", self._monitor.series)
         if "torch" in sys.modules:  # what is served from the cache imports none of what it was made with
             self._record.note(packages=imported_packages())
             if (settings := allocator_settings()) is not None:
