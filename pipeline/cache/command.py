@@ -150,7 +150,8 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
 
 
 def _verify(root: Path, _given: argparse.Namespace) -> int:
-    began, entries, users = time.perf_counter(), housekeeping.entries(root), _of_the_user(root)
+    began, entries = time.perf_counter(), housekeeping.entries(root)
+    users = [entry for each in _roots(root)[1:] for entry in housekeeping.entries(each)]
     damaged = [(entry, damage) for entry in [*entries, *users] if (damage := housekeeping.find_damage(entry))]
     for entry, damage in damaged:
         aside = housekeeping.set_aside(entry)
@@ -182,10 +183,6 @@ def _roots(root: Path) -> list[Path]:
         if user_cache().resolve() != root.resolve():
             return [root, user_cache()]
     return [root]
-
-
-def _of_the_user(root: Path) -> list[CacheEntry]:
-    return [entry for each in _roots(root)[1:] for entry in housekeeping.entries(each)]
 
 
 def _amount(entries: Sequence[CacheEntry]) -> str:
