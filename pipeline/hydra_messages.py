@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -240,9 +239,6 @@ NULL_IN_A_FILE = (
     "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"
 )
 
-_COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
-_MANY_FRAMES = 100
-"""Calls of what reads a config that are under way where it recurses, at the least; around a stage it is a dozen."""
 _MANY_BRACKETS = 20
 
 
@@ -265,8 +261,6 @@ def composing() -> Iterator[None]:
         _refuse_file(error)
         raise
     except RecursionError as error:
-        if not _recursed_in_composing(error):
-            raise
         raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from apart(error)
     except YAMLError as error:
         raise ConfigError(said_of_yaml(error)) from apart(error)
@@ -285,27 +279,11 @@ def _comes_from_an_override(error: Exception) -> bool:
     return any(frame.name == "_apply_overrides_to_config" for frame in frames)
 
 
-def _recursed_in_composing(error: RecursionError) -> bool:
-    """Return whether it was what reads a config that came to the end of Python's stack, and not a stage's code."""
-    raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [str(frame.f_globals.get("__name__", "")) for frame in (*raised, *_frames_up(raised[-1]))]
-    return sum(module.startswith(_COMPOSERS) for module in modules) > _MANY_FRAMES
-
-
-def _frames_up(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _most_nested(arguments: Sequence[str]) -> str:
     """Return the key of the argument with the most brackets, where that is many: else it stands in a file."""
-    deepest = max(arguments, key=_brackets, default="")
-    return deepest.partition("=")[0] if _brackets(deepest) > _MANY_BRACKETS else "a config file"
-
-
-def _brackets(text: str) -> int:
-    return text.count("[") + text.count("{")
+    nesting = {text.partition("=")[0]: text.count("[") + text.count("{") for text in arguments}
+    deepest = max(nesting, key=nesting.__getitem__, default="")
+    return deepest if nesting.get(deepest, 0) > _MANY_BRACKETS else "a config file"
 
 
 def _refuse_file(error: Exception) -> None:

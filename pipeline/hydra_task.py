@@ -52,11 +52,11 @@ class Task:
     def _run(self, config: DictConfig) -> int:
         with composing():
             record = _start_record(config)
-            with tracked(record):
-                code = self._carry_out(record)
-            if code == 0:
-                require_numbers(RunRecord.load(record.path).run)
-            return code
+        with tracked(record):
+            code = self._carry_out(record)
+        if code == 0:
+            require_numbers(RunRecord.load(record.path).run)
+        return code
 
     def _carry_out(self, record: RunRecord) -> int:
         if record.config["enforce_memory"] is not True:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.objective import SEARCH_RESULTS, objective_of
+from offstage.pipeline.regular_files import read_object
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs, joined_noise
 from offstage.pipeline.report.differences import Spread, conditions, config_differences
 from offstage.pipeline.report.noise import SECONDS, Noise
 from offstage.pipeline.report.quantities import listed, tell
 from offstage.pipeline.report.run_folders import Found, Job, Problem
-from offstage.pipeline.report.searches import search_facts
 from offstage.pipeline.report.speed import RATE
 from offstage.pipeline.report.table import Column, job_table
 
@@ -86,7 +89,24 @@ def headline(summary: Summary) -> list[Fact]:
     disturbed = [job.name for job in summary.jobs if job.run.provenance.contended]
     if disturbed:
         facts.append(("contended", f"{len(disturbed):,}", f"{listed(disturbed)}: others used the processor meanwhile"))
-    return [*facts, *search_facts(summary.jobs)]
+    return [*facts, *_search_facts(summary.jobs)]
+
+
+def _search_facts(jobs: Sequence[Job]) -> Iterator[Fact]:
+    """Yield what each search among ``jobs`` came to: a name, the best number, and of which job within which limits."""
+    for folder in dict.fromkeys(job.run.folder.parent for job in jobs):
+        results = read_object(folder / SEARCH_RESULTS)
+        if not results:
+            continue
+        extent, objective = f"{results.get('jobs')} jobs of {results.get('trials')} trials", None
+        best = next((job for job in jobs if job.run.folder == folder / str(results.get("best_job"))), None)
+        with suppress(ConfigError, TypeError):
+            objective = objective_of(best.run) if best is not None else None
+        if best is None or objective is None:
+            yield ("search", "no answer", f"none of {extent} completed within the objective's limits")
+        else:
+            why = f"{best.name}, best of {extent}: {objective.describe()}"
+            yield ("search", tell(objective.value, objective.unit), why)
 
 
 def group_facts(group: CheckpointGroup) -> list[Fact]:

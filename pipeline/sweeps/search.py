@@ -221,7 +221,7 @@ class OptunaSearch(JobSweeper):
 
     def _conclude(self, study: SearchStudy, folder: Path, searched: Sequence[str]) -> None:
         """Keep which job is best, and have it said when all is over."""
-        from offstage.pipeline.report.searches import RESULTS
+        from offstage.pipeline.objective import SEARCH_RESULTS
 
         best, jobs = study.best(), len(study.tried)
         results: dict[str, Any] = {"name": "optuna", "direction": self.direction}
@@ -233,7 +233,7 @@ class OptunaSearch(JobSweeper):
                 "best_value": best.objective.value,
                 "best_job": best.number,
             }
-        replace_file(folder / RESULTS, json.dumps(results, indent=2) + "\n")
+        replace_file(folder / SEARCH_RESULTS, json.dumps(results, indent=2) + "\n")
         self.conclusion = _told(best, jobs=jobs, trials=self.n_trials)
 
 
@@ -272,9 +272,7 @@ def _came_to(folder: Path, job: SweepJob) -> Objective | None:
 
 
 def _told(best: Tried | None, *, jobs: int, trials: int) -> str:
-    from offstage.pipeline.report.searches import tell_objective
-
     extent = f"{jobs} job{'s' * (jobs != 1)} of {trials} trial{'s' * (trials != 1)}"
     if best is None or best.objective is None:
         return f"search: none of {extent} completed within the objective's limits"
-    return f"search: the best of {extent} is job {best.number}: {tell_objective(best.objective)}"
+    return f"search: the best of {extent} is job {best.number}: {best.objective.describe()}"
