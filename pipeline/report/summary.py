@@ -89,10 +89,10 @@ def headline(summary: Summary) -> list[Fact]:
     disturbed = [job.name for job in summary.jobs if job.run.provenance.contended]
     if disturbed:
         facts.append(("contended", f"{len(disturbed):,}", f"{listed(disturbed)}: others used the processor meanwhile"))
-    return [*facts, *_search_facts(summary.jobs)]
+    return [*facts, *search_facts(summary.jobs)]
 
 
-def _search_facts(jobs: Sequence[Job]) -> Iterator[Fact]:
+def search_facts(jobs: Sequence[Job]) -> Iterator[Fact]:
     """Yield what each search among ``jobs`` came to: a name, the best number, and of which job within which limits."""
     for folder in dict.fromkeys(job.run.folder.parent for job in jobs):
         results = read_object(folder / SEARCH_RESULTS)

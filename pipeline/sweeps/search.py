@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
     from offstage.pipeline.objective import Objective
-    from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
+    from offstage.pipeline.sweeps.job_run import PreparedJob
+    from offstage.pipeline.sweeps.jobs import SweepComposition
     from offstage.pipeline.sweeps.record import Sweep, SweepJob
 
 Direction = Literal["minimize", "maximize"]
@@ -200,7 +201,7 @@ class OptunaSearch(JobSweeper):
             if count < 1:
                 raise ConfigError(f"hydra.sweeper.{key}: {count} is no number of jobs; give 1 or more")
 
-    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[ComposedJob]]:
+    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[PreparedJob]]:
         """Yield the jobs that Optuna proposes, ``n_jobs`` at a time; what came of all goes to the sweep's folder."""
         from offstage.pipeline.sweeps.jobs import compose_job
 
@@ -237,18 +238,18 @@ class OptunaSearch(JobSweeper):
         self.conclusion = _told(best, jobs=jobs, trials=self.n_trials)
 
 
-def _check_job(job: ComposedJob) -> None:
+def _check_job(job: PreparedJob) -> None:
     """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""
     from offstage.pipeline.runner import check_config
 
-    if job.prepared.fault:
-        raise ConfigError(job.prepared.fault)
-    if job.prepared.config["objective"].get("metric") is None:
+    if job.fault:
+        raise ConfigError(job.fault)
+    if job.config["objective"].get("metric") is None:
         raise ConfigError(
             "objective.metric: a search needs a metric to go by; name one of a run's record:"
             " objective.metric=decode_seconds_per_token"
         )
-    check_config(job.prepared.config)
+    check_config(job.config)
 
 
 def _came_to(folder: Path, job: SweepJob) -> Objective | None:

@@ -26,8 +26,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.errors import ConfigError, words_of
-from offstage.pipeline.sweeps.job_run import queued_command
-from offstage.pipeline.sweeps.jobs import ComposedJob
+from offstage.pipeline.sweeps.job_run import PreparedJob, queued_command
 from offstage.pipeline.sweeps.progress import SweepProgress
 
 _POLL_SECONDS = 1.0
@@ -113,7 +112,7 @@ class SlurmQueue:
 class _Submitted:
     """A job in the queue, and what submitit knows of it."""
 
-    job: ComposedJob
+    job: PreparedJob
     queued: Any
 
     @property
@@ -144,7 +143,7 @@ class SlurmJobs:
         self._queue = SlurmQueue()
 
     def run(
-        self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Callable[[ComposedJob, int | None], None]
+        self, jobs: Sequence[PreparedJob], progress: SweepProgress, ended: Callable[[PreparedJob, int | None], None]
     ) -> None:
         """Queue ``jobs``, and say of each how it ended, once it has."""
         self._refuse_several_tasks(jobs)
@@ -156,7 +155,7 @@ class SlurmJobs:
                 over = [each for each in waiting if self._is_over(each)]
                 waiting = [each for each in waiting if each not in over]
                 for each in over:
-                    ended(each.job, each.job.prepared.exit_code())
+                    ended(each.job, each.job.exit_code())
                 if waiting:
                     time.sleep(_POLL_SECONDS)
                     progress.refresh()
@@ -164,10 +163,8 @@ class SlurmJobs:
             self._end(waiting)
             raise
 
-    def _submit(self, jobs: Sequence[ComposedJob]) -> list[_Submitted]:
-        for job in jobs:
-            job.write_files()
-        commands = [tuple(queued_command(job.prepared)) for job in jobs]
+    def _submit(self, jobs: Sequence[PreparedJob]) -> list[_Submitted]:
+        commands = [tuple(queued_command(job)) for job in jobs]
         executor = self._executor()
         try:
             with _no_interrupts(), executor.batch():
@@ -178,10 +175,10 @@ class SlurmJobs:
             self._folder().rmdir()  # submitit makes a folder of that name, %j and all
         return [_Submitted(*each) for each in zip(jobs, queued, strict=True)]
 
-    def _refuse_several_tasks(self, jobs: Sequence[ComposedJob]) -> None:
+    def _refuse_several_tasks(self, jobs: Sequence[PreparedJob]) -> None:
         """Refuse several tasks for a job that is one process: each of them would do all of it."""
         tasks = self._keys.nodes * self._keys.tasks_per_node
-        alone = [job.known.number for job in jobs if (job.prepared.config.get("hardware") or {}).get("hosts") is None]
+        alone = [job.known.number for job in jobs if (job.config.get("hardware") or {}).get("hosts") is None]
         if tasks > 1 and alone:
             raise ConfigError(
                 f"hydra.launcher.nodes: {tasks} tasks for job {alone[0]}, which runs on one host; give "
@@ -222,7 +219,7 @@ class SlurmJobs:
 
     def _is_over(self, each: _Submitted) -> bool:
         """Return whether a job has ended, and isn't about to begin again, or was lost on the way."""
-        if each.job.prepared.exit_code() is not None:
+        if each.job.exit_code() is not None:
             return not self._queue.knows(each.number)
         return self._queue.has_lost(each.number)
 
