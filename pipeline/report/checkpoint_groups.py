@@ -78,25 +78,17 @@ def _titles(firsts: Sequence[Job]) -> list[str]:
     names = [model_name({"model": _node(job)}) or "no model recorded" for job in firsts]
     short = [PurePath(name).name or name for name in names]
     titles = [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
-    apart = spread({str(index): flatten(_node(job)) for index, job in enumerate(firsts)})
-    values = [{index: value for value, which in entry.values for index in which} for entry in apart if entry.differs]
-    keys = [entry.key for entry in apart if entry.differs]
-    details = [
-        ", ".join(f"{key}={value[str(index)]}" for key, value in zip(keys, values, strict=True) if key != "path")
-        for index in range(len(firsts))
-    ]
+    every = spread({str(index): flatten(_node(job)) for index, job in enumerate(firsts)})
+    apart = {entry.key: entry.by_job for entry in every if entry.differs and entry.key != "path"}
+    details = [", ".join(f"{key}={value[str(index)]}" for key, value in apart.items()) for index in range(len(firsts))]
     return [
         title if titles.count(title) == 1 else f"{title}, {more}" for title, more in zip(titles, details, strict=True)
     ]
 
 
 def _labels(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, str]:
-    words: dict[str, list[str]] = {job.name: [job.name] for job in jobs}
-    for entry in differences:
-        for value, names in entry.values:
-            for name in names:
-                words[name].append(value)
-    return {name: "  ".join(parts) for name, parts in words.items()}
+    values = [entry.by_job for entry in differences]
+    return {job.name: "  ".join([job.name, *(each[job.name] for each in values if job.name in each)]) for job in jobs}
 
 
 def joined_noise(groups: Sequence[CheckpointGroup]) -> Noise:

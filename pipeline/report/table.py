@@ -137,34 +137,22 @@ def devices(jobs: Sequence[Job], bytes_of: Callable[[Run], Bytes]) -> list[str]:
 
 
 def _setting(jobs: Sequence[Job], entry: Spread) -> Column:
-    cells = {name: MISSING if value == ABSENT else value for value, names in entry.values for name in names}
-    return Column(entry.key, "", tuple(cells.get(job.name, MISSING) for job in jobs), sets_apart=True)
+    by_job = entry.by_job
+    values = [by_job.get(job.name, ABSENT) for job in jobs]
+    return Column(entry.key, "", tuple(MISSING if one == ABSENT else one for one in values), sets_apart=True)
 
 
 def _budgets(jobs: Sequence[Job]) -> list[Column]:
     """Return a column a device. A job that was refused has no budget in its record, so its config's word stands."""
     columns = []
     for device in devices(jobs, lambda run: run.memory.budget):
-        values = [_budget(job.run, device) for job in jobs]
-        scale = scale_for([None if value == _UNLIMITED_BYTES else value for value in values], "bytes")
-        cells = [
-            _given(job.run, device)
-            if value is None
-            else UNLIMITED
-            if value == _UNLIMITED_BYTES
-            else scale.number(value)
-            for job, value in zip(jobs, values, strict=True)
-        ]
-        columns.append(Column(f"budget {device}", scale.unit, tuple(cells), numeric=True, values=tuple(values)))
+        words = [UNLIMITED if device in job.run.memory.budget else _given(job.run, device) for job in jobs]
+        column = _numbers(f"budget {device}", "bytes", [job.run.memory.budget.get(device) for job in jobs])
+        numbers = list(zip(column.values, column.cells, words, strict=True))
+        cells = tuple(word if value is None else cell for value, cell, word in numbers)
+        values = tuple(_UNLIMITED_BYTES if (value, word) == (None, UNLIMITED) else value for value, _, word in numbers)
+        columns.append(replace(column, cells=cells, values=values))
     return columns
-
-
-def _budget(run: Run, device: str) -> Number | None:
-    """Return the bytes of weights that ``device`` may hold, ``_UNLIMITED_BYTES`` without a limit, None if unknown."""
-    if device not in run.memory.budget:
-        return None
-    budget = run.memory.budget[device]
-    return _UNLIMITED_BYTES if budget is None else budget
 
 
 def _given(run: Run, device: str) -> str:

@@ -108,19 +108,6 @@ class SlurmQueue:
         return time.monotonic() - since >= self._patience
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A job in the queue, and what submitit knows of it."""
-
-    job: PreparedJob
-    queued: Any
-
-    @property
-    def number(self) -> str:
-        """Its number in the queue."""
-        return str(self.queued.job_id)
-
-
 class SlurmJobs:
     """Runs jobs in the queue, as ``keys``, those of ``hydra.launcher``, say.
 
@@ -152,18 +139,18 @@ class SlurmJobs:
         try:
             while waiting:
                 self._queue.ask()
-                over = [each for each in waiting if self._is_over(each)]
-                waiting = [each for each in waiting if each not in over]
-                for each in over:
-                    ended(each.job, each.job.exit_code())
+                for number in [number for number, (job, _) in waiting.items() if self._is_over(number, job)]:
+                    job, _ = waiting.pop(number)
+                    ended(job, job.exit_code())
                 if waiting:
                     time.sleep(_POLL_SECONDS)
                     progress.refresh()
         except KeyboardInterrupt:
-            self._end(waiting)
+            self._end({number: queued for number, (_, queued) in waiting.items()})
             raise
 
-    def _submit(self, jobs: Sequence[PreparedJob]) -> list[_Submitted]:
+    def _submit(self, jobs: Sequence[PreparedJob]) -> dict[str, tuple[PreparedJob, Any]]:
+        """Return the jobs by their numbers in the queue, each with what submitit knows of it."""
         commands = [tuple(queued_command(job)) for job in jobs]
         executor = self._executor()
         try:
@@ -173,7 +160,7 @@ class SlurmJobs:
             raise ConfigError(f"hydra.launcher: Slurm took no job: {words_of(error)}") from error
         with suppress(OSError):
             self._folder().rmdir()  # submitit makes a folder of that name, %j and all
-        return [_Submitted(*each) for each in zip(jobs, queued, strict=True)]
+        return {str(each.job_id): (job, each) for job, each in zip(jobs, queued, strict=True)}
 
     def _refuse_several_tasks(self, jobs: Sequence[PreparedJob]) -> None:
         """Refuse several tasks for a job that is one process: each of them would do all of it."""
@@ -217,21 +204,19 @@ class SlurmJobs:
             raise ConfigError(f"hydra.launcher: submitit takes no such keys: {words_of(error)}") from error
         return executor
 
-    def _is_over(self, each: _Submitted) -> bool:
+    def _is_over(self, number: str, job: PreparedJob) -> bool:
         """Return whether a job has ended, and isn't about to begin again, or was lost on the way."""
-        if each.job.exit_code() is not None:
-            return not self._queue.knows(each.number)
-        return self._queue.has_lost(each.number)
+        return self._queue.has_lost(number) if job.exit_code() is None else not self._queue.knows(number)
 
-    def _end(self, jobs: Sequence[_Submitted]) -> None:
+    def _end(self, jobs: Mapping[str, Any]) -> None:
         """Have every job that still runs end, and wait until its record says so."""
-        for each in jobs:
-            each.queued.cancel(check=False)
-        deadline = time.monotonic() + _ENDING_SECONDS
-        while time.monotonic() < deadline and jobs:
+        for queued in jobs.values():
+            queued.cancel(check=False)
+        deadline, left = time.monotonic() + _ENDING_SECONDS, list(jobs)
+        while time.monotonic() < deadline and left:
             time.sleep(_POLL_SECONDS / 10)
             self._queue.ask()
-            jobs = [each for each in jobs if self._queue.knows(each.number)]
+            left = [number for number in left if self._queue.knows(number)]
 
 
 @contextmanager
