@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
-from enum import Enum
 from functools import lru_cache, partial
 from importlib import resources
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only these
@@ -71,7 +70,8 @@ def register() -> None:
     """Make the schema and the resolvers known to Hydra; calling it again changes nothing."""
     ConfigStore.instance().store("schema", _schema(tuple(config_classes())))
     OmegaConf.register_new_resolver("offstage.pid", os.getpid, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("offstage.embedded", _embedded, replace=True)
+    embedded = resources.files("offstage.conf").joinpath("checkpoints")
+    OmegaConf.register_new_resolver("offstage.embedded", lambda name: str(embedded.joinpath(name)), replace=True)
 
 
 def _open_mappings(node: DictConfig, plain: Mapping[str, Any]) -> None:
@@ -103,20 +103,14 @@ def _schema(kinds: tuple[type[Any], ...]) -> DictConfig:
     for kind in kinds:
         plain = defaults(kind)
         for entry in fields(kind):
-            hint = _mapping_of(entry.metadata.get(KEYS)) if plain[entry.name] == {} else Any
+            keys: Any = entry.metadata.get(KEYS)
+            mapping: Any = Dict[str, Any] if keys is None else Optional[Dict[keys, str]]  # noqa: UP006, UP045
+            hint = mapping if plain[entry.name] == {} else Any
             schema_fields.append((entry.name, hint, field(default_factory=partial(deepcopy, plain[entry.name]))))
     node: DictConfig = OmegaConf.structured(make_dataclass("Schema", schema_fields))
     for kind in kinds:  # a dotted override may add a key to a mapping: max_memory.1=3GB, generate.top_k=2
         _open_mappings(node, defaults(kind))
     return node
-
-
-def _mapping_of(keys: type[Enum] | None) -> Any:
-    return Dict[str, Any] if keys is None else Optional[Dict[keys, str]]  # type: ignore[valid-type]  # noqa: UP006, UP045
-
-
-def _embedded(name: str) -> str:
-    return str(resources.files("offstage.conf").joinpath("checkpoints", name))
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
@@ -249,7 +243,9 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
         yield from _check_stages(config, known_stages)
     if not any(fault.key.startswith("tracker") for fault in wrong):
         yield from check_tracker(config)
-    yield from _check_variables(config.get(VARIABLES))
+    for place, value in walk(config.get(VARIABLES), VARIABLES):  # numbers that no record can be read with again
+        if isinstance(value, int | float) and not abs(value) < LARGEST:
+            yield Fault(place, f"{value!r} is no number of 64 bits, which a record holds; give it as a text")
 
 
 def made_sound(config: Mapping[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
@@ -270,13 +266,6 @@ def _sound_group(name: str, given: Any, plain: Any, faulty: Collection[tuple[str
     if not isinstance(given, Mapping) or not isinstance(plain, Mapping):
         return plain
     return {**plain, **{key: value for key, value in given.items() if (name, key) not in faulty}}
-
-
-def _check_variables(given: object) -> Iterable[Fault]:
-    """Yield the numbers among the user's variables that no record can be read with again."""
-    for place, value in walk(given, VARIABLES):
-        if isinstance(value, int | float) and not abs(value) < LARGEST:
-            yield Fault(place, f"{value!r} is no number of 64 bits, which a record holds; give it as a text")
 
 
 def _check_stages(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:

@@ -155,10 +155,6 @@ def said_of_variables(key: str) -> str:
     )
 
 
-def _said_of_root_key(match: re.Match[str]) -> str:
-    return f"{_said_of_key(match)}{said_of_variables(match[1])}"
-
-
 def _said_of_choice(match: re.Match[str]) -> str:
     """Return what is wrong with the choice of a file that there isn't, among those of its group or in no group."""
     where, (group, _, name), said = match[1], match[2].rpartition("/"), match.string
@@ -202,7 +198,7 @@ _SAID: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
      "{1}: 'override {2}' in its defaults means a group below its own; one of the root begins with a slash: - override "
      "/{2}: NAME"),
     (r"Could not override '(.*?)'", _said_of_key),
-    (r"Key '(.*)' not in 'Schema'", _said_of_root_key),
+    (r"Key '(.*)' not in 'Schema'", lambda match: f"{_said_of_key(match)}{said_of_variables(match[1])}"),
     (r"Key '.*' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_key),
     (r"Key '(.*)' is incompatible with the enum type 'Device'", f"max_memory.{{1}}: {{1!r}} is no device; {DEVICES}"),
     (r"In '(.*)': Could not (?:find|load) '(.*?)'", _said_of_choice),
@@ -256,7 +252,8 @@ def composing() -> Iterator[None]:
             raise
         raise error.__context__ from None  # Hydra closes what it couldn't open
     except (AttributeError, AssertionError) as error:
-        if _comes_from_an_override(error):
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(frame.name == "_apply_overrides_to_config" for frame in frames):  # over a null, to add something to it
             raise ConfigError(NULL_IN_A_FILE) from apart(error)
         _refuse_file(error)
         raise
@@ -266,17 +263,12 @@ def composing() -> Iterator[None]:
         raise ConfigError(said_of_yaml(error)) from apart(error)
     except (ValueError, RuntimeError) as error:
         _refuse_file(error)
-        module = _module_that_raised(error)
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        module = str(frame.f_globals.get("__name__", ""))  # what Hydra or logging says no to, it was given
         if not module.startswith(("hydra.", "logging.")):
             raise
         about = "hydra.job_logging: " if module.startswith("logging.") else ""
         raise ConfigError(f"{about}{one_line(error)}") from apart(error)
-
-
-def _comes_from_an_override(error: Exception) -> bool:
-    """Return whether Hydra tripped as it applied an override: over a null that something was to be added to."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.name == "_apply_overrides_to_config" for frame in frames)
 
 
 def _most_nested(arguments: Sequence[str]) -> str:
@@ -294,9 +286,3 @@ def _refuse_file(error: Exception) -> None:
             file = str(frame.f_locals.get("full_path", frame.f_locals["config_path"]))
     if file is not None:
         raise ConfigError(f"{file!r} can't be read as a config file in UTF-8: {words_of(error)}") from error
-
-
-def _module_that_raised(error: Exception) -> str:
-    """Return the name of the module whose code raised ``error``: what Hydra or logging says no to, it was given."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", ""))

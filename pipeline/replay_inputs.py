@@ -62,7 +62,8 @@ def hold(now: SourceFiles, then: Earlier, config: Mapping[str, Any]) -> list[str
     """
     model, adapter = config.get("model") or {}, then.inputs.get("adapter")
     if "adapter" in now.inputs and isinstance(adapter, Mapping):
-        _refuse(model.get("adapter"), _changed_files(adapter, now.inputs["adapter"]))
+        other = [name for name, digest in now.inputs["adapter"].items() if name in adapter and adapter[name] != digest]
+        _refuse(model.get("adapter"), [f"{name} has other bytes than in that run" for name in other])
     if "weights" not in now.inputs:
         return []
     if not then.inputs.get("weights"):
@@ -70,17 +71,11 @@ def hold(now: SourceFiles, then: Earlier, config: Mapping[str, Any]) -> list[str
     return _hold_weights(model.get("path"), then.inputs["weights"], now.inputs["weights"], then.tensors, now.tensors)
 
 
-def _changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which of the files ``now``, each with its hash, isn't as it was."""
-    for name, digest in now.items():
-        if name in then and then[name] != digest:
-            yield f"{name} has other bytes than in that run"
-
-
 def _hold_weights(
     path: object, then: Mapping[str, Any], now: Mapping[str, Any], tensors_then: Entries, tensors_now: Entries
 ) -> list[str]:
-    _refuse(path, _other_config(then, now))
+    if then.get("config") != now["config"]:
+        _refuse(path, ["config.json has other bytes than in that run"])
     before, files = {file["name"]: file for file in then["files"]}, {file["name"]: file for file in now["files"]}
     if any(file["sampled"] is None for file in (*before.values(), *files.values())):
         _refuse(path, _other_files(before, files, ("size",)))
@@ -95,10 +90,6 @@ def _hold_weights(
         why = "; all its samples are the same" if named == [] else ""
         _refuse(path, [f"{other}{why}" for other in others])
     return [_SHARDED_ANEW]
-
-
-def _other_config(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return ["config.json has other bytes than in that run"] if then.get("config") != now["config"] else []
 
 
 def _other_files(then: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[str]) -> Iterator[str]:

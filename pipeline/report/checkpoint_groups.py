@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from offstage.pipeline.report.differences import Spread, answers, config_differences, flatten, spread
+from offstage.pipeline.report.differences import answers, config_differences, flatten, spread
 from offstage.pipeline.report.noise import Noise, noise
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import Front, Series, pareto, speed_series
@@ -51,6 +51,8 @@ def group_jobs(jobs: Sequence[Job]) -> tuple[CheckpointGroup, ...]:
 
 def _group(title: str, jobs: Sequence[Job]) -> CheckpointGroup:
     differences = config_differences(jobs)
+    by_job = [entry.by_job for entry in differences]
+    values = {job.name: [each[job.name] for each in by_job if job.name in each] for job in jobs}
     return CheckpointGroup(
         title=title,
         jobs=tuple(jobs),
@@ -58,7 +60,7 @@ def _group(title: str, jobs: Sequence[Job]) -> CheckpointGroup:
         front=pareto(jobs),
         answers=answers(jobs),
         noise=noise(jobs),
-        labels=_labels(jobs, differences),
+        labels={name: "  ".join([name, *words]) for name, words in values.items()},
     )
 
 
@@ -84,11 +86,6 @@ def _titles(firsts: Sequence[Job]) -> list[str]:
     return [
         title if titles.count(title) == 1 else f"{title}, {more}" for title, more in zip(titles, details, strict=True)
     ]
-
-
-def _labels(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, str]:
-    values = [entry.by_job for entry in differences]
-    return {job.name: "  ".join([job.name, *(each[job.name] for each in values if job.name in each)]) for job in jobs}
 
 
 def joined_noise(groups: Sequence[CheckpointGroup]) -> Noise:

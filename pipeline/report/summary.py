@@ -54,12 +54,13 @@ class Summary:
 def summarise(runs: Found) -> Summary:
     """Return what there is to say about the jobs of ``runs``."""
     jobs, differences, groups = runs.jobs, config_differences(runs.jobs), group_jobs(runs.jobs)
-    within = joined_noise(groups)
+    within, several = joined_noise(groups), len(groups) > 1
+    checkpoints = {job.name: group.title for group in groups for job in group.jobs} if several else None
     return Summary(
         jobs=jobs,
         problems=runs.problems,
         statuses=tuple(Counter(job.run.status for job in jobs).most_common()),
-        table=job_table(jobs, differences, within, checkpoints=_checkpoints(groups)),
+        table=job_table(jobs, differences, within, checkpoints=checkpoints),
         failures=_failures(jobs),
         conditions=conditions(jobs),
         differences=differences,
@@ -75,11 +76,6 @@ def _failures(jobs: Sequence[Job]) -> tuple[Failure, ...]:
         if job.run.failure:
             members.setdefault((job.run.status, job.run.failure), []).append(job)
     return tuple(Failure(status, reason, tuple(failed)) for (status, reason), failed in members.items())
-
-
-def _checkpoints(groups: Sequence[CheckpointGroup]) -> dict[str, str] | None:
-    """Return the name of each job's checkpoint, None where all have the same."""
-    return {job.name: group.title for group in groups for job in group.jobs} if len(groups) > 1 else None
 
 
 def headline(summary: Summary) -> list[Fact]:
