@@ -267,6 +267,10 @@ class RunRecord:
             self._content["error"] = encode(RunError(stage, type(error).__name__, str(error)))
         self._write()
 
+    def fail(self, error: BaseException, *, stage: str | None = None) -> None:
+        """Write that the run was ended by ``error``, which came from ``stage``: interrupted, or failed."""
+        self.finish("interrupted" if is_interrupt(error) else "failed", error=error, stage=stage)
+
     def require(self) -> None:
         """Raise a ``StorageError`` where the record has been removed since it was begun."""
         if not self._path.exists():
@@ -337,7 +341,7 @@ def never_left_running(record: RunRecord) -> Iterator[None]:
         written = RunRecord.load(record.path)
         unfinished = written.run.status == "running"
         if unfinished or (written.run.status == "completed" and isinstance(error, StorageError)):
-            written.finish("interrupted" if is_interrupt(error) else "failed", error=error)
+            written.fail(error)
         raise
 
 
