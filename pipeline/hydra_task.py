@@ -53,18 +53,16 @@ class Task:
         with composing():
             record = _start_record(config)
         with tracked(record):
-            code = self._carry_out(record)
+            if record.config["enforce_memory"] is True:
+                from offstage.pipeline.job_process import supervise
+
+                logged = json.dumps(OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True))
+                code = supervise(record, capped=True, options=["--logging", logged])
+            else:
+                code = perform(record, started=self.started)
         if code == 0:
             require_numbers(RunRecord.load(record.path).run)
         return code
-
-    def _carry_out(self, record: RunRecord) -> int:
-        if record.config["enforce_memory"] is not True:
-            return perform(record, started=self.started)
-        from offstage.pipeline.job_process import supervise
-
-        logged = json.dumps(OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True))
-        return supervise(record, capped=True, options=["--logging", logged])
 
 
 def _start_record(config: DictConfig) -> RunRecord:

@@ -89,7 +89,7 @@ def _parents(root: Path) -> Iterator[tuple[Version, Path]]:
 
     There a group that holds processes passes no controller on to groups below it, unless it is the root.
     """
-    for group in memory_groups(root):
+    for group in mounted_groups("memory", root):
         folder = group.folder
         if folder is None or not folder.is_dir():
             continue
@@ -153,13 +153,11 @@ class MountedGroup:
         return (self.mount.joinpath(*parts[:count]) for count in range(len(parts) + 1))
 
 
-def memory_groups(root: Path = Path("/")) -> Iterator[MountedGroup]:
-    """Yield this process's memory groups in the order of ``proc/self/cgroup``; ``root`` is where ``proc`` lies."""
-    return mounted_groups("memory", root)
-
-
 def mounted_groups(controller: str, root: Path = Path("/")) -> Iterator[MountedGroup]:
-    """Yield the groups of ``controller`` that this process is in, in the order of ``proc/self/cgroup``."""
+    """Yield the groups of ``controller`` that this process is in, in the order of ``proc/self/cgroup``.
+
+    ``root`` is where ``proc`` lies.
+    """
     for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -182,7 +180,7 @@ def _mounts(root: Path, controller: str, version: Version) -> Iterator[tuple[str
 
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, MountedGroup, Path]]:
     """Yield the limit in bytes of every limited memory group around this process, with the group and its folder."""
-    for group in memory_groups(root):
+    for group in mounted_groups("memory", root):
         for folder in group.folders:
             (text,) = read_lines(folder / group.interface.limit) or ["max"]
             if text.isdigit() and int(text) < _UNLIMITED:
