@@ -112,13 +112,8 @@ def _group(group: CheckpointGroup) -> dict[str, Any]:
 
 
 def _output(output: Output) -> dict[str, Any]:
-    length = output.prompt_tokens
-    return {
-        "prompt": output.title,
-        "text": output.description,
-        "token_ids": output.token_ids or (),
-        "prompt_tokens": length,
-    }
+    told = {"prompt": output.title, "text": output.description}
+    return {**told, "token_ids": output.token_ids or (), "prompt_tokens": output.prompt_tokens}
 
 
 def _job(job: Job) -> dict[str, Any]:

@@ -103,9 +103,12 @@ def compose_grid(by: SweepComposition, arguments: Sequence[str]) -> list[Prepare
     Raises:
         ConfigError: all that is wrong with the jobs, before the first begins.
     """
+    params = [f"{key}={value}" for key, value in (by.config.hydra.sweeper.params or {}).items()]
+    given = OverridesParser.create(config_loader=by.loader).parse_overrides([*params, *arguments])
+    refuse_empty_sweeps(given, by.loader)
     jobs: list[PreparedJob] = []
     faults: dict[str, None] = {}
-    for number, overrides in enumerate(_combinations(by, arguments)):
+    for number, overrides in enumerate(BasicSweeper.split_arguments(given, None)[0]):
         try:
             jobs.append(compose_job(by, number, overrides))
         except COMPOSING_ERRORS as error:
@@ -115,13 +118,6 @@ def compose_grid(by: SweepComposition, arguments: Sequence[str]) -> list[Prepare
     if faults:
         raise ConfigError("\n".join(faults))
     return jobs
-
-
-def _combinations(by: SweepComposition, arguments: Sequence[str]) -> Iterator[list[str]]:
-    params = [f"{key}={value}" for key, value in (by.config.hydra.sweeper.params or {}).items()]
-    overrides = OverridesParser.create(config_loader=by.loader).parse_overrides([*params, *arguments])
-    refuse_empty_sweeps(overrides, by.loader)
-    yield from BasicSweeper.split_arguments(overrides, None)[0]
 
 
 def _resolved(composed: DictConfig) -> tuple[Config, str]:
