@@ -90,13 +90,15 @@ def tracked(record: RunRecord, *, sweep: Path | None = None) -> Iterator[None]:
     The run is logged to the tracker that its config names, if any, below its ``sweep`` if it has one.
     """
     with never_left_running(record):
-        if usable_tracker(record.config) is None:
+        tracker = usable_tracker(record.config)
+        if tracker is None:
             yield
             return
         from offstage.pipeline.tracking.trackers import require_tracker, track
 
-        require_tracker(record.config, sweep=sweep)
+        if tracker.uri and sweep is None:  # a sweep's was asked before: one that is away for a while costs no job
+            require_tracker(tracker)
         try:
             yield
         finally:
-            track(record.config, record.path.parent, sweep=sweep)
+            track(tracker, record.path.parent, sweep=sweep)
