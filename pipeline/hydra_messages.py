@@ -184,15 +184,6 @@ def _there(places: Sequence[str], choice: str) -> str:
     return ""
 
 
-def _said_of_place(match: re.Match[str]) -> str:
-    kind = "a file" if Path(match[1]).is_file() else "not there"
-    return f"--config-dir: {match[1]!r} is {kind}; give the folder that has your experiment/, model/ or hardware/ in it"
-
-
-def _said_of_deleted_key(match: re.Match[str]) -> str:
-    return f"~{match[1]}: the config has no such key{closest_key(match[1])}; {SHOWS_KEYS}"
-
-
 _SAID: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"In '(.*)': Could not override '.*/(\w+)@.*'",
      "{1}: 'override {2}' in its defaults means a group below its own; one of the root begins with a slash: - override "
@@ -202,14 +193,17 @@ _SAID: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"Key '.*' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_key),
     (r"Key '(.*)' is incompatible with the enum type 'Device'", f"max_memory.{{1}}: {{1!r}} is no device; {DEVICES}"),
     (r"In '(.*)': Could not (?:find|load) '(.*?)'", _said_of_choice),
-    (r"Additional config directory '(.*)' not found", _said_of_place),
+    (r"Additional config directory '(.*)' not found", lambda match:
+     f"--config-dir: {match[1]!r} is {'a file' if Path(match[1]).is_file() else 'not there'}; give the folder that has "
+     "your experiment/, model/ or hardware/ in it"),
     (r"Multiple values for (\S+)\. To override a value use 'override \S+: (.+)'",
      "{1}: its file is chosen twice; a choice that replaces another is - override /{1}: {2}"),
     (r"Ambiguous value for argument '(.*?)=(.*)'",
      "{1}: {2!r} is several values; one job each is offstage -m {1}={2}, a list {1}=[{2}], a text with commas "
      "\"{1}='{2}'\""),
     (r"An item is already at '(.*)'", "+{1}: the config has that key; {1}=VALUE, without '+', changes it"),
-    (r"Could not delete from config\. '(.*)' does not exist", _said_of_deleted_key),
+    (r"Could not delete from config\. '(.*)' does not exist", lambda match:
+     f"~{match[1]}: the config has no such key{closest_key(match[1])}; {SHOWS_KEYS}"),
     (r"Invalid plugin 'offstage\.",
      "hydra/sweeper: a sweeper of another package starts jobs by a launcher, and offstage has none; give basic or "
      "optuna"),
