@@ -69,19 +69,16 @@ def make_group(root: Path = Path("/")) -> MemoryGroup:
     reasons = []
     for version, parent in _parents(root):
         try:
-            return _make(parent, version)
+            controllers = parent / "cgroup.subtree_control"
+            if version == 2 and "memory" not in controllers.read_text().split():
+                controllers.write_text("+memory")
+            folder = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            folder.mkdir()
+            return MemoryGroup(folder, version)
         except OSError as error:
             reasons.append(f"{parent}: {error.strerror}")
     why = "; ".join(reasons) or "no memory controller is mounted here"
     raise CapError(f"no memory group can be made ({why})")
-
-
-def _make(parent: Path, version: Version) -> MemoryGroup:
-    if version == 2 and "memory" not in parent.joinpath("cgroup.subtree_control").read_text().split():
-        parent.joinpath("cgroup.subtree_control").write_text("+memory")
-    folder = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    return MemoryGroup(folder, version)
 
 
 def _parents(root: Path) -> Iterator[tuple[Version, Path]]:
