@@ -106,15 +106,6 @@ def _range(numbers: Sequence[int | float]) -> BaseDistribution:
     return FloatDistribution(first, last, step=step if len(numbers) > 1 else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A job of the search, and what it came to: null where it failed."""
-
-    number: int
-    proposal: Proposal
-    objective: Objective | None
-
-
 class SearchStudy:
     """Proposes jobs of ``space``, by what those before came to; ``sampler`` is the config of the one that does.
 
@@ -129,31 +120,26 @@ class SearchStudy:
         self._study = optuna.create_study(direction=direction, sampler=instantiate(sampler))
         self._space, self._direction = space, direction
         self._asked: list[tuple[Trial, Proposal]] = []
-        self._tried: dict[Proposal, Tried] = {}
-
-    @property
-    def tried(self) -> Sequence[Tried]:
-        """The jobs so far, in the order of their numbers."""
-        return list(self._tried.values())
+        self.tried: dict[Proposal, Objective | None] = {}
+        """The jobs so far, in the order of their numbers, and what each came to: null where it failed."""
 
     def propose(self, count: int) -> list[Proposal]:
         """Return the jobs to be run next, of ``count`` proposals those that are new; they have the next numbers."""
         trials = [self._study.ask(dict(self._space.searched)) for _ in range(count)]
         self._asked = [(trial, self._space.proposal(trial)) for trial in trials]
-        return [each for each in dict.fromkeys(each for _, each in self._asked) if each not in self._tried]
+        return [each for each in dict.fromkeys(each for _, each in self._asked) if each not in self.tried]
 
     def tell(self, came_to: Mapping[Proposal, Objective | None]) -> None:
         """Tell what the jobs that were proposed last came to."""
-        for proposal, objective in came_to.items():
-            self._tried[proposal] = Tried(len(self._tried), proposal, objective)
+        self.tried |= came_to
         for trial, proposal in self._asked:
-            self._tell(trial, self._tried[proposal].objective)
+            self._tell(trial, self.tried[proposal])
 
     def _tell(self, trial: Trial, objective: Objective | None) -> None:
         """Tell Optuna what a trial came to. A failed one is as bad as the worst, so that others like it are avoided."""
         from optuna.trial import TrialState
 
-        objectives = [tried.objective for tried in self._tried.values() if tried.objective is not None]
+        objectives = [objective for objective in self.tried.values() if objective is not None]
         if not objectives:
             self._study.tell(trial, state=TrialState.PRUNED)
             return
@@ -166,13 +152,11 @@ class SearchStudy:
         worst_value = max(values) if self._direction == "minimize" else min(values)
         self._study.tell(trial, worst_value if objective is None else objective.value)
 
-    def best(self) -> Tried | None:
+    def best(self) -> Proposal | None:
         """Return the best of the jobs that kept all limits, the first of several; null where none did."""
         sign = 1 if self._direction == "minimize" else -1
-        candidates = [
-            (sign * each.objective.value, each) for each in self.tried if each.objective and each.objective.is_within
-        ]
-        return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
+        kept = {proposal: one for proposal, one in self.tried.items() if one is not None and one.is_within}
+        return min(kept, key=lambda proposal: sign * kept[proposal].value, default=None)
 
 
 class OptunaSearch(JobSweeper):
@@ -222,17 +206,17 @@ class OptunaSearch(JobSweeper):
         from offstage.pipeline.objective import SEARCH_RESULTS
 
         best, jobs = study.best(), len(study.tried)
+        extent = f"{jobs} job{'s' * (jobs != 1)} of {self.n_trials} trial{'s' * (self.n_trials != 1)}"
         results: dict[str, Any] = {"name": "optuna", "direction": self.direction}
         results |= {"trials": self.n_trials, "jobs": jobs}
-        if best is not None and best.objective is not None:
-            given = dict(override.split("=", 1) for override in best.proposal)
-            results |= {
-                "best_params": {key: given[key] for key in searched},
-                "best_value": best.objective.value,
-                "best_job": best.number,
-            }
+        if best is not None and (objective := study.tried[best]) is not None:
+            number, given = list(study.tried).index(best), dict(override.split("=", 1) for override in best)
+            results |= {"best_params": {key: given[key] for key in searched}}
+            results |= {"best_value": objective.value, "best_job": number}
+            self.conclusion = f"search: the best of {extent} is job {number}: {objective.describe()}"
+        else:
+            self.conclusion = f"search: none of {extent} completed within the objective's limits"
         replace_file(folder / SEARCH_RESULTS, json.dumps(results, indent=2) + "\n")
-        self.conclusion = _told(best, jobs=jobs, trials=self.n_trials)
 
 
 def _check_job(job: PreparedJob) -> None:
@@ -267,10 +251,3 @@ def _came_to(folder: Path, job: SweepJob) -> Objective | None:
         if not any_measures(stage.name for stage in run.stages):
             raise
         return None
-
-
-def _told(best: Tried | None, *, jobs: int, trials: int) -> str:
-    extent = f"{jobs} job{'s' * (jobs != 1)} of {trials} trial{'s' * (trials != 1)}"
-    if best is None or best.objective is None:
-        return f"search: none of {extent} completed within the objective's limits"
-    return f"search: the best of {extent} is job {best.number}: {best.objective.describe()}"
