@@ -138,10 +138,10 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
         _say(f"would remove {_amount(chosen)}")
         return 0
     locked = [entry for entry in chosen if not os.access(entry.folder.parent, os.W_OK)]
-    pruned = housekeeping.prune([entry for entry in chosen if entry not in locked])
-    _say(f"removed {_amount(pruned.taken)}")
-    if pruned.in_use:
-        _say(f"kept {_amount(pruned.in_use)} that running jobs use")
+    taken = housekeeping.prune([entry for entry in chosen if entry not in locked])
+    _say(f"removed {_amount(taken)}")
+    if in_use := [entry for entry in chosen if entry not in locked and entry not in taken]:
+        _say(f"kept {_amount(in_use)} that running jobs use")
     if locked:
         raise StorageError(
             f"{root}: {_amount(locked)} can't be removed: this cache may not be written to; change its permissions"
