@@ -137,7 +137,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     for place, why in unrecordable(plain):
         raise ConfigError(f"{place}: {why}")
     plain["max_memory"] = {key.name: str(value) for key, value in (plain["max_memory"] or {}).items()}
-    located = _with_paths(plain, _located)
+    located = _changed_paths(plain, _located)
     for name, key, lines in _read_from_standard_input(located):
         located[name] = {**located[name], lines: read_lines(f"{name}.{key}")}
     return located
@@ -161,11 +161,11 @@ def _read_from_standard_input(config: Mapping[Any, Any]) -> Iterator[tuple[str, 
                 yield entry.name, key, lines
 
 
-Change = Callable[[str, Callable[[str], str], str], str]
+PathChange = Callable[[str, Callable[[str], str], str], str]
 """Makes another path of one: of the dotted key that has it, what makes a text mean one place there, and the path."""
 
 
-def _with_paths(config: Mapping[str, Any], change: Change) -> dict[str, Any]:
+def _changed_paths(config: Mapping[str, Any], change: PathChange) -> dict[str, Any]:
     """Return a copy of ``config`` in which each path that it names, alone or in a list, is what ``change`` makes of it.
 
     Standard input is no path.
@@ -206,7 +206,7 @@ def named_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         named.append((key, meant))
         return path
 
-    _with_paths(config, note)
+    _changed_paths(config, note)
     return named
 
 
@@ -226,7 +226,7 @@ def with_paths(config: Mapping[str, Any], change: Callable[[str, str], str]) -> 
     What is no path but the name of something, a policy's, stays.
     """
     copied = deepcopy(dict(config))
-    return _with_paths(copied, lambda key, _, path: change(key, path) if "/" in path else path)
+    return _changed_paths(copied, lambda key, _, path: change(key, path) if "/" in path else path)
 
 
 def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:
