@@ -78,6 +78,7 @@ def _close(
     with record.written_once():
         host, resident = monitor.peak_host_bytes, monitor.peak_host_rss_bytes
         record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
+        record.note_series("cpu", monitor.series)
         if "torch" in sys.modules:  # what is served from the cache imports none of what it was made with
             record.note(packages=imported_packages())
             if (settings := allocator_settings()) is not None:

@@ -1,4 +1,4 @@
-"""The memory monitor: how much memory this process really holds at its peak, by stage and of the run.
+"""The memory monitor: how much memory this process really holds, at its peak, by stage and over the run.
 
 What is counted on the host is anonymous resident memory: what the process wrote and the system can't drop.
 Mapped pages of a checkpoint are not in it, since the system takes them back when it needs them; the resident
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import psutil
 
 _STATUS = Path("/proc/self/status")
+MOST_POINTS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,38 @@ class MemoryPeak:
 class _Sample(NamedTuple):
     anonymous: int
     resident: int
+
+
+class Timeline:
+    """A value over time in at most ``MOST_POINTS`` points, each the peak of its span: no peak is lost.
+
+    Spans double in length when there are more points.
+    """
+
+    def __init__(self, span_seconds: float = 0.05) -> None:
+        self._span_seconds = span_seconds
+        self._points: list[tuple[int, int]] = []  # number of the span, peak in it
+
+    def add(self, seconds: float, value: int) -> None:
+        """Note ``value`` at ``seconds`` since the beginning; times never go back."""
+        span = int(seconds / self._span_seconds)
+        if self._points and self._points[-1][0] == span:
+            self._points[-1] = (span, max(value, self._points[-1][1]))
+            return
+        self._points.append((span, value))
+        if len(self._points) > MOST_POINTS:
+            self._coarsen()
+
+    @property
+    def points(self) -> list[tuple[float, int]]:
+        """The beginning of each span in seconds, and the peak in it."""
+        return [(round(span * self._span_seconds, 3), value) for span, value in self._points]
+
+    def _coarsen(self) -> None:
+        merged: dict[int, int] = {}
+        for span, value in self._points:
+            merged[span // 2] = max(value, merged.get(span // 2, 0))
+        self._points, self._span_seconds = list(merged.items()), self._span_seconds * 2
 
 
 class MemoryMonitor:
@@ -58,9 +91,12 @@ class MemoryMonitor:
         self._stop = threading.Event()
         self._run = _Sample(0, 0)
         self._stage_host_bytes = 0
+        self._timeline = Timeline()
+        self._began = 0.0
         self._process = psutil.Process()
 
     def __enter__(self) -> MemoryMonitor:
+        self._began = time.perf_counter()
         self._stop.clear()
         self._thread = threading.Thread(target=self._watch, name="offstage-memory", daemon=True)
         self._sample()
@@ -98,6 +134,12 @@ class MemoryMonitor:
         return self._run.anonymous
 
     @property
+    def series(self) -> list[tuple[float, int]]:
+        """Anonymous resident memory over time: seconds since the monitor was entered, and bytes."""
+        with self._lock:
+            return self._timeline.points
+
+    @property
     def peak_host_rss_bytes(self) -> int:
         """The peak of the resident set since the process began, where the system tells; it has mapped files too."""
         self._sample()
@@ -115,6 +157,7 @@ class MemoryMonitor:
             if now is None:
                 return
             self._run = _Sample(*map(max, self._run, now))
+            self._timeline.add(time.perf_counter() - self._began, now.anonymous)
             self._stage_host_bytes = max(self._stage_host_bytes, now.anonymous)
 
 

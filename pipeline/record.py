@@ -247,6 +247,11 @@ class RunRecord:
         self._content |= update
         self._write()
 
+    def note_series(self, device: str, points: Sequence[tuple[float, int]]) -> None:
+        """Keep what ``device`` held over time: seconds since the run began, and bytes."""
+        self._content["memory"]["series"] = {device: [list(point) for point in points]}
+        self._write()
+
     def note(self, **sections: Mapping[str, Any] | Sequence[Any]) -> None:
         """Keep whole ``sections``: ``device_map``, where each module went, since the cache that holds the plan may be
         gone when somebody asks; ``packages``, the versions of all that was imported; ``allocator``, the settings that

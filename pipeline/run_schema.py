@@ -104,7 +104,7 @@ class RunInputs:
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
-    """Bytes by device: what was allowed, predicted and measured.
+    """Bytes by device: what was allowed, predicted and measured, and over time as pairs of seconds and bytes.
 
     ``simulated`` is what stands in for accelerators that aren't there. ``reserved`` is what torch's allocator had of
     each accelerator at most: what is more than was ``measured`` is rounding, what was kept for later, and fragments.
@@ -115,6 +115,7 @@ class RunMemory:
     measured: Bytes = field(default_factory=dict)
     simulated: Bytes = field(default_factory=dict, metadata=_SPARSE)
     reserved: Bytes = field(default_factory=dict, metadata=_SPARSE)
+    series: Mapping[str, tuple[tuple[int | float, int | float], ...]] = field(default_factory=dict, metadata=_SPARSE)
 
 
 @dataclass(frozen=True, slots=True)

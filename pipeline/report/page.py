@@ -20,7 +20,7 @@ from offstage.pipeline.report.differences import told_differences
 from offstage.pipeline.report.exports import defused
 from offstage.pipeline.report.figures import Picture, linked
 from offstage.pipeline.report.plots.layers import placement_picture
-from offstage.pipeline.report.plots.memory import memory_picture
+from offstage.pipeline.report.plots.memory import memory_picture, timeline_picture
 from offstage.pipeline.report.plots.speed import pareto_picture, speed_picture
 from offstage.pipeline.report.plots.times import repeat_picture, stage_picture
 from offstage.pipeline.report.quantities import MISSING, listed
@@ -130,6 +130,7 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
         pareto_picture(group.front),
         placement_picture(jobs, names, most=MOST_ROWS),
         memory_picture(jobs, names, most=MOST_ROWS),
+        timeline_picture(jobs, names),
         stage_picture(jobs, names, most=MOST_ROWS),
     ]
     return [picture for picture in drawn if picture]

@@ -66,7 +66,7 @@ def test_the_record_of_a_run_at_work_and_interrupted_is_too(fresh_folder: Path) 
         {"status": "done"},
         {"stages": {}},
         {"outputs": [{"token_ids": ["5"]}]},
-        {"memory": {"measured": {"cpu": [1]}}},
+        {"memory": {"series": {"cpu": [[1]]}}},
         {"metrics": {"load_seconds": [1]}},
         {"overrides": None},
     ],

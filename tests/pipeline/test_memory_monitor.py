@@ -8,12 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 
-from offstage.pipeline import memory_monitor
-from offstage.pipeline.memory_monitor import MemoryMonitor, MemoryPeak
+from offstage.pipeline.memory_monitor import MOST_POINTS, MemoryMonitor, MemoryPeak, Timeline
 from tests.deadline import deadline
 
 MIB = 2**20
@@ -30,11 +28,23 @@ def fill(mebibytes: int) -> mmap.mmap:
     return memory
 
 
-def wait_for_a_sample() -> None:
+def wait_for_a_sample(monitor: MemoryMonitor) -> None:
     """Wait until the monitor's own thread has looked once more: others may keep the machine busy for longer."""
-    with deadline(), patch.object(memory_monitor, "_held", wraps=memory_monitor._held) as held:
-        while held.call_count < 2:
+    before = len(monitor.series)
+    with deadline():
+        while len(monitor.series) == before:
             time.sleep(0.01)
+
+
+def test_memory_over_time_is_kept() -> None:
+    with MemoryMonitor() as monitor:
+        memory = bytearray(64 * 2**20)
+        wait_for_a_sample(monitor)
+        del memory
+    series = monitor.series
+    assert len(series) >= 2
+    assert max(value for _, value in series) >= 64 * 2**20
+    assert series[-1][0] >= 0.05
 
 
 def test_a_peak_between_two_boundaries_is_seen() -> None:
@@ -42,7 +52,7 @@ def test_a_peak_between_two_boundaries_is_seen() -> None:
         monitor.start_stage()
         before = monitor.stage_peak().host_bytes
         memory = fill(64)
-        wait_for_a_sample()
+        wait_for_a_sample(monitor)
         memory.close()
         assert monitor.stage_peak().host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
 
@@ -155,7 +165,7 @@ def test_it_can_be_entered_again() -> None:
             assert before > 0
     with monitor:
         memory = fill(64)
-        wait_for_a_sample()
+        wait_for_a_sample(monitor)
         memory.close()
     assert monitor.peak_host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
 
@@ -226,3 +236,20 @@ def test_without_torch_there_are_no_device_peaks(monkeypatch: pytest.MonkeyPatch
         monitor.start_stage()
         assert monitor.stage_peak().device_bytes == {}
     assert "torch" not in sys.modules
+
+
+def test_points_are_the_peaks_of_their_spans() -> None:
+    line = Timeline(span_seconds=1.0)
+    for seconds, value in [(0.1, 3), (0.2, 9), (0.9, 4), (2.5, 7)]:
+        line.add(seconds, value)
+    assert line.points == [(0.0, 9), (2.0, 7)]
+
+
+def test_a_long_run_keeps_few_points_and_every_peak() -> None:
+    line = Timeline(span_seconds=0.01)
+    for step in range(100_000):
+        line.add(step * 0.01, 10**9 if step == 77_777 else step)
+    points = line.points
+    assert len(points) <= MOST_POINTS
+    assert max(value for _, value in points) == 10**9
+    assert [seconds for seconds, _ in points] == sorted(seconds for seconds, _ in points)

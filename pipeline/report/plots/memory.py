@@ -1,8 +1,9 @@
-"""Peaks of memory against the budget; what the process holds without any weight told apart."""
+"""Peaks of memory against the budget, and memory over time; what the process holds without any weight told apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import plotly.graph_objects as go
@@ -15,6 +16,7 @@ from offstage.pipeline.report.figures import (
     device_colour,
     figure,
     hover_text,
+    named,
     named_rows,
     on_panel,
     scale,
@@ -116,3 +118,63 @@ def _limits(run: Run, device: str) -> tuple[Number | None, Number | None]:
     """Return the predicted peak, and where the budget of weights ends that begins beside the process itself."""
     budget = known_bytes(run.memory.budget).get(device)
     return known_bytes(run.memory.predicted).get(device), None if budget is None else base_bytes(run, device) + budget
+
+
+def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:
+    """Return memory over time of the jobs that ran, None where no record of one holds a series.
+
+    One that was refused, or served from the cache, held no weights.
+    """
+    timed = [job for job in jobs if _ran(job.run) and any(job.run.memory.series.values())]
+    rows, columns = timed[: len(SERIES)], devices(timed, lambda run: dict.fromkeys(run.memory.series))[:MOST_DEVICES]
+    if not rows or not columns:
+        return None
+    traces: list[Any] = []
+    axes = []
+    for place, device in enumerate(columns):
+        curves = list(_curves(rows, device, labels, first=not place, **on_panel(place)))
+        traces += curves
+        x, y = ([value for curve in curves for value in curve[name]] for name in "xy")
+        axes.append((scale("time", "seconds", x, linear=True), scale(device_title(device), "bytes", y, linear=True)))
+    caption = "What each device held while the job ran; a dotted line is where the budget of weights ends."
+    caption += " It begins above the process itself." * any(base_bytes(job.run, HOST) for job in rows)
+    drawn = figure(traces, panels=len(columns), showlegend=True, **stacked(axes))
+    return Picture("timeline", "Memory over time", caption + told_first(len(rows), len(timed)), drawn)
+
+
+def _ran(run: Run) -> bool:
+    """Return whether ``run`` came to weights of its own: it measured, or ended early after it had a plan."""
+    if run.status == "completed":
+        return bool(known_bytes(run.memory.measured)) and not run.provenance.is_cached
+    return bool(known_bytes(run.memory.predicted))
+
+
+def _curves(
+    rows: Sequence[Job], device: str, labels: Mapping[str, str], *, first: bool, **panel: Any
+) -> Iterator[go.Scatter]:
+    """Yield what each job held on ``device``, its budget, and below them what the process is without weights.
+
+    The jobs' differ by little, and the middle one stands for all.
+    """
+    longest = max((second for job in rows for second, _ in job.run.memory.series.get(device, ())), default=0)
+    if bases := [base for job in rows if (base := base_bytes(job.run, device))]:
+        yield go.Scatter(
+            x=[0, longest], y=[median(bases)] * 2, fill="tozeroy", mode="lines", name=BASE, hoverinfo="name",
+            line={"color": colour("rest"), "width": 0.5}, **panel,
+        )  # fmt: skip
+    for index, job in enumerate(rows):
+        curve, limit = job.run.memory.series.get(device, ()), _limits(job.run, device)[1]
+        group = {"legendgroup": job.name, **panel}
+        texts = [
+            hover_text(job.name, f"{tell(amount, 'bytes')} after {tell(second, 'seconds')}") for second, amount in curve
+        ]
+        yield go.Scatter(
+            x=[second for second, _ in curve], y=[amount for _, amount in curve], mode="lines",
+            name=named(labels[job.name]), line={"color": SERIES[index], "width": 1.8}, showlegend=first, **group,
+            **shown(texts, [job.link] * len(curve)),
+        )  # fmt: skip
+        if limit is not None:
+            yield go.Scatter(
+                x=[0, longest], y=[limit] * 2, mode="lines", line={"color": SERIES[index], "dash": "dot", "width": 1.4},
+                showlegend=False, hoverinfo="text", hovertext=_told(job, device, BUDGET, limit), **group,
+            )  # fmt: skip

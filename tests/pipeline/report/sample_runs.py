@@ -47,6 +47,7 @@ def write_run(
     experts: Mapping[str, Mapping[str, int]] | None = None,
     repeats: Sequence[Mapping[str, Any]] = (),
     steps: Sequence[Mapping[str, Any]] = (),
+    series: Sequence[tuple[float, int]] = (),
     generate: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the record of a completed run, and return its folder."""
@@ -75,6 +76,8 @@ def write_run(
     record.merge(Report("", **sections, **rows, model=MODEL))
     count = cpu_layers(budget)
     record.note(device_map={**dict.fromkeys(LAYERS[:count], "cpu"), **dict.fromkeys(LAYERS[count:], "disk")})
+    if series:
+        record.note_series("cpu", series)
     record.finish("completed")
     return folder
 

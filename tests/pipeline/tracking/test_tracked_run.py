@@ -27,6 +27,7 @@ def with_plan(record: RunRecord, *, cached: bool = False) -> RunRecord:
 def test_a_record_becomes_the_numbers_that_are_known(tmp_path: Path) -> None:
     record = with_plan(started(tmp_path))
     record.merge(Report(metrics={"load_seconds": 1.25, "bottleneck": "storage"}, memory={"measured": {"cpu": 10}}))
+    record.note_series("cpu", [(0.5, 10)])
     assert metrics(record.run) == {"load_seconds": 1.25, "seconds/plan": 0.5, "memory/measured/cpu": 10.0}
     assert "x" not in metrics(replace(record.run, metrics={"x": math.nan}))
 

@@ -12,7 +12,8 @@ from offstage.pipeline.report.page import pictures
 from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.sample_runs import repeat, write_run
 
-MARKED = ("speed", "repeats", "pareto", "memory", "stages")
+SERIES = [(0.0, 10**8), (1.0, 10**9)]
+MARKED = ("speed", "repeats", "pareto", "memory", "timeline", "stages")
 NAMED = ("repeats", "memory", "stages", "placement")
 FOLDERS = {"a%20%26%20b/0/", "a%20%26%20b/1/"}
 
@@ -26,7 +27,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Picture]:
         repeats = [repeat(seconds + number, earlier=earlier) for seconds in (0.5, 0.6, 0.7)]
         write_run(
             folder / "a & b" / str(number), budget=(number + 1) * 10**9, seconds=0.6 + number, cached=earlier,
-            repeats=repeats,
+            repeats=repeats, series=SERIES,
         )  # fmt: skip
     (group,) = group_jobs(find([folder], page_folder=folder).jobs)
     return {picture.name: picture for picture in pictures(group)}
@@ -35,7 +36,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Picture]:
 @pytest.mark.parametrize("name", MARKED)
 def test_marks_lead_to_the_folder_of_their_job(name: str, drawn: dict[str, Picture]) -> None:
     links = {link for trace in drawn[name].figure.data for link in trace.customdata or ()}
-    assert links == FOLDERS
+    assert links == ({"a%20%26%20b/0/"} if name == "timeline" else FOLDERS)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -58,11 +59,12 @@ def test_every_picture_of_figures_says_that_some_are_an_earlier_runs(drawn: dict
         assert "measured by an earlier run" in drawn[name].caption, name
     for name in ("speed", "repeats", "pareto", "memory"):
         assert "earlier run" in drawn[name].figure.to_json(), name
+    assert "timeline" in drawn
 
 
 def test_what_a_record_says_is_no_markup_in_a_picture(tmp_path: Path) -> None:
     for number, policy in enumerate(("<b>bold</b>", "balanced")):
-        write_run(tmp_path / str(number), policy=policy, repeats=[repeat(0.5), repeat(0.6)])
+        write_run(tmp_path / str(number), policy=policy, repeats=[repeat(0.5), repeat(0.6)], series=SERIES)
     (group,) = group_jobs(find([tmp_path]).jobs)
     figures = "".join(picture.figure.to_json() for picture in pictures(group))
     assert "&lt;b&gt;bold" in figures.replace("\\u003c", "<").replace("\\u0026", "&")

@@ -1,7 +1,8 @@
-"""Peaks against budgets: what was measured, what is a bound, and the process without weights."""
+"""Peaks against budgets and memory over time: what was measured, what is a bound, and the process without weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from offstage.pipeline.report.plots.memory import (
     PREDICTED,
     base_bytes,
     memory_picture,
+    timeline_picture,
 )
 from offstage.pipeline.report.run_folders import Job, find
 from tests.pipeline.report.pages import entries, traces
-from tests.pipeline.report.sample_runs import write_run
+from tests.pipeline.report.sample_runs import write_failure, write_run
 
 BASE_BYTES = 280 * 10**6
 PEAK = 10**9
@@ -30,6 +32,12 @@ def drawn(folder: Path) -> Picture:
     picture = memory_picture(jobs, {job.name: job.name for job in jobs}, most=40)
     assert picture
     return picture
+
+
+def drawn_over_time(folder: Path) -> Picture | None:
+    """Return the picture of the jobs below ``folder`` over time."""
+    jobs = find([folder]).jobs
+    return timeline_picture(jobs, {job.name: f"{job.name} of {len(jobs)}" for job in jobs})
 
 
 def only(folder: Path) -> Job:
@@ -71,3 +79,38 @@ def test_what_was_not_measured_is_a_line_and_no_bar(tmp_path: Path) -> None:
     for name, end in ((PREDICTED, PEAK + 5 * 10**6), (BUDGET, PEAK)):
         (line,) = traces(picture, name)
         assert (line.marker.symbol, line.x) == ("line-ns-open", (end,))
+
+
+def test_jobs_that_ran_are_drawn_over_time_and_others_are_not(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", series=SERIES, cached=True)
+    write_run(tmp_path / "1", series=SERIES)
+    refused = write_failure(tmp_path / "2") / "run.json"
+    content = json.loads(refused.read_text())
+    content["memory"]["series"] = {"cpu": SERIES}
+    refused.write_text(json.dumps(content))
+    broken = write_run(tmp_path / "3", series=SERIES) / "run.json"
+    content = json.loads(broken.read_text())
+    content |= {"status": "interrupted", "memory": {**content["memory"], "measured": {}}}
+    broken.write_text(json.dumps(content))
+    picture = drawn_over_time(tmp_path)
+    assert picture
+    assert entries(picture) == ["#1 of 4", "#3 of 4"]
+    (curve,) = traces(picture, "#1 of 4")
+    assert list(zip(curve.x, curve.y, strict=True)) == SERIES
+
+
+def test_without_a_series_of_a_job_that_ran_there_is_no_picture(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", series=SERIES, cached=True)
+    write_run(tmp_path / "1")
+    assert drawn_over_time(tmp_path) is None
+
+
+def test_the_process_without_weights_is_a_band_and_the_budget_begins_above_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", series=SERIES, metrics={"base_host_bytes": BASE_BYTES})
+    picture = drawn_over_time(tmp_path)
+    assert picture
+    (band,) = traces(picture, BASE)
+    assert (band.y, band.fill) == ((BASE_BYTES, BASE_BYTES), "tozeroy")
+    (budget,) = [trace for trace in picture.figure.data if trace.line.dash == "dot"]
+    assert budget.y == (BASE_BYTES + 10**9,) * 2
+    assert "begins above the process" in picture.caption
