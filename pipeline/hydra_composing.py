@@ -44,8 +44,7 @@ def composed_once(refuse: Callable[[], None] = lambda: None) -> Iterator[None]:
         try:
             composed = loader.load_configuration(config_name, list(given), RunMode.RUN)
             mode = composed.hydra.mode
-            groups = composed.items_ex(resolve=False)
-            if any(isinstance(node, DictConfig) and name in node for name, node in groups):  # keys landed one too deep
+            if _has_nested_group(composed):
                 _refuse_files(asked)
         except COMPOSING_ERRORS as error:  # a sweep's overrides are none of a run's; or the run will say it
             composed, mode = error, ask(hydra, config_name=config_name, overrides=overrides)
@@ -99,6 +98,11 @@ def _refuse_files(asked: Iterable[tuple[Any, str | None, Sequence[str]]], error:
 
     for each in asked:
         refuse_files(*each, error=error)
+
+
+def _has_nested_group(composed: DictConfig) -> bool:
+    """Return whether a group's keys have one of the group's own name: those of a file landed one too deep."""
+    return any(isinstance(node, DictConfig) and name in node for name, node in composed.items_ex(resolve=False))
 
 
 def _serve_once(loader: Any, given: Sequence[str], composed: DictConfig | BaseException) -> None:

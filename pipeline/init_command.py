@@ -20,11 +20,15 @@ _SHOWN = 5
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
+    given = _parser().parse_args(arguments)
+    run_command(NAME, lambda: _run(given.folder))
+
+
+def _parser() -> argparse.ArgumentParser:
     says = "Writes config files of a run, a sweep, a model and a machine into a folder, to be edited."
     parser = argparse.ArgumentParser(prog=NAME, description=says)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to; it is made if it isn't there")
-    given = parser.parse_args(arguments)
-    run_command(NAME, lambda: _run(given.folder))
+    return parser
 
 
 def _run(folder: Path) -> int:
@@ -44,14 +48,18 @@ def write_tree(folder: Path) -> list[Path]:
     with resources.as_file(resources.files("offstage.pipeline") / "init_templates") as source:
         files = [path for path in sorted(source.rglob("*")) if path.is_file()]
         templates = {folder / path.relative_to(source): path.read_text(encoding="utf-8") for path in files}
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise ConfigError(f"{folder}: it is no folder; name another one")
-    if existing := [path for path in templates if os.path.lexists(path)]:
-        named = ", ".join(str(path) for path in existing[:_SHOWN])
-        more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
-        raise ConfigError(f"{folder}: {named}{more} would be written over; move them away, or name another folder")
+    _refuse([path for path in templates if os.path.lexists(path)], folder)
     with mendable(folder):
         for path, text in templates.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             create_file(path, text)
     return list(templates)
+
+
+def _refuse(existing: Sequence[Path], folder: Path) -> None:
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ConfigError(f"{folder}: it is no folder; name another one")
+    if existing:
+        named = ", ".join(str(path) for path in existing[:_SHOWN])
+        more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
+        raise ConfigError(f"{folder}: {named}{more} would be written over; move them away, or name another folder")

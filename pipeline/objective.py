@@ -144,13 +144,7 @@ def require_numbers(run: Run) -> None:
 
 def _number(run: Run, key: str, name: str) -> float:
     """Return the number of that name; a ``ConfigError`` about ``key`` where there is none."""
-    parts = [("", run.metrics), *((f"memory.{part}.", getattr(run.memory, part)) for part in MEMORY)]
-    numbers = {
-        f"{before}{each}": float(value)
-        for before, values in parts
-        for each, value in values.items()
-        if isinstance(value, int | float)
-    }
+    numbers = _numbers(run)
     if name not in numbers:
         declared = any(table.find(name) for table in (metric_table(run), installed_metrics()))
         raise (UnmeasuredError if declared or name in run.metrics else ConfigError)(
@@ -158,3 +152,14 @@ def _number(run: Run, key: str, name: str) -> float:
             "the metrics and the memory in its run.json are what can be named"
         )
     return numbers[name]
+
+
+def _numbers(run: Run) -> dict[str, float]:
+    """Return every number of the run's record that can be named."""
+    parts = [("", run.metrics), *((f"memory.{part}.", getattr(run.memory, part)) for part in MEMORY)]
+    return {
+        f"{before}{name}": float(value)
+        for before, values in parts
+        for name, value in values.items()
+        if isinstance(value, int | float)
+    }

@@ -156,22 +156,21 @@ class Peers:
         first = self._first_sent.get((host, tag), _FIRST_BYTES)
         self._first_sent[host, tag] = _first_of_next(message.numel())
         missing = torch.zeros(max(0, first - message.numel()), dtype=torch.uint8)
-        begin = torch.cat((message, missing)) if missing.numel() else message[:first]
-        self._wait(self._distributed.isend, begin, host, tag)
+        self._send(torch.cat((message, missing)) if missing.numel() else message[:first], host, tag)
         if message.numel() > first:
-            self._wait(self._distributed.isend, message[first:], host, tag)
+            self._send(message[first:], host, tag)
 
     def receive(self, host: int, *, tag: int = 0) -> tuple[Any, torch.Tensor]:
         """Return the value that ``host`` sends next, and the bytes of the tensors that come with it."""
         import torch
 
         message = first = torch.empty(self._first_received.get((host, tag), _FIRST_BYTES), dtype=torch.uint8)
-        self._wait(self._distributed.irecv, first, host, tag)
+        self._receive(first, host, tag)
         length, whole = _LENGTHS.unpack(bytes(first[: _LENGTHS.size].numpy()))
         if whole > first.numel():
             message = torch.empty(whole, dtype=torch.uint8)
             message[: first.numel()] = first
-            self._wait(self._distributed.irecv, message[first.numel() :], host, tag)
+            self._receive(message[first.numel() :], host, tag)
         self._first_received[host, tag] = _first_of_next(whole)
         text = message[_LENGTHS.size : _LENGTHS.size + length]
         return json.loads(bytes(text.numpy())), message[aligned(_LENGTHS.size + length) : whole]
@@ -187,19 +186,26 @@ class Peers:
                 )
             return self._distributed.new_group(backend="gloo", timeout=_EVER)  # a script may have one of its own
 
+    def _send(self, data: torch.Tensor, host: int, tag: int) -> None:
+        with self._guarded(host):
+            self._wait(self._distributed.isend, data, host, tag)
+
+    def _receive(self, data: torch.Tensor, host: int, tag: int) -> None:
+        with self._guarded(host):
+            self._wait(self._distributed.irecv, data, host, tag)
+
     def _wait(self, begin: Callable[..., Any], data: torch.Tensor, host: int, tag: int) -> None:
         """Wait until ``data`` is sent or received, as ``begin`` begins it."""
-        with self._guarded(host):
-            group = self._group
-            with self._ending:
-                if self._is_over:
-                    raise HostError("the process ends, and waits for nothing more")
-                work = begin(data, host, group=group, tag=tag)
-                self._waits.append(work)
-            try:
-                work.wait()
-            finally:
-                self._waits.remove(work)
+        group = self._group
+        with self._ending:
+            if self._is_over:
+                raise HostError("the process ends, and waits for nothing more")
+            work = begin(data, host, group=group, tag=tag)
+            self._waits.append(work)
+        try:
+            work.wait()
+        finally:
+            self._waits.remove(work)
 
     def _end_waits(self) -> None:
         """End what other threads wait for as the process ends: one that is still inside then aborts it.

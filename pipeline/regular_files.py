@@ -111,11 +111,16 @@ def parse_json(
         raise ValueError(f"nested more than {depth} deep") from error
     level = [value]
     for _ in range(depth):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        level = [child for item in level for child in _children(item)]
         if not level:
             return value
     raise ValueError(f"nested more than {depth} deep")
+
+
+def _children(value: Any) -> list[Any]:
+    """Return what is in ``value`` and may have something in itself."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in inner if isinstance(item, dict | list)]
 
 
 SIGN = "-"

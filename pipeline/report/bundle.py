@@ -163,10 +163,15 @@ def _readme(runs: Sequence[_BundledRun]) -> str:
 
 
 def _replay(run: _BundledRun) -> str:
-    path, conf = (run.record.config.get("model") or {}).get("path"), (run.record.run.places or {}).get("conf")
-    is_embedded = conf is not None and Path(str(path or "")).is_relative_to(conf)
+    model = run.record.config.get("model") or {}
+    is_embedded = _is_embedded(run.record, str(model.get("path") or ""))
     options = ["" if is_embedded else " --model-path FOLDER", *(f" --set {key}=PATH" for key in run.left_out)]
     return f".venv/bin/offstage-replay {RECORDS}/{run.name}{''.join(options)}"
+
+
+def _is_embedded(record: RunRecord, path: str) -> bool:
+    conf = (record.run.places or {}).get("conf")
+    return conf is not None and Path(path).is_relative_to(conf)
 
 
 def _data(run: Run) -> Mapping[str, Any]:

@@ -92,7 +92,9 @@ def told_repeats(job: Job) -> str:
     Empty where a single one says nothing but itself.
     """
     provenance = job.run.provenance
-    counts = {"earlier": provenance.earlier, "contended": provenance.contended}
-    parts = [f"{count} {what}" for what, count in counts.items() if count]
-    says_more = job.run.counting and (provenance.repeats > 1 or parts)
-    return ", ".join([str(provenance.repeats), *parts]) if says_more else ""
+    parts = [f"{provenance.earlier} earlier"] * bool(provenance.earlier) + [f"{provenance.contended} contended"] * bool(
+        provenance.contended
+    )
+    return (
+        ", ".join([str(provenance.repeats), *parts]) if job.run.counting and (provenance.repeats > 1 or parts) else ""
+    )

@@ -25,13 +25,17 @@ _FOLDER = "hydra.sweep.dir="
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
+    given = _parser().parse_args(arguments)
+    run_command(NAME, lambda: resume(given.sweep))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=NAME, description="Goes on with a sweep that was interrupted.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     says = "run the jobs of a sweep that haven't completed, in its folder; those that have aren't run again"
     command = commands.add_parser("resume", help=says, description=says)
     command.add_argument("sweep", type=Path, metavar="FOLDER", help="the sweep's folder")
-    given = parser.parse_args(arguments)
-    run_command(NAME, lambda: resume(given.sweep))
+    return parser
 
 
 def resume(folder: Path) -> NoReturn:

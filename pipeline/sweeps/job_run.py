@@ -103,13 +103,15 @@ class PreparedJob:
         """Run the job and return its exit code, which is left in the folder too; that of an earlier run goes before."""
         if own_rank() and completed(Path(self.folder), self.known.overrides):
             return 0
-        code, job = INTERRUPTED, self.of_host(own_rank())
-        left = Path(job.folder, _EXIT)
+        return self.of_host(own_rank())._run_queued(debug=debug)
+
+    def _run_queued(self, *, debug: bool) -> int:
+        code, left = INTERRUPTED, Path(self.folder, _EXIT)
         left.unlink(missing_ok=True)
         try:
-            code = run_job(job, debug=debug)
+            code = run_job(self, debug=debug)
         finally:
-            with mendable(left.parent):
+            with mendable(Path(self.folder)):
                 replace_file(left, f"{code}\n")
         return code
 

@@ -172,6 +172,9 @@ class OptunaSearch(JobSweeper):
 
     def foresee(self, by: SweepComposition, arguments: Sequence[str]) -> None:
         """Foresee nothing. Raises a ``ConfigError`` where no search can come of the keys."""
+        self._check()
+
+    def _check(self) -> None:
         if find_spec("optuna") is None or find_spec("scipy") is None:
             raise ConfigError("hydra/sweeper=optuna: Optuna isn't installed; pip install 'offstage-pipeline[search]'")
         if self.direction not in get_args(Direction):

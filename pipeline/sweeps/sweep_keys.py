@@ -55,9 +55,13 @@ class SlurmKeys:
 
 @dataclass
 class GridKeys:
-    """``params`` has what is swept over, as the command line has it."""
+    """``params`` has what is swept over, as the command line has it; a queue gets ``max_batch_size`` jobs at a time.
+
+    Null: all of them.
+    """
 
     _target_: str = "hydra_plugins.offstage_sweepers.GridSweeper"
+    max_batch_size: Optional[int] = None  # noqa: UP045
     params: Dict[str, str] = field(default_factory=dict)  # noqa: UP006
 
 

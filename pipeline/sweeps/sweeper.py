@@ -125,18 +125,28 @@ class JobSweeper(Sweeper):
 
 
 class GridOfJobs(JobSweeper):
-    """A job for each combination of the values in ``params`` and on the command line."""
+    """A job for each combination of the values in ``params`` and on the command line.
 
-    def __init__(self, *, params: Any) -> None:
+    A queue gets ``max_batch_size`` of them at a time, all where it is null.
+    """
+
+    def __init__(self, *, max_batch_size: int | None, params: Any) -> None:
+        self._size = max_batch_size
         self._jobs: Sequence[PreparedJob] = ()
 
     def foresee(self, by: SweepComposition, arguments: Sequence[str]) -> Sequence[PreparedJob]:
         """Return all jobs."""
         from offstage.pipeline.sweeps.jobs import compose_grid
 
+        if self._size is not None and self._size < 1:
+            raise ConfigError(
+                f"hydra.sweeper.max_batch_size: {self._size} is no number of jobs; give 1 or more, or null for all"
+            )
         self._jobs = compose_grid(by, arguments)
         return self._jobs
 
     def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[PreparedJob]]:
-        """Yield the jobs, all at once."""
-        yield self._jobs
+        """Yield the jobs, as many at a time as a queue gets."""
+        size = self._size or len(self._jobs)
+        for first in range(0, len(self._jobs), size):
+            yield self._jobs[first : first + size]

@@ -65,6 +65,10 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
                 ["-m", "hydra/launcher=joblib", "seed=1,2"],
                 "offstage: hydra/launcher: 'a.plugin.JoblibLauncher' forgets",
             ),
+            (
+                ["-m", "seed=1", "hydra.sweeper.max_batch_size=0"],
+                "hydra.sweeper.max_batch_size: 0 is no number of jobs",
+            ),
             (["max_memory=2MB"], "offstage: max_memory: '2MB' names no device; give each its own size, as {cpu: 1GB}"),
             (["vars=3"], "offstage: vars: 3 is no mapping; give variables of your own with their names, as {lab: …}"),
             (["vars=null"], "offstage: vars: null is no mapping"),
