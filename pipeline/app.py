@@ -13,12 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from offstage.pipeline.command_exit import (
-    discard_output,
-    exit_with,
-    heed_signals,
-    last_resort,
-)
+from offstage.pipeline.command_exit import discard_output, run_command
 from offstage.pipeline.peers import excuse_this, own_rank, started_together
 
 if TYPE_CHECKING:
@@ -32,8 +27,7 @@ def main(arguments: Sequence[str] | None = None, *, resumed: SweepRecord | None 
     """
     started = time.perf_counter()
     sys.argv[1:] = sys.argv[1:] if arguments is None else arguments
-    composed = partial(_compose_and_run, started, resumed)
-    exit_with("offstage", lambda: last_resort(composed), tell=excuse_this)
+    run_command("offstage", partial(_compose_and_run, started, resumed), tell=excuse_this)
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
@@ -62,7 +56,6 @@ def _compose_and_run(started: float, resumed: SweepRecord | None) -> int:
     from offstage.pipeline.hydra_task import Task
     from offstage.pipeline.sweeps.sweep_keys import register_sweeps
 
-    heed_signals()
     if own_rank():
         discard_output()  # the first host shows what all come to
     sys.argv[1:] = gather_overrides(prepare_arguments(sys.argv[1:]))

@@ -158,43 +158,28 @@ def _call_soon(handler: Callable[[int, FrameType | None], object]) -> None:
     signal.setitimer(signal.ITIMER_REAL, _MOMENT)
 
 
-def shows_all() -> bool:
-    """Return whether errors are to be seen with their tracebacks."""
-    return FULL_ERROR in os.environ
+def last_resort(work: Callable[[], int], *, name: str = "offstage") -> int:
+    """Return what ``work`` returns, or print the error that a user can mend and return its exit code.
 
-
-def guarded(work: Callable[[], int], *, name: str = "offstage") -> int:
-    """Return what ``work`` returns, or print the error that a user can mend and return its exit code."""
+    Of what nobody foresaw one line says so and where its traceback lies. This is the only place where that ends:
+    whoever else catches everything raises it on. An interrupt and a pipe that nobody reads are foreseen.
+    """
     from offstage.pipeline.atomic_files import mendable
-    from offstage.pipeline.errors import OffstageError, is_interrupt
+    from offstage.pipeline.errors import OffstageError, is_interrupt, words_of
 
     try:
         with mendable():
             return work()
-    except OffstageError as error:
-        if shows_all() or is_interrupt(error):
-            raise
-        sys.stderr.writelines(f"{name}: {line}\n" for line in str(error).splitlines())
-        return error.exit_code
-
-
-def last_resort(work: Callable[[], int], *, name: str = "offstage") -> int:
-    """Return what ``work`` returns, ``guarded``; of what nobody foresaw one line says so and where its traceback lies.
-
-    This is the only place where that ends: whoever else catches everything raises it on. An interrupt and a pipe that
-    nobody reads are foreseen.
-    """
-    try:
-        return guarded(work, name=name)
     except (KeyboardInterrupt, SystemExit, GeneratorExit, BrokenPipeError):
         raise
     except BaseException as error:
-        from offstage.pipeline.errors import is_interrupt, words_of
-
         if is_interrupt(error):
             raise KeyboardInterrupt from error
-        if shows_all():
+        if FULL_ERROR in os.environ:
             raise
+        if isinstance(error, OffstageError):
+            sys.stderr.writelines(f"{name}: {line}\n" for line in str(error).splitlines())
+            return error.exit_code
         sys.stderr.write(f"{name}: unforeseen: {words_of(error)}; {_keep_traceback(error)}; please report it\n")
         return UNFORESEEN
 
@@ -202,44 +187,28 @@ def last_resort(work: Callable[[], int], *, name: str = "offstage") -> int:
 def _keep_traceback(error: BaseException) -> str:
     """Write the traceback of ``error`` to ``run.log``, or where there is no log or no room, elsewhere; say where."""
     import logging
+    import tempfile
     import traceback
 
     text = "".join(traceback.format_exception(error))
     handlers = logging.getLogger().handlers
     logs = [handler.baseFilename for handler in handlers if isinstance(handler, logging.FileHandler)]
-    for place in (*logs, None):
+    for log in (*logs, None):
         try:
-            return f"its traceback is in {_append(text, place)}"
+            place = log or os.path.join(tempfile.mkdtemp(prefix="offstage-"), "run.log")  # noqa: PTH118
+            with open(place, "a", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
+                file.write(text)
         except OSError:
             continue
+        return f"its traceback is in {place}"
     return "HYDRA_FULL_ERROR=1 shows its traceback"
 
 
-def _append(text: str, place: str | None) -> str:
-    """Append ``text`` to the file ``place``, null: one that is made for it, and return it."""
-    import tempfile
+def run_command(name: str, work: Callable[[], int], *, tell: Tell | None = None) -> NoReturn:
+    """Run ``work`` as the command ``name`` and exit with its code, 130 where it was interrupted; see ``last_resort``.
 
-    if place is None:
-        place = os.path.join(tempfile.mkdtemp(prefix="offstage-"), "run.log")  # noqa: PTH118
-    with open(place, "a", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
-        file.write(text)
-    return place
-
-
-def run_command(name: str, work: Callable[[], int], *, tell: Tell | None = None) -> None:
-    """Run ``work`` as the command ``name`` and exit with its code; see ``exit_with``."""
-
-    def heeding() -> int:
-        heed_signals()
-        return last_resort(work, name=name)
-
-    exit_with(name, heeding, tell=tell)
-
-
-def exit_with(name: str, work: Callable[[], int], *, tell: Tell | None = None) -> NoReturn:
-    """Exit with the code that ``work`` returns, 130 where it was interrupted; an unread output is no fault.
-
-    Others are told of the end last, by ``tell``: that may take a while, which an interrupt ends.
+    An unread output is no fault. Others are told of the end last, by ``tell``: that may take a while, which an
+    interrupt ends.
     """
     import logging
 
@@ -247,7 +216,8 @@ def exit_with(name: str, work: Callable[[], int], *, tell: Tell | None = None) -
     code: int | str | None = 0
     try:
         try:
-            code = work()
+            heed_signals()
+            code = last_resort(work, name=name)
         except SystemExit as left:  # Hydra leaves so after its help, with all of that still to be printed
             code = left.code
         sys.stdout.flush()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
-from enum import Enum
 from functools import lru_cache, partial
 from importlib import resources
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only these
@@ -70,7 +70,8 @@ def register() -> None:
     """Make the schema and the resolvers known to Hydra; calling it again changes nothing."""
     ConfigStore.instance().store("schema", _schema(tuple(config_classes())))
     OmegaConf.register_new_resolver("offstage.pid", os.getpid, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("offstage.embedded", _embedded, replace=True)
+    embedded = resources.files("offstage.conf").joinpath("checkpoints")
+    OmegaConf.register_new_resolver("offstage.embedded", lambda name: str(embedded.joinpath(name)), replace=True)
 
 
 def _open_mappings(node: DictConfig, plain: Mapping[str, Any]) -> None:
@@ -102,20 +103,14 @@ def _schema(kinds: tuple[type[Any], ...]) -> DictConfig:
     for kind in kinds:
         plain = defaults(kind)
         for entry in fields(kind):
-            hint = _mapping_of(entry.metadata.get(KEYS)) if plain[entry.name] == {} else Any
+            keys: Any = entry.metadata.get(KEYS)
+            mapping: Any = Dict[str, Any] if keys is None else Optional[Dict[keys, str]]  # noqa: UP006, UP045
+            hint = mapping if plain[entry.name] == {} else Any
             schema_fields.append((entry.name, hint, field(default_factory=partial(deepcopy, plain[entry.name]))))
     node: DictConfig = OmegaConf.structured(make_dataclass("Schema", schema_fields))
     for kind in kinds:  # a dotted override may add a key to a mapping: max_memory.1=3GB, generate.top_k=2
         _open_mappings(node, defaults(kind))
     return node
-
-
-def _mapping_of(keys: type[Enum] | None) -> Any:
-    return Dict[str, Any] if keys is None else Optional[Dict[keys, str]]  # type: ignore[valid-type]  # noqa: UP006, UP045
-
-
-def _embedded(name: str) -> str:
-    return str(resources.files("offstage.conf").joinpath("checkpoints", name))
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
@@ -142,14 +137,10 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     for place, why in unrecordable(plain):
         raise ConfigError(f"{place}: {why}")
     plain["max_memory"] = {key.name: str(value) for key, value in (plain["max_memory"] or {}).items()}
-    for path_key in _paths():
-        try:
-            path_key.change(plain, path_key.locate)
-        except ConfigError as error:
-            raise ConfigError(f"{path_key.dotted}: {error}") from error
-    for name, key, lines in _read_from_standard_input(plain):
-        plain[name][lines] = read_lines(f"{name}.{key}")
-    return {str(key): value for key, value in plain.items()}
+    located = _changed_paths(plain, _located)
+    for name, key, lines in _read_from_standard_input(located):
+        located[name] = {**located[name], lines: read_lines(f"{name}.{key}")}
+    return located
 
 
 def refuse_sharing(config: Mapping[str, Any]) -> None:
@@ -170,91 +161,72 @@ def _read_from_standard_input(config: Mapping[Any, Any]) -> Iterator[tuple[str, 
                 yield entry.name, key, lines
 
 
-@dataclass(frozen=True, slots=True)
-class _PathKey:
-    """A key ``name``, or the one ``below`` it, that is a path, or a list with some somewhere in it.
+PathChange = Callable[[str, Callable[[str], str], str], str]
+"""Makes another path of one: of the dotted key that has it, what makes a text mean one place there, and the path."""
 
-    ``locate`` makes a path mean one place from any folder; ``within`` is null where the key is a path itself, else it
-    returns such a list with each path in it as a function has it.
+
+def _changed_paths(config: Mapping[str, Any], change: PathChange) -> dict[str, Any]:
+    """Return a copy of ``config`` in which each path that it names, alone or in a list, is what ``change`` makes of it.
+
+    Standard input is no path.
     """
-
-    name: str
-    below: str
-    locate: Callable[[str], str]
-    within: Callable[[Any, Callable[[str], str]], Any] | None = None
-
-    @property
-    def dotted(self) -> str:
-        return f"{self.name}.{self.below}" if self.below else self.name
-
-    def value(self, config: Mapping[str, Any]) -> Any:
-        """Return what ``config`` has of it, null where it has no path."""
-        node = config.get(self.name)
-        entry = node if not self.below else node.get(self.below) if isinstance(node, Mapping) else None
-        return entry if isinstance(entry, str if self.within is None else list) and entry else None
-
-    def paths(self, config: Mapping[str, Any]) -> list[str]:
-        """Return the paths that ``config`` has of it."""
-        value, paths = self.value(config), list[str]()
-
-        def note(path: str) -> str:
-            paths.append(path)
-            return path
-
-        if value is not None:
-            note(value) if self.within is None else self.within(value, note)
-        return paths
-
-    def change(self, config: dict[str, Any], change: Callable[[str], str]) -> None:
-        """Have ``config`` have what ``change`` makes of each path."""
-        value = self.value(config)
-        if value is not None:
-            node, last = (config[self.name], self.below) if self.below else (config, self.name)
-            node[last] = change(value) if self.within is None else self.within(value, change)
-
-
-def _paths() -> Iterator[_PathKey]:
-    """Yield each key that is a path or holds some."""
+    changed = {str(key): value for key, value in config.items()}
     for entry in (entry for kind in config_classes() for entry in fields(kind)):
-        streams = entry.metadata.get(STANDARD_INPUT, {})
-        for key, locate in entry.metadata.get(PATHS, {}).items():
-            yield _PathKey(entry.name, key, partial(_unless_sign, locate) if key in streams else locate)
-        for key, within in entry.metadata.get(PATHS_INSIDE, {}).items():
-            yield _PathKey(entry.name, key, absolute, within)
+        plain, inside = entry.metadata.get(PATHS, {}), entry.metadata.get(PATHS_INSIDE, {})
+        for key in (*plain, *inside):
+            node = changed.get(entry.name)
+            given = node if not key else node.get(key) if isinstance(node, Mapping) else None
+            is_sign = given == SIGN and key in entry.metadata.get(STANDARD_INPUT, {})
+            if not given or is_sign or not isinstance(given, str if key in plain else list):
+                continue
+            one = partial(change, f"{entry.name}.{key}" if key else entry.name, plain.get(key, absolute))
+            new = one(str(given)) if key in plain else inside[key](given, one)
+            changed[entry.name] = {**node, key: new} if key and isinstance(node, Mapping) else new
+    return changed
 
 
-def named_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of each path that ``config`` names, and what it means: absolute, unless it is no path here.
+def _located(key: str, locate: Callable[[str], str], path: str) -> str:
+    try:
+        return locate(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def named_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the dotted key of each path that ``config`` names, and what it means: absolute, unless it is no path here.
 
     A Hub id is none, nor is the name of a policy.
     """
-    for place in _paths():
-        yield from ((place.dotted, _meant(place.locate, path)) for path in place.paths(config))
+    named: list[tuple[str, str]] = []
+
+    def note(key: str, locate: Callable[[str], str], path: str) -> str:
+        meant = path
+        with suppress(ConfigError):  # the home of a user that isn't one
+            meant = locate(path)
+        named.append((key, meant))
+        return path
+
+    _changed_paths(config, note)
+    return named
 
 
 def path_keys() -> dict[str, Callable[[str], str]]:
     """Return the dotted key of each path of a config, and what makes a text that is given for it mean one place."""
-    return {place.dotted: place.locate for place in _paths() if place.within is None}
+    entries = (entry for kind in config_classes() for entry in fields(kind))
+    return {
+        f"{entry.name}.{key}" if key else entry.name: locate
+        for entry in entries
+        for key, locate in entry.metadata.get(PATHS, {}).items()
+    }
 
 
 def with_paths(config: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
-    """Return a copy of ``config`` in which each path that it names is what ``change`` makes of its key and of it."""
-    changed = deepcopy(dict(config))
-    for place in _paths():
-        if place.within is not None or "/" in (place.value(changed) or ""):  # else the name of something, a policy's
-            place.change(changed, partial(change, place.dotted))
-    return changed
+    """Return a copy of ``config`` in which each path that it names is what ``change`` makes of its key and of it.
 
-
-def _meant(locate: Callable[[str], str], path: str) -> str:
-    try:
-        return locate(path)
-    except ConfigError:  # the home of a user that isn't one
-        return path
-
-
-def _unless_sign(locate: Callable[[str], str], path: str) -> str:
-    return path if path == SIGN else locate(path)
+    What is no path but the name of something, a policy's, stays.
+    """
+    copied = deepcopy(dict(config))
+    return _changed_paths(copied, lambda key, _, path: change(key, path) if "/" in path else path)
 
 
 def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:
@@ -271,7 +243,9 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
         yield from _check_stages(config, known_stages)
     if not any(fault.key.startswith("tracker") for fault in wrong):
         yield from check_tracker(config)
-    yield from _check_variables(config.get(VARIABLES))
+    for place, value in walk(config.get(VARIABLES), VARIABLES):  # numbers that no record can be read with again
+        if isinstance(value, int | float) and not abs(value) < LARGEST:
+            yield Fault(place, f"{value!r} is no number of 64 bits, which a record holds; give it as a text")
 
 
 def made_sound(config: Mapping[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
@@ -292,13 +266,6 @@ def _sound_group(name: str, given: Any, plain: Any, faulty: Collection[tuple[str
     if not isinstance(given, Mapping) or not isinstance(plain, Mapping):
         return plain
     return {**plain, **{key: value for key, value in given.items() if (name, key) not in faulty}}
-
-
-def _check_variables(given: object) -> Iterable[Fault]:
-    """Yield the numbers among the user's variables that no record can be read with again."""
-    for place, value in walk(given, VARIABLES):
-        if isinstance(value, int | float) and not abs(value) < LARGEST:
-            yield Fault(place, f"{value!r} is no number of 64 bits, which a record holds; give it as a text")
 
 
 def _check_stages(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:

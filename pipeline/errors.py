@@ -38,7 +38,9 @@ class OffstageError(Exception):
 
     def __str__(self) -> str:
         said = _CONTROLS.sub(lambda match: repr(match[0])[1:-1], super().__str__())
-        return "\n".join(map(_shortened, said.split("\n")))
+        half = _LONGEST_LINE // 2
+        lines = said.split("\n")
+        return "\n".join(one if len(one) <= _LONGEST_LINE else f"{one[:half]} … {one[-half:]}" for one in lines)
 
 
 class ConfigError(OffstageError, ValueError):
@@ -170,11 +172,6 @@ def named(path: Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:  # without a number it isn't the system's
             error.filename = str(path)
         raise
-
-
-def _shortened(line: str) -> str:
-    half = _LONGEST_LINE // 2
-    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -47,7 +47,9 @@ def is_dirty(root: Path) -> bool | None:
     try:
         index = read_regular(_git_folder(root / ".git") / "index")
         entries, end = _entries(index)
-        return _is_staged(index[end:]) or any(_differs(root, *entry) for entry in entries)
+        tree = index[end:]  # which tree the files make, as git keeps it, and that it knows none since one was added
+        is_staged = tree.startswith(b"TREE") and tree[8:].startswith(b"\0-1 ")
+        return is_staged or any(_differs(root, *entry) for entry in entries)
     except (OSError, ValueError, struct.error):
         return None
 
@@ -90,14 +92,6 @@ def _entries(index: bytes) -> tuple[list[tuple[str, tuple[int, ...], bytes]], in
         entries.append((os.fsdecode(index[begin:end]), tuple(status), digest))
         place += (end - place + 8) // 8 * 8  # a name ends with one to eight zeros
     return entries, place
-
-
-def _is_staged(rest: bytes) -> bool:
-    """Return whether something was added since the last commit, by the ``rest`` of an index.
-
-    git keeps there which tree the files make, and that it doesn't know of one that was added to.
-    """
-    return rest.startswith(b"TREE") and rest[8:].startswith(b"\0-1 ")
 
 
 def _differs(root: Path, name: str, status: tuple[int, ...], digest: bytes) -> bool:

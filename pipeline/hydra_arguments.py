@@ -19,8 +19,14 @@ def refuse_arguments(arguments: Sequence[str]) -> None:
     given, rest = _parser().parse_known_args(list(arguments))
     abridged = given.experimental_rerun is not None and not any("--experimental-r" in each for each in arguments)
     unknown = [each for each in rest if each.startswith("-")] + ["--experiment"] * abridged
-    if unknown:
-        raise ConfigError("\n".join(map(_said_of_option, unknown)))
+    options = ((each, *each.lstrip("-").partition("=")[::2]) for each in unknown)
+    said = [
+        f"{each}: no such option; a key of the config has no dashes: {name}={value or 'VALUE'}; offstage --hydra-help "
+        "shows the options"
+        for each, name, value in options
+    ]
+    if said:
+        raise ConfigError("\n".join(said))
 
 
 def gather_overrides(arguments: Sequence[str]) -> list[str]:
@@ -55,14 +61,6 @@ def _parser() -> ArgumentParser:
     parser.error = refuse
     argument_parser: ArgumentParser = parser
     return argument_parser
-
-
-def _said_of_option(given: str) -> str:
-    name, _, value = given.lstrip("-").partition("=")
-    return (
-        f"{given}: no such option; a key of the config has no dashes: {name}={value or 'VALUE'}; offstage --hydra-help "
-        "shows the options"
-    )
 
 
 def refuse_empty_sweeps(overrides: Iterable[Override], loader: ConfigLoader) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -156,10 +155,6 @@ def said_of_variables(key: str) -> str:
     )
 
 
-def _said_of_root_key(match: re.Match[str]) -> str:
-    return f"{_said_of_key(match)}{said_of_variables(match[1])}"
-
-
 def _said_of_choice(match: re.Match[str]) -> str:
     """Return what is wrong with the choice of a file that there isn't, among those of its group or in no group."""
     where, (group, _, name), said = match[1], match[2].rpartition("/"), match.string
@@ -189,32 +184,26 @@ def _there(places: Sequence[str], choice: str) -> str:
     return ""
 
 
-def _said_of_place(match: re.Match[str]) -> str:
-    kind = "a file" if Path(match[1]).is_file() else "not there"
-    return f"--config-dir: {match[1]!r} is {kind}; give the folder that has your experiment/, model/ or hardware/ in it"
-
-
-def _said_of_deleted_key(match: re.Match[str]) -> str:
-    return f"~{match[1]}: the config has no such key{closest_key(match[1])}; {SHOWS_KEYS}"
-
-
 _SAID: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"In '(.*)': Could not override '.*/(\w+)@.*'",
      "{1}: 'override {2}' in its defaults means a group below its own; one of the root begins with a slash: - override "
      "/{2}: NAME"),
     (r"Could not override '(.*?)'", _said_of_key),
-    (r"Key '(.*)' not in 'Schema'", _said_of_root_key),
+    (r"Key '(.*)' not in 'Schema'", lambda match: f"{_said_of_key(match)}{said_of_variables(match[1])}"),
     (r"Key '.*' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_key),
     (r"Key '(.*)' is incompatible with the enum type 'Device'", f"max_memory.{{1}}: {{1!r}} is no device; {DEVICES}"),
     (r"In '(.*)': Could not (?:find|load) '(.*?)'", _said_of_choice),
-    (r"Additional config directory '(.*)' not found", _said_of_place),
+    (r"Additional config directory '(.*)' not found", lambda match:
+     f"--config-dir: {match[1]!r} is {'a file' if Path(match[1]).is_file() else 'not there'}; give the folder that has "
+     "your experiment/, model/ or hardware/ in it"),
     (r"Multiple values for (\S+)\. To override a value use 'override \S+: (.+)'",
      "{1}: its file is chosen twice; a choice that replaces another is - override /{1}: {2}"),
     (r"Ambiguous value for argument '(.*?)=(.*)'",
      "{1}: {2!r} is several values; one job each is offstage -m {1}={2}, a list {1}=[{2}], a text with commas "
      "\"{1}='{2}'\""),
     (r"An item is already at '(.*)'", "+{1}: the config has that key; {1}=VALUE, without '+', changes it"),
-    (r"Could not delete from config\. '(.*)' does not exist", _said_of_deleted_key),
+    (r"Could not delete from config\. '(.*)' does not exist", lambda match:
+     f"~{match[1]}: the config has no such key{closest_key(match[1])}; {SHOWS_KEYS}"),
     (r"Invalid plugin 'offstage\.",
      "hydra/sweeper: a sweeper of another package starts jobs by a launcher, and offstage has none; give basic or "
      "optuna"),
@@ -240,9 +229,6 @@ NULL_IN_A_FILE = (
     "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"
 )
 
-_COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
-_MANY_FRAMES = 100
-"""Calls of what reads a config that are under way where it recurses, at the least; around a stage it is a dozen."""
 _MANY_BRACKETS = 20
 
 
@@ -260,52 +246,30 @@ def composing() -> Iterator[None]:
             raise
         raise error.__context__ from None  # Hydra closes what it couldn't open
     except (AttributeError, AssertionError) as error:
-        if _comes_from_an_override(error):
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(frame.name == "_apply_overrides_to_config" for frame in frames):  # over a null, to add something to it
             raise ConfigError(NULL_IN_A_FILE) from apart(error)
         _refuse_file(error)
         raise
     except RecursionError as error:
-        if not _recursed_in_composing(error):
-            raise
         raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from apart(error)
     except YAMLError as error:
         raise ConfigError(said_of_yaml(error)) from apart(error)
     except (ValueError, RuntimeError) as error:
         _refuse_file(error)
-        module = _module_that_raised(error)
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        module = str(frame.f_globals.get("__name__", ""))  # what Hydra or logging says no to, it was given
         if not module.startswith(("hydra.", "logging.")):
             raise
         about = "hydra.job_logging: " if module.startswith("logging.") else ""
         raise ConfigError(f"{about}{one_line(error)}") from apart(error)
 
 
-def _comes_from_an_override(error: Exception) -> bool:
-    """Return whether Hydra tripped as it applied an override: over a null that something was to be added to."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.name == "_apply_overrides_to_config" for frame in frames)
-
-
-def _recursed_in_composing(error: RecursionError) -> bool:
-    """Return whether it was what reads a config that came to the end of Python's stack, and not a stage's code."""
-    raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [str(frame.f_globals.get("__name__", "")) for frame in (*raised, *_frames_up(raised[-1]))]
-    return sum(module.startswith(_COMPOSERS) for module in modules) > _MANY_FRAMES
-
-
-def _frames_up(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _most_nested(arguments: Sequence[str]) -> str:
     """Return the key of the argument with the most brackets, where that is many: else it stands in a file."""
-    deepest = max(arguments, key=_brackets, default="")
-    return deepest.partition("=")[0] if _brackets(deepest) > _MANY_BRACKETS else "a config file"
-
-
-def _brackets(text: str) -> int:
-    return text.count("[") + text.count("{")
+    nesting = {text.partition("=")[0]: text.count("[") + text.count("{") for text in arguments}
+    deepest = max(nesting, key=nesting.__getitem__, default="")
+    return deepest if nesting.get(deepest, 0) > _MANY_BRACKETS else "a config file"
 
 
 def _refuse_file(error: Exception) -> None:
@@ -316,9 +280,3 @@ def _refuse_file(error: Exception) -> None:
             file = str(frame.f_locals.get("full_path", frame.f_locals["config_path"]))
     if file is not None:
         raise ConfigError(f"{file!r} can't be read as a config file in UTF-8: {words_of(error)}") from error
-
-
-def _module_that_raised(error: Exception) -> str:
-    """Return the name of the module whose code raised ``error``: what Hydra or logging says no to, it was given."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", ""))

@@ -52,19 +52,17 @@ class Task:
     def _run(self, config: DictConfig) -> int:
         with composing():
             record = _start_record(config)
-            with tracked(record):
-                code = self._carry_out(record)
-            if code == 0:
-                require_numbers(RunRecord.load(record.path).run)
-            return code
+        with tracked(record):
+            if record.config["enforce_memory"] is True:
+                from offstage.pipeline.job_process import supervise
 
-    def _carry_out(self, record: RunRecord) -> int:
-        if record.config["enforce_memory"] is not True:
-            return perform(record, started=self.started)
-        from offstage.pipeline.job_process import supervise
-
-        logged = json.dumps(OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True))
-        return supervise(record, capped=True, options=["--logging", logged])
+                logged = json.dumps(OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True))
+                code = supervise(record, capped=True, options=["--logging", logged])
+            else:
+                code = perform(record, started=self.started)
+        if code == 0:
+            require_numbers(RunRecord.load(record.path).run)
+        return code
 
 
 def _start_record(config: DictConfig) -> RunRecord:
@@ -92,13 +90,15 @@ def tracked(record: RunRecord, *, sweep: Path | None = None) -> Iterator[None]:
     The run is logged to the tracker that its config names, if any, below its ``sweep`` if it has one.
     """
     with never_left_running(record):
-        if usable_tracker(record.config) is None:
+        tracker = usable_tracker(record.config)
+        if tracker is None:
             yield
             return
         from offstage.pipeline.tracking.trackers import require_tracker, track
 
-        require_tracker(record.config, sweep=sweep)
+        if tracker.uri and sweep is None:  # a sweep's was asked before: one that is away for a while costs no job
+            require_tracker(tracker)
         try:
             yield
         finally:
-            track(record.config, record.path.parent, sweep=sweep)
+            track(tracker, record.path.parent, sweep=sweep)

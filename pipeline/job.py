@@ -14,22 +14,21 @@ import logging.config
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from offstage.pipeline.atomic_files import mendable
 from offstage.pipeline.command_exit import run_command
 from offstage.pipeline.environment import allocator_settings, imported_packages
-from offstage.pipeline.errors import BudgetError, is_interrupt
+from offstage.pipeline.errors import BudgetError
 from offstage.pipeline.installed_stages import declared_metrics, work_of
 from offstage.pipeline.kept_memory import keep_little
 from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from offstage.pipeline.memory_monitor import MemoryMonitor
-from offstage.pipeline.peers import excuse_this, in_step
+from offstage.pipeline.peers import Peers, excuse_this, in_step
 from offstage.pipeline.process_setup import die_with_parent
 from offstage.pipeline.record import RunRecord, host_summary, never_left_running
-from offstage.pipeline.replay_inputs import Earlier, hold
+from offstage.pipeline.replay_inputs import hold
 from offstage.pipeline.run_screen import RunScreen
 from offstage.pipeline.runner import Observer, Runner, check_config
 from offstage.pipeline.stage import Report, SourceFiles
@@ -51,23 +50,20 @@ def perform(
     repeats: a checkpoint or adapter that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
     """
     keep_little()
-    with (
-        RunScreen(record) as screen,
-        MemoryMonitor() as monitor,
-        Ending(record, monitor) as ending,
-        in_step(record.config, record.run.environment, partial(_end_from_outside, record)) as hosts,
-        mendable(),
-    ):
-        stages = check_config(record.config)
-        record.note_metrics(declared_metrics(record.config["stages"]))
-        watch = _Watch(record, screen, group, expected)
-        runner = ending.runner = Runner(
-            stages, record.config, record=record, monitor=monitor, observer=watch, cache=cache
-        )
-        reports = runner.run()
-        watch.ended()
-        if hosts is not None:
-            record.note(hosts=hosts.exchange(host_summary(record)))
+    runner: Runner | None = None
+    with RunScreen(record) as screen, MemoryMonitor() as monitor:
+        try:
+            with in_step(record.config, record.run.environment, record.fail) as hosts, mendable():
+                stages = check_config(record.config)
+                record.note_metrics(declared_metrics(record.config["stages"]))
+                watch = _Watch(record, screen, group, expected)
+                runner = Runner(stages, record.config, record=record, monitor=monitor, observer=watch, cache=cache)
+                reports = runner.run()
+                watch.ended(hosts)
+        except BaseException as error:
+            _close(record, monitor, error=error, stage=runner.at_work if runner else None)
+            raise
+        _close(record, monitor)
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
     closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
     screen.finish(reports, "\n".join(filter(None, [record.run.untested, closing])))
@@ -75,42 +71,24 @@ def perform(
     return 0
 
 
-def _end_from_outside(record: RunRecord, error: BaseException) -> None:
-    """Have the record say that the run was ended while this host waited for another."""
-    record.finish("interrupted" if is_interrupt(error) else "failed", error=error)
-
-
-class Ending:
-    """Closes a record with the status that fits how the context is left, and with the peaks of the run."""
-
-    def __init__(self, record: RunRecord, monitor: MemoryMonitor | None = None) -> None:
-        self.runner: Runner | None = None
-        self._record, self._monitor = record, monitor
-
-    def __enter__(self) -> Ending:
-        return self
-
-    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
-        with self._record.written_once():
-            self._close(error)
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._monitor is not None:
-            host, resident = self._monitor.peak_host_bytes, self._monitor.peak_host_rss_bytes
-            self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
-            self._record.note_series("cpu", self._monitor.series)
+def _close(
+    record: RunRecord, monitor: MemoryMonitor, *, error: BaseException | None = None, stage: str | None = None
+) -> None:
+    """Close ``record`` with the peaks of the run and with how it ended: the ``error``, the stage that it came from."""
+    with record.written_once():
+        host, resident = monitor.peak_host_bytes, monitor.peak_host_rss_bytes
+        record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
+        record.note_series("cpu", monitor.series)
         if "torch" in sys.modules:  # what is served from the cache imports none of what it was made with
-            self._record.note(packages=imported_packages())
+            record.note(packages=imported_packages())
             if (settings := allocator_settings()) is not None:
-                self._record.note(allocator=settings)
+                record.note(allocator=settings)
         if error is None:
+            record.finish("completed")
             _log.info("completed")
-            self._record.finish("completed")
-            return
-        stage = self.runner.at_work if self.runner else None
-        status: Literal["interrupted", "failed"] = "interrupted" if is_interrupt(error) else "failed"
-        _log.info("%s in %s: %s", status, stage or "the config", error)
-        self._record.finish(status, error=error, stage=stage)
+        else:
+            record.fail(error, stage=stage)
+            _log.info("%s in %s: %s", record.data["status"], stage or "the config", error)
 
 
 def cap_bytes(record: RunRecord) -> int | None:
@@ -136,7 +114,7 @@ class _Watch(Observer):
     ) -> None:
         self._record, self._screen, self._group = record, screen, group
         self.sees_text = screen.is_live
-        self._expected = Earlier.of(expected.run) if expected else None
+        self._expected = expected.run if expected else None
 
     def keyed(self, stage: str, sources: SourceFiles) -> None:
         """Say that the stage is looked at; refuse a checkpoint, or an adapter, that isn't the recorded one."""
@@ -166,12 +144,14 @@ class _Watch(Observer):
         """Put the text on the screen."""
         self._screen.show_text(stage, text, reports)
 
-    def ended(self) -> None:
-        """Say so where there was nothing to cap."""
+    def ended(self, hosts: Peers | None) -> None:
+        """Say so where there was nothing to cap, and what each of the ``hosts`` came to."""
         if self._group is not None:
             last = self._record.run.stages[-1:]
             why = "served from the cache" if last and last[0].cached else "no stage came after the plan"
             self._record.note_enforcement(bytes_allowed=None, how=f"nothing was loaded: {why}")
+        if hosts is not None:
+            self._record.note(hosts=hosts.exchange(host_summary(self._record)))
 
 
 def main() -> None:

@@ -168,7 +168,8 @@ def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | N
         _log.warning("the run completed, and its process was %s as it ended", error)
         return 0
     if unfinished:
-        record.finish("failed", error=error, stage=_stage_at_work(record))
+        begun = (name for name in record.config.get("stages", ()) if record.run.stage(name) is None)
+        record.finish("failed", error=error, stage=next(begun, None))
     raise error
 
 
@@ -182,8 +183,3 @@ def _reason(record: RunRecord, number: int, group: MemoryGroup | None) -> str:
     if number == signal.SIGKILL:
         return f"killed by {name}: by hand, or by the system when memory ran out (see dmesg); lower max_memory.cpu"
     return f"killed by {name}; see run.log beside the record"
-
-
-def _stage_at_work(record: RunRecord) -> str | None:
-    """Return the first stage of the run that the record has no entry for."""
-    return next((name for name in record.config.get("stages", ()) if record.run.stage(name) is None), None)

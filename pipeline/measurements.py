@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from offstage.pipeline.installed_stages import metric_table
-from offstage.pipeline.metrics import KIND_TITLES, Metric, MetricTable
+from offstage.pipeline.metrics import KIND_TITLES, Metric
 from offstage.pipeline.report.quantities import linked_devices, scale_for, tell
-from offstage.pipeline.run_schema import Metrics, Run, RunMemory
+from offstage.pipeline.run_schema import Run
 from offstage.pipeline.terminal import plain_table
 
 _DISK = "disk"
@@ -39,8 +39,18 @@ def measurements(run: Run) -> Iterator[Table]:
     how = run.provenance.describe() + " (accelerators simulated)" * bool(metrics.get("simulated_accelerators"))
     expected = [KIND_TITLES[kind] for kind in ("predicted", "lower_bound")]
     yield from _table(["", how, "least to largest", *expected], rows)
-    yield from _table(["device", "peak", "predicted"], list(_devices(run.memory)))
-    yield from _table(["streamed to", *(metric.heading for metric in table.links())], list(_links(metrics, table)))
+    peaks = (run.memory.measured, run.memory.predicted)
+    devices = [
+        [device, *("" if one.get(device) is None else tell(one[device], "bytes") for one in peaks)]
+        for device in dict.fromkeys((*run.memory.predicted, *run.memory.measured))
+        if device != _DISK
+    ]
+    yield from _table(["device", "peak", "predicted"], devices)
+    links = [
+        [device, *(_cell(metric, metrics.get(metric.on(device))) for metric in table.links())]
+        for device in linked_devices(table, metrics)
+    ]
+    yield from _table(["streamed to", *(metric.heading for metric in table.links())], links)
 
 
 def remarks(run: Run) -> Iterator[str]:
@@ -69,21 +79,6 @@ def _range(run: Run, metric: Metric) -> str:
         return ""
     scale = scale_for(values, metric.unit)
     return f"{scale.number(min(values))} to {scale.text(max(values))}"
-
-
-def _devices(memory: RunMemory) -> Iterator[list[str]]:
-    """Yield a row for each device that computes or holds weights in memory."""
-    measured, predicted = memory.measured, memory.predicted
-    for device in dict.fromkeys((*predicted, *measured)):
-        if device != _DISK:
-            peak, expected = measured.get(device), predicted.get(device)
-            yield [device, *("" if amount is None else tell(amount, "bytes") for amount in (peak, expected))]
-
-
-def _links(metrics: Metrics, table: MetricTable) -> Iterator[list[str]]:
-    """Yield a row for each device that weights are streamed to, where there are several."""
-    for device in linked_devices(table, metrics):
-        yield [device, *(_cell(metric, metrics.get(metric.on(device))) for metric in table.links())]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[Table]:

@@ -69,19 +69,16 @@ def make_group(root: Path = Path("/")) -> MemoryGroup:
     reasons = []
     for version, parent in _parents(root):
         try:
-            return _make(parent, version)
+            controllers = parent / "cgroup.subtree_control"
+            if version == 2 and "memory" not in controllers.read_text().split():
+                controllers.write_text("+memory")
+            folder = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            folder.mkdir()
+            return MemoryGroup(folder, version)
         except OSError as error:
             reasons.append(f"{parent}: {error.strerror}")
     why = "; ".join(reasons) or "no memory controller is mounted here"
     raise CapError(f"no memory group can be made ({why})")
-
-
-def _make(parent: Path, version: Version) -> MemoryGroup:
-    if version == 2 and "memory" not in parent.joinpath("cgroup.subtree_control").read_text().split():
-        parent.joinpath("cgroup.subtree_control").write_text("+memory")
-    folder = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    return MemoryGroup(folder, version)
 
 
 def _parents(root: Path) -> Iterator[tuple[Version, Path]]:
@@ -89,7 +86,7 @@ def _parents(root: Path) -> Iterator[tuple[Version, Path]]:
 
     There a group that holds processes passes no controller on to groups below it, unless it is the root.
     """
-    for group in memory_groups(root):
+    for group in mounted_groups("memory", root):
         folder = group.folder
         if folder is None or not folder.is_dir():
             continue
@@ -153,13 +150,11 @@ class MountedGroup:
         return (self.mount.joinpath(*parts[:count]) for count in range(len(parts) + 1))
 
 
-def memory_groups(root: Path = Path("/")) -> Iterator[MountedGroup]:
-    """Yield this process's memory groups in the order of ``proc/self/cgroup``; ``root`` is where ``proc`` lies."""
-    return mounted_groups("memory", root)
-
-
 def mounted_groups(controller: str, root: Path = Path("/")) -> Iterator[MountedGroup]:
-    """Yield the groups of ``controller`` that this process is in, in the order of ``proc/self/cgroup``."""
+    """Yield the groups of ``controller`` that this process is in, in the order of ``proc/self/cgroup``.
+
+    ``root`` is where ``proc`` lies.
+    """
     for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -182,7 +177,7 @@ def _mounts(root: Path, controller: str, version: Version) -> Iterator[tuple[str
 
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, MountedGroup, Path]]:
     """Yield the limit in bytes of every limited memory group around this process, with the group and its folder."""
-    for group in memory_groups(root):
+    for group in mounted_groups("memory", root):
         for folder in group.folders:
             (text,) = read_lines(folder / group.interface.limit) or ["max"]
             if text.isdigit() and int(text) < _UNLIMITED:

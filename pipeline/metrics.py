@@ -7,6 +7,7 @@ the packages of those stages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -88,8 +89,11 @@ class MetricTable:
     @classmethod
     def read(cls, stored: object) -> MetricTable:
         """Return the table that a record has as ``stored``; what can't be read of it, or is newer, isn't in it."""
-        entries = stored.items() if isinstance(stored, Mapping) else ()
-        return cls({metric.name: metric for metric in filter(None, (_read(*entry) for entry in entries))})
+        metrics: dict[str, Metric] = {}
+        for name, entry in stored.items() if isinstance(stored, Mapping) else ():
+            with suppress(ValueError):
+                metrics |= {name: decode(Metric, {**entry, "name": name})} if isinstance(entry, Mapping) else {}
+        return cls(metrics)
 
     def stored(self) -> dict[str, dict[str, Any]]:
         """Return it as a record has it: what it says of each metric, as far as that isn't the default."""
@@ -143,13 +147,6 @@ class MetricTable:
         for metric in sorted((one for one in titled if one.of), key=lambda one: one.kind == "lower_bound"):
             rows.setdefault(metric.of, []).append(metric)
         return map(tuple, rows.values())
-
-
-def _read(name: object, stored: object) -> Metric | None:
-    try:
-        return decode(Metric, {**stored, "name": name}) if isinstance(stored, Mapping) else None
-    except ValueError:
-        return None
 
 
 RUN_METRICS = (Metric("peak_host_bytes", "bytes"), Metric("peak_host_rss_bytes", "bytes"))

@@ -16,8 +16,13 @@ from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.installed_stages import installed_metrics, metric_table
 from offstage.pipeline.metrics import Unit
 from offstage.pipeline.replay import MEMORY
+from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.run_schema import Run
 from offstage.pipeline.typed_config import read
+
+SEARCH_RESULTS = "optimization_results.yaml"
+"""The file in a sweep's folder that says what its search came to, by the name that hydra-optuna-sweeper gives it. It
+holds JSON, which is YAML too."""
 
 
 class UnmeasuredError(ConfigError):
@@ -65,6 +70,14 @@ class Objective:
     def is_within(self) -> bool:
         """Whether every limit is kept."""
         return all(limit.excess <= 0 for limit in self.limits)
+
+    def describe(self) -> str:
+        """Return it in words, with its limits."""
+        words = [f"{self.name} {tell(self.value, self.unit)}"]
+        for limit in self.limits:
+            side, amount = "at most" if limit.is_most else "at least", tell(limit.limit, limit.unit)
+            words.append(f"{limit.name} {tell(limit.value, limit.unit)} ({side} {amount})")
+        return ", ".join(words)
 
 
 def read_objective(config: Mapping[str, Any]) -> ObjectiveConfig:

@@ -24,7 +24,7 @@ from offstage.pipeline.peers import own_rank
 from offstage.pipeline.plain_data import as_json, printable_data
 from offstage.pipeline.regular_files import parse_json, read_regular
 from offstage.pipeline.run_schema import SCHEMA_VERSION, Enforcement, HostRun, Run, RunError, StageRun, Status
-from offstage.pipeline.signatures import is_own_config, sign_config
+from offstage.pipeline.signatures import is_signed, places_in, sign
 from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
 RECORD, HOSTS = "run.json", ".hosts"
@@ -112,7 +112,7 @@ class RunRecord:
             started=_now(),
             overrides=tuple(overrides),
             config=config,
-            signature=sign_config(config, places),
+            signature=sign(RECORD, places_in(config, places)),
             environment=environment,
             places=places,
             stages=(),
@@ -165,14 +165,15 @@ class RunRecord:
 
     @config.setter
     def config(self, resolved: Config) -> None:
-        signature = sign_config(resolved, self._content.get("places"))
+        signature = sign(RECORD, places_in(resolved, self._content.get("places")))
         self._content |= {"config": resolved, "signature": signature}
         self._write()
 
     @property
     def is_own(self) -> bool:
         """Whether a command of this user wrote the config, and it names the same places as then."""
-        return is_own_config(self.config, self._content.get("signature"), self._content.get("places"))
+        named = places_in(self.config, self._content.get("places"))
+        return is_signed(RECORD, named, self._content.get("signature"))
 
     @contextmanager
     def written_once(self) -> Iterator[None]:
@@ -272,6 +273,10 @@ class RunRecord:
             self._content["error"] = encode(RunError(stage, type(error).__name__, str(error)))
         self._write()
 
+    def fail(self, error: BaseException, *, stage: str | None = None) -> None:
+        """Write that the run was ended by ``error``, which came from ``stage``: interrupted, or failed."""
+        self.finish("interrupted" if is_interrupt(error) else "failed", error=error, stage=stage)
+
     def require(self) -> None:
         """Raise a ``StorageError`` where the record has been removed since it was begun."""
         if not self._path.exists():
@@ -342,7 +347,7 @@ def never_left_running(record: RunRecord) -> Iterator[None]:
         written = RunRecord.load(record.path)
         unfinished = written.run.status == "running"
         if unfinished or (written.run.status == "completed" and isinstance(error, StorageError)):
-            written.finish("interrupted" if is_interrupt(error) else "failed", error=error)
+            written.fail(error)
         raise
 
 

@@ -47,7 +47,11 @@ def open_regular(path: Path) -> int:
         NotRegularError: something else lies there; it isn't opened.
         OSError: nothing does, or it can't be opened.
     """
-    _require_regular(path, _status(path))
+    try:
+        status = path.stat()
+    except ValueError as error:  # a text that no path can be: half of a character, a zero byte
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    _require_regular(path, status)
     # Without O_NONBLOCK, a FIFO put in the file's place after the check would block here for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -56,13 +60,6 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _status(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except ValueError as error:  # a text that no path can be: half of a character, a zero byte
-        raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:

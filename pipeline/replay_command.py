@@ -7,6 +7,7 @@ The config is the record's own, whole; what is default today has no part in it.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ from offstage.pipeline.replay_config import config_here, given_places, load_fore
 from offstage.pipeline.report.quantities import tell
 from offstage.pipeline.stage import MEASURED
 from offstage.pipeline.terminal import shorten
-from offstage.pipeline.trust import REMOTE_CODE, TrustRequest, named_by_config, outputs_for, refuse_requests
+from offstage.pipeline.trust import REMOTE_CODE, TrustRequest, named_by_config, outputs_for
 
 NAME = "offstage-replay"
 DIFFERENT = 1
@@ -114,12 +115,22 @@ def replay(given: argparse.Namespace) -> int:
 
 
 def refuse_untrusted(then: RunRecord, config: Mapping[str, Any], folder: Path, words: Sequence[str]) -> None:
-    """Raise a ``ReplayError`` that names what a replay by ``config`` in ``folder`` needs the user's ``words`` for."""
+    """Raise a ``ReplayError`` that names what a replay by ``config`` in ``folder`` needs the user's ``words`` for.
+
+    A record of their own may name any place.
+    """
     path, outputs = then.path.absolute(), Path(config["outputs"])
     asked = list(named_by_config(config, [path.parent, outputs]))
     if path.is_relative_to(outputs) and not lies_in(folder, [outputs]):  # sent with a link in it
         asked.append(TrustRequest(str(folder.parent), "outputs", is_code=False))
-    refuse_requests(asked, words, own=then.is_own, about=then.path)
+    untrusted = {each.word: each.key for each in asked if each.word not in words and (each.is_code or not then.is_own)}
+    if untrusted:
+        named = ", ".join(f"{key} ({word!r})" for word, key in untrusted.items())
+        flags = " ".join(shlex.quote(f"--trust={word}") for word in dict.fromkeys([*words, *untrusted]))
+        raise ReplayError(
+            f"{then.path}: it names code to run, or places outside its folder that only its author chose: "
+            f"{named}; where you trust them, give {flags}"
+        )
 
 
 def _bring_measurements(source: Path, target: Path) -> None:

@@ -67,10 +67,9 @@ def config_here(then: RunRecord, outputs: Path, given: Mapping[str, str]) -> dic
     Raises ``ReplayError`` where a place is neither here nor given: it names the key, and the option that gives it.
     """
     own = {"outputs": str(outputs), "offload_folder": None, "tracker": {"kind": None}}
-    places = _Places(then)
     config = with_paths(
         {**then.config, **own},
-        lambda key, path: path if key in _WRITTEN else given[key] if key in given else places.here(key, path),
+        lambda key, path: path if key in _WRITTEN else given[key] if key in given else _here(then, key, path),
     )
     if _MODEL_PATH in given and Path(given[_MODEL_PATH]).exists():
         config["model"]["revision"] = None  # that of the Hub's, which a folder hasn't
@@ -105,36 +104,31 @@ def given_places(model_path: str | None, settings: Sequence[str]) -> dict[str, s
     return {key: locate[key](value) for key, value in values.items()}
 
 
-class _Places:
-    """Where what a record names may lie on this machine."""
+def _here(then: RunRecord, key: str, path: str) -> str:
+    """Return where the ``path`` of ``key``, which ``then`` names, lies here; as it is where nothing better is known."""
+    if not Path(path).is_absolute():  # a Hub id
+        return path
+    return str(next((place for place in _candidates(then, key, Path(path)) if place.exists()), path))
 
-    def __init__(self, then: RunRecord) -> None:
-        noted = then.run.places or {}
-        self._then = {name: path for name, text in noted.items() if (path := Path(text)).is_absolute()}
-        self._run = then.path.absolute().parent
 
-    def here(self, key: str, path: str) -> str:
-        """Return where the ``path`` of ``key`` lies here; as it is where nothing better is known."""
-        if not Path(path).is_absolute():  # a Hub id
-            return path
-        return str(next((place for place in self._candidates(key, Path(path)) if place.exists()), path))
-
-    def _candidates(self, key: str, path: Path) -> Iterator[Path]:
-        yield self._run / INPUTS / key / path.name
-        run, folder, conf = (self._then.get(name) for name in ("run", "folder", "conf"))
-        if run is not None and path.is_relative_to(run):
-            yield self._run / path.relative_to(run)
-        yield path
-        if conf is not None and path.is_relative_to(conf):  # what is shipped with offstage
-            yield Path(str(resources.files("offstage.conf"))) / path.relative_to(conf)
-        if folder is None or not path.is_relative_to(folder):
-            return
-        below = path.relative_to(folder)
-        if run is not None and run.is_relative_to(folder):
-            inside = run.relative_to(folder).parts
-            if self._run.parts[-len(inside) :] == inside:  # the project was moved, or sent, as a whole
-                yield Path(*self._run.parts[: -len(inside)]) / below
-        yield Path.cwd() / below
+def _candidates(then: RunRecord, key: str, path: Path) -> Iterator[Path]:
+    noted = {name: place for name, text in (then.run.places or {}).items() if (place := Path(text)).is_absolute()}
+    run, folder, conf = (noted.get(name) for name in ("run", "folder", "conf"))
+    own = then.path.absolute().parent
+    yield own / INPUTS / key / path.name
+    if run is not None and path.is_relative_to(run):
+        yield own / path.relative_to(run)
+    yield path
+    if conf is not None and path.is_relative_to(conf):  # what is shipped with offstage
+        yield Path(str(resources.files("offstage.conf"))) / path.relative_to(conf)
+    if folder is None or not path.is_relative_to(folder):
+        return
+    below = path.relative_to(folder)
+    if run is not None and run.is_relative_to(folder):
+        inside = run.relative_to(folder).parts
+        if own.parts[-len(inside) :] == inside:  # the project was moved, or sent, as a whole
+            yield Path(*own.parts[: -len(inside)]) / below
+    yield Path.cwd() / below
 
 
 def _missing(config: Mapping[str, Any]) -> Iterator[str]:

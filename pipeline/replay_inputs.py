@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,6 @@ Entries = Mapping[str, Mapping[str, Sequence[Any]]]
 """File → tensor → dtype, shape and digest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What the record of an earlier run says of its files.
-
-    ``inputs`` is its section of that name; ``tensors`` what was seen of each tensor, empty where that isn't to be had.
-    """
-
-    inputs: Mapping[str, Any]
-    tensors: Entries
-
-    @classmethod
-    def of(cls, run: Run) -> Earlier:
-        """Return what the record of ``run`` says, and the file beside it."""
-        inputs = run.inputs or RunInputs()
-        return cls({**inputs.whole, **encode(inputs)}, _read_tensors(run.folder / TENSORS))
-
-
 def _read_tensors(path: Path) -> Entries:
     """Return what ``path`` holds of each tensor; nothing where it isn't there, or not as a run writes it."""
     kind: Any = Mapping[str, Mapping[str, tuple[Any, Any, Any]]]
@@ -55,32 +37,30 @@ def _read_tensors(path: Path) -> Entries:
     return entries
 
 
-def hold(now: SourceFiles, then: Earlier, config: Mapping[str, Any]) -> list[str]:
-    """Hold the files ``now`` of a stage against those of ``then``; return what to say of them.
+def hold(now: SourceFiles, then: Run, config: Mapping[str, Any]) -> list[str]:
+    """Hold the files ``now`` of a stage against those of the run ``then``; return what to say of them.
 
     A ``CheckpointError`` names what isn't the same; ``config`` says where the files are.
     """
-    model, adapter = config.get("model") or {}, then.inputs.get("adapter")
+    noted = then.inputs or RunInputs()
+    earlier = {**noted.whole, **encode(noted)}
+    model, adapter = config.get("model") or {}, earlier.get("adapter")
     if "adapter" in now.inputs and isinstance(adapter, Mapping):
-        _refuse(model.get("adapter"), _changed_files(adapter, now.inputs["adapter"]))
+        other = [name for name, digest in now.inputs["adapter"].items() if name in adapter and adapter[name] != digest]
+        _refuse(model.get("adapter"), [f"{name} has other bytes than in that run" for name in other])
     if "weights" not in now.inputs:
         return []
-    if not then.inputs.get("weights"):
+    if not earlier.get("weights"):
         return [_LACKS_DIGESTS]
-    return _hold_weights(model.get("path"), then.inputs["weights"], now.inputs["weights"], then.tensors, now.tensors)
-
-
-def _changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which of the files ``now``, each with its hash, isn't as it was."""
-    for name, digest in now.items():
-        if name in then and then[name] != digest:
-            yield f"{name} has other bytes than in that run"
+    tensors = _read_tensors(then.folder / TENSORS)
+    return _hold_weights(model.get("path"), earlier["weights"], now.inputs["weights"], tensors, now.tensors)
 
 
 def _hold_weights(
     path: object, then: Mapping[str, Any], now: Mapping[str, Any], tensors_then: Entries, tensors_now: Entries
 ) -> list[str]:
-    _refuse(path, _other_config(then, now))
+    if then.get("config") != now["config"]:
+        _refuse(path, ["config.json has other bytes than in that run"])
     before, files = {file["name"]: file for file in then["files"]}, {file["name"]: file for file in now["files"]}
     if any(file["sampled"] is None for file in (*before.values(), *files.values())):
         _refuse(path, _other_files(before, files, ("size",)))
@@ -95,10 +75,6 @@ def _hold_weights(
         why = "; all its samples are the same" if named == [] else ""
         _refuse(path, [f"{other}{why}" for other in others])
     return [_SHARDED_ANEW]
-
-
-def _other_config(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return ["config.json has other bytes than in that run"] if then.get("config") != now["config"] else []
 
 
 def _other_files(then: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[str]) -> Iterator[str]:

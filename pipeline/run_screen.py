@@ -38,13 +38,11 @@ class RunScreen:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end_line()
-        announce("")
 
     def show_text(self, stage: str, text: str, reports: Mapping[str, Report]) -> None:
         """Add ``text`` to what ``stage`` shows while it is at work; ``reports`` are those of the stages before it."""
         if stage not in self._texts:
             self._end_line()
-            announce("")
             self._show_stages(reports)
             self._texts.add(stage)
             text = f"\n{text}"
@@ -53,7 +51,6 @@ class RunScreen:
     def finish(self, reports: Mapping[str, Report], closing: str) -> None:
         """Print what isn't shown yet of the stages, then what was measured, and the line ``closing``."""
         self._end_line()
-        announce("")
         self._show_stages(reports)
         for table in measurements(self._record.run):
             self._screen.print()
@@ -91,8 +88,10 @@ class RunScreen:
         return table
 
     def _end_line(self) -> None:
+        """End the text's line, and the one that says which work is under way."""
         if self._line_begun:
             self._write("\n")
+        announce("")
 
     def _write(self, text: str) -> None:
         if not text:

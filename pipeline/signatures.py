@@ -20,7 +20,6 @@ from typing import Any
 from offstage.pipeline.atomic_files import TEMPORARY
 from offstage.pipeline.plain_data import walk
 
-_RUN = "run.json"
 _PLACE = re.compile(r"[/\\.~]")
 _QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
 _KEY_BYTES = 32
@@ -52,21 +51,8 @@ def is_signed(kind: str, content: Any, signature: object) -> bool:
     return hmac.compare_digest(signature, _digest(key, kind, content))
 
 
-def sign_config(config: Mapping[str, Any], noted: object) -> str | None:
-    """Return the signature of a run's ``config``, with the places ``noted`` beside it; null where there is no key."""
-    return sign(_RUN, _places(config, noted))
-
-
-def is_own_config(config: Mapping[str, Any], signature: object, noted: object) -> bool:
-    """Return whether ``signature``, of a record, says that a command of this user chose the places in ``config``.
-
-    ``noted`` is the record's section ``places``, null where it has none.
-    """
-    return is_signed(_RUN, _places(config, noted), signature)
-
-
-def _places(config: Mapping[str, Any], noted: object) -> list[tuple[str, str]]:
-    """Return each text in ``config`` that may be a path or an address, and where it stands: what a signature is of.
+def places_in(config: Mapping[str, Any], noted: object) -> list[tuple[str, str]]:
+    """Return each text in a run's ``config`` that may be a path or an address, and where it stands: what is signed.
 
     So are the places ``noted`` beside it, by which the others are found after a move. Whoever changes a number in a
     record of their own is no stranger for that.

@@ -24,10 +24,6 @@ Charge = Callable[[str], AbstractContextManager[Any]]
 """Makes a context for the work of a stage, to which what happens inside is charged."""
 
 
-def _held_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
-
-
 class StageChain:
     """The ``stages`` in order, under one ``config`` and with one ``cache``.
 
@@ -42,7 +38,7 @@ class StageChain:
         *,
         cache: Path,
         charge: Charge = nullcontext,
-        host_peak: Callable[[], int] = _held_bytes,
+        host_peak: Callable[[], int] = lambda: int(psutil.Process().memory_info().rss),
         show_text: Callable[[str], object] | None = None,
     ) -> None:
         self.stages = {stage.name: stage for stage in stages}

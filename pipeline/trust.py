@@ -8,14 +8,12 @@ asked for.
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from offstage.pipeline.config import named_paths
-from offstage.pipeline.errors import ReplayError
 from offstage.pipeline.installed_stages import installed_stages, is_own_stage
 from offstage.pipeline.plain_data import walk
 from offstage.pipeline.regular_files import lies_in
@@ -36,21 +34,6 @@ class TrustRequest:
     word: str
     key: str
     is_code: bool = True
-
-
-def refuse_requests(asked: Iterable[TrustRequest], words: Sequence[str], *, own: bool, about: Path) -> None:
-    """Raise a ``ReplayError`` that tells what of ``asked`` none of the user's ``words`` trusts, and how to trust it.
-
-    A record of their ``own``, which ``about`` is the file of, may name any place.
-    """
-    untrusted = {each.word: each.key for each in asked if each.word not in words and (each.is_code or not own)}
-    if untrusted:
-        named = ", ".join(f"{key} ({word!r})" for word, key in untrusted.items())
-        flags = " ".join(shlex.quote(f"--trust={word}") for word in dict.fromkeys([*words, *untrusted]))
-        raise ReplayError(
-            f"{about}: it names code to run, or places outside its folder that only its author chose: "
-            f"{named}; where you trust them, give {flags}"
-        )
 
 
 def outputs_for(record: Path) -> Path:

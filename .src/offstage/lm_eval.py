@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
-from offstage.pipeline.command_exit import guarded
+from offstage.pipeline.command_exit import last_resort
 from offstage.pipeline.errors import ConfigError
 
 try:
@@ -243,7 +243,7 @@ def main() -> None:
         cli_evaluate()
         return 0
 
-    sys.exit(guarded(evaluate))
+    sys.exit(last_resort(evaluate))
 
 
 if __name__ == "__main__":

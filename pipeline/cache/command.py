@@ -138,10 +138,10 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
         _say(f"would remove {_amount(chosen)}")
         return 0
     locked = [entry for entry in chosen if not os.access(entry.folder.parent, os.W_OK)]
-    pruned = housekeeping.prune([entry for entry in chosen if entry not in locked])
-    _say(f"removed {_amount(pruned.taken)}")
-    if pruned.in_use:
-        _say(f"kept {_amount(pruned.in_use)} that running jobs use")
+    taken = housekeeping.prune([entry for entry in chosen if entry not in locked])
+    _say(f"removed {_amount(taken)}")
+    if in_use := [entry for entry in chosen if entry not in locked and entry not in taken]:
+        _say(f"kept {_amount(in_use)} that running jobs use")
     if locked:
         raise StorageError(
             f"{root}: {_amount(locked)} can't be removed: this cache may not be written to; change its permissions"
@@ -150,7 +150,8 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
 
 
 def _verify(root: Path, _given: argparse.Namespace) -> int:
-    began, entries, users = time.perf_counter(), housekeeping.entries(root), _of_the_user(root)
+    began, entries = time.perf_counter(), housekeeping.entries(root)
+    users = [entry for each in _roots(root)[1:] for entry in housekeeping.entries(each)]
     damaged = [(entry, damage) for entry in [*entries, *users] if (damage := housekeeping.find_damage(entry))]
     for entry, damage in damaged:
         aside = housekeeping.set_aside(entry)
@@ -182,10 +183,6 @@ def _roots(root: Path) -> list[Path]:
         if user_cache().resolve() != root.resolve():
             return [root, user_cache()]
     return [root]
-
-
-def _of_the_user(root: Path) -> list[CacheEntry]:
-    return [entry for each in _roots(root)[1:] for entry in housekeeping.entries(each)]
 
 
 def _amount(entries: Sequence[CacheEntry]) -> str:

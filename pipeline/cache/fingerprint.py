@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
-from typing import NoReturn
+from typing import NoReturn, cast
 
 _DEEPEST = 100
 _LONGEST_TEXT = 200
@@ -91,9 +91,10 @@ def _container(value: object, place: _Place) -> bytes:
         member = value.value if value.name is None else value.name
         return _pack("enum", _name_of(kind), _encode(member, place.inside(value, ".name")))
     if type(value) is list or type(value) is tuple:
-        return _pack(kind.__name__, *_items(value, place))
+        items = enumerate(cast(Iterable[object], value))
+        return _pack(kind.__name__, *(_encode(item, place.inside(value, f"[{index}]")) for index, item in items))
     if type(value) is set or type(value) is frozenset:
-        return _pack("set", *_members(value, place))
+        return _pack("set", *sorted(_encode(one, place.inside(value, f"{{{one!r}}}")) for one in value))
     if "__dataclass_fields__" in vars(kind):
         return _pack("dataclass", _name_of(kind), *_fields(value, place))
     if isinstance(value, Mapping):
@@ -103,14 +104,6 @@ def _container(value: object, place: _Place) -> bytes:
         f"is a {name}, which has no fingerprint; give plain data instead "
         "(None, bool, int, float, str, bytes, list, tuple, dict, set, Enum member, path, dataclass)"
     )
-
-
-def _items(value: Iterable[object], place: _Place) -> Iterable[bytes]:
-    return (_encode(item, place.inside(value, f"[{index}]")) for index, item in enumerate(value))
-
-
-def _members(value: Iterable[object], place: _Place) -> Iterable[bytes]:
-    return sorted(_encode(member, place.inside(value, f"{{{member!r}}}")) for member in value)
 
 
 def _entries(value: Mapping[object, object], place: _Place) -> Iterable[bytes]:

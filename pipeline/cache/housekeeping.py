@@ -51,14 +51,6 @@ class CacheEntry:
         return self.folder.parents[1] / SHARED if self.stage == OFFLOAD else lease_path(self.folder)
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What a prune took, and what it would have taken had no run been using it."""
-
-    taken: tuple[CacheEntry, ...]
-    in_use: tuple[CacheEntry, ...]
-
-
 def entries(root: Path) -> list[CacheEntry]:
     """Return all that lies in the cache ``root``, least recently used first."""
     folders = [path for path in root.glob("*/*") if path.is_dir() and not path.name.startswith(".")]
@@ -94,10 +86,9 @@ def choose(
     return chosen
 
 
-def prune(chosen: Sequence[CacheEntry]) -> Pruned:
-    """Remove the entries that no run uses."""
-    taken = [entry for entry in chosen if _take(entry)]
-    return Pruned(tuple(taken), tuple(entry for entry in chosen if entry not in taken))
+def prune(chosen: Sequence[CacheEntry]) -> list[CacheEntry]:
+    """Remove the entries that no run uses, and return these."""
+    return [entry for entry in chosen if _take(entry)]
 
 
 def _take(entry: CacheEntry) -> bool:

@@ -66,7 +66,7 @@ class Store:
         self._leases.hold(lease_path(folder))
         with mendable(folder.parent):
             try:
-                return _used(_read(folder))
+                return _read(folder)
             except DamagedError:
                 # Judged again under the lock, so that what another process has mended meanwhile is left
                 # alone; and if another holds the lock, it is mending now.
@@ -112,7 +112,9 @@ class Store:
             leftovers = sorted(self._root.glob("*/.*"))
         for path in leftovers:
             with suppress(OSError):
-                if _is_leftover(path) and _newest(path) <= unused_since:
+                if not path.name.startswith((BUILDING, DAMAGED)) and not path.name.endswith(LOCK):
+                    continue
+                if max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) <= unused_since:
                     _sweep(path)
 
     def _folder(self, stage: str, key: str) -> Path:
@@ -120,14 +122,6 @@ class Store:
             if not part or part.startswith(".") or "/" in part or os.sep in part:
                 raise ValueError(f"{part!r} can't name a folder of the cache")
         return self._root / stage / key
-
-
-def _is_leftover(path: Path) -> bool:
-    return path.name.startswith((BUILDING, DAMAGED)) or path.name.endswith(LOCK)
-
-
-def _newest(path: Path) -> float:
-    return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
 
 
 def _sweep(path: Path) -> None:
@@ -147,15 +141,10 @@ def _read(folder: Path) -> Artifact | None:
     except FileNotFoundError:
         return None
     stage, key = folder.parent.name, folder.name
-    return Artifact(stage=stage, key=key, folder=folder, files=verify(folder, stage=stage, key=key))
-
-
-def _used(artifact: Artifact | None) -> Artifact | None:
-    """Note on the folder that its artifact is used now: the pruner goes by that time."""
-    if artifact is not None:
-        with suppress(OSError):
-            os.utime(artifact.folder)
-    return artifact
+    files = verify(folder, stage=stage, key=key)
+    with suppress(OSError):
+        os.utime(folder)  # the pruner goes by when it was last used
+    return Artifact(stage=stage, key=key, folder=folder, files=files)
 
 
 def _settle(folder: Path) -> Artifact | None:
@@ -190,12 +179,14 @@ def _build(
             files = _sealed(building, folder)
             whole = files is not None
             if files is None:
-                _remove_strays(building, resumes)
+                _clear(building, lambda path: path.name in resumes and _is_as_resumed(path))
         if files is None:
             result = _write(building, write)
         with mendable(folder.parent):
-            files = files or _seal(building, folder, resumes, model)
-            _remove_unlisted(building, files)
+            own = [name for name in resumes if name.startswith(".")]
+            files = files or seal(building, stage=folder.parent.name, key=folder.name, model=model, without=own)
+            listed = {MANIFEST, *(PurePosixPath(name).parts[0] for name in files)}
+            _clear(building, lambda path: path.name in listed)
             artifact, published = _publish(building, folder, files), True
             return artifact, result, whole
     finally:
@@ -213,29 +204,17 @@ def _sealed(building: Path, folder: Path) -> dict[str, FileEntry] | None:
     return None
 
 
-def _seal(building: Path, folder: Path, resumes: Collection[str], model: str) -> dict[str, FileEntry]:
-    own = [name for name in resumes if name.startswith(".")]
-    return seal(building, stage=folder.parent.name, key=folder.name, model=model, without=own)
-
-
-def _remove_strays(building: Path, resumes: Collection[str]) -> None:
-    """Remove what a build that was killed left in ``building`` and isn't gone on with."""
+def _clear(building: Path, stays: Callable[[Path], bool]) -> None:
+    """Remove from ``building`` what ``stays`` says no of: what a build that was killed left, what isn't published."""
     for path in building.iterdir():
-        is_right = stat.S_ISDIR if path.name.startswith(".") else stat.S_ISREG
-        if path.name not in resumes or not is_right(path.lstat().st_mode):
-            _remove(path)
+        if not stays(path):
+            shutil.rmtree(path) if stat.S_ISDIR(path.lstat().st_mode) else path.unlink()
 
 
-def _remove_unlisted(building: Path, files: Collection[str]) -> None:
-    """Remove from ``building`` what isn't published."""
-    listed = {MANIFEST, *(PurePosixPath(name).parts[0] for name in files)}
-    for path in building.iterdir():
-        if path.name not in listed:
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if stat.S_ISDIR(path.lstat().st_mode) else path.unlink()
+def _is_as_resumed(path: Path) -> bool:
+    """Return whether ``path`` is of the kind that a build goes on with: a file, or a folder of its own."""
+    is_right = stat.S_ISDIR if path.name.startswith(".") else stat.S_ISREG
+    return is_right(path.lstat().st_mode)
 
 
 def _write(building: Path, write: Callable[[Path], T]) -> T:

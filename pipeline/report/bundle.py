@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +64,12 @@ def bundle(records: Sequence[Path], report: Mapping[str, str], target: Path) -> 
     files[LOCK] = _lock(runs).encode()
     files[README] = _readme(runs).encode()
     secrets = {secret for run in runs for secret in _secrets(run.record.data)}
-    clean = {name: _without(data, secrets) for name, data in files.items()}
+    for secret in sorted(secrets, key=len, reverse=True):
+        files = {name: data.replace(secret, b"") for name, data in files.items()}
     with mendable(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, _archive(clean))
-    return len(clean)
+        write_whole(target, _archive(files))
+    return len(files)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -212,12 +213,6 @@ def _secrets(record: Mapping[str, Any]) -> Iterator[bytes]:
         with suppress(ValueError):  # no address
             credentials, at, _ = urlsplit(word).netloc.rpartition("@")
             yield from [f"{credentials}@".encode()] if at and credentials else []
-
-
-def _without(data: bytes, secrets: Iterable[bytes]) -> bytes:
-    for secret in sorted(secrets, key=len, reverse=True):
-        data = data.replace(secret, b"")
-    return data
 
 
 def _archive(files: Mapping[str, bytes]) -> bytes:

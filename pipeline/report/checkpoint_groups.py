@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from offstage.pipeline.report.differences import Spread, answers, config_differences, flatten, spread
+from offstage.pipeline.report.differences import answers, config_differences, flatten, spread
 from offstage.pipeline.report.noise import Noise, noise
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.report.speed import Front, Series, pareto, speed_series
@@ -51,6 +51,8 @@ def group_jobs(jobs: Sequence[Job]) -> tuple[CheckpointGroup, ...]:
 
 def _group(title: str, jobs: Sequence[Job]) -> CheckpointGroup:
     differences = config_differences(jobs)
+    by_job = [entry.by_job for entry in differences]
+    values = {job.name: [each[job.name] for each in by_job if job.name in each] for job in jobs}
     return CheckpointGroup(
         title=title,
         jobs=tuple(jobs),
@@ -58,7 +60,7 @@ def _group(title: str, jobs: Sequence[Job]) -> CheckpointGroup:
         front=pareto(jobs),
         answers=answers(jobs),
         noise=noise(jobs),
-        labels=_labels(jobs, differences),
+        labels={name: "  ".join([name, *words]) for name, words in values.items()},
     )
 
 
@@ -78,25 +80,12 @@ def _titles(firsts: Sequence[Job]) -> list[str]:
     names = [model_name({"model": _node(job)}) or "no model recorded" for job in firsts]
     short = [PurePath(name).name or name for name in names]
     titles = [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
-    apart = spread({str(index): flatten(_node(job)) for index, job in enumerate(firsts)})
-    values = [{index: value for value, which in entry.values for index in which} for entry in apart if entry.differs]
-    keys = [entry.key for entry in apart if entry.differs]
-    details = [
-        ", ".join(f"{key}={value[str(index)]}" for key, value in zip(keys, values, strict=True) if key != "path")
-        for index in range(len(firsts))
-    ]
+    every = spread({str(index): flatten(_node(job)) for index, job in enumerate(firsts)})
+    apart = {entry.key: entry.by_job for entry in every if entry.differs and entry.key != "path"}
+    details = [", ".join(f"{key}={value[str(index)]}" for key, value in apart.items()) for index in range(len(firsts))]
     return [
         title if titles.count(title) == 1 else f"{title}, {more}" for title, more in zip(titles, details, strict=True)
     ]
-
-
-def _labels(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, str]:
-    words: dict[str, list[str]] = {job.name: [job.name] for job in jobs}
-    for entry in differences:
-        for value, names in entry.values:
-            for name in names:
-                words[name].append(value)
-    return {name: "  ".join(parts) for name, parts in words.items()}
 
 
 def joined_noise(groups: Sequence[CheckpointGroup]) -> Noise:

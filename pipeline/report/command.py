@@ -39,6 +39,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if sum(map(bool, (options.paths, options.compare, options.bundle))) != 1:
         raise ConfigError("give either one PATH or more, --compare A B, or --bundle RUN…; see offstage-report --help")
+    _require_libraries()
     if options.bundle:
         _bundle(options)
     elif options.compare:
@@ -69,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> None:
-    _require_libraries()
     from offstage.pipeline.report.run_folders import find
     from offstage.pipeline.report.summary import summarise
     from offstage.pipeline.report.terminal import show_summary
@@ -86,15 +86,14 @@ def _report(options: argparse.Namespace) -> None:
 def _texts(summary: Summary, options: argparse.Namespace, *, title: str) -> dict[str, str]:
     """Return the files of a report by name; the page is called ``title`` unless ``options`` say otherwise."""
     from offstage.pipeline.report.exports import as_csv, as_json, as_latex
-    from offstage.pipeline.report.page import Heading, report_page
+    from offstage.pipeline.report.page import report_page
 
-    page = report_page(summary, Heading(options.title or title, options.author, options.caption))
+    page = report_page(summary, options.title or title, author=options.author, caption=options.caption)
     texts = {"html": page, "csv": as_csv(summary), "json": as_json(summary), "tex": as_latex(summary)}
     return {f"report.{kind}": text for kind, text in texts.items()}
 
 
 def _bundle(options: argparse.Namespace) -> None:
-    _require_libraries()
     from offstage.pipeline.report.bundle import SUFFIX, bundle
     from offstage.pipeline.report.run_folders import find
     from offstage.pipeline.report.summary import summarise
@@ -112,7 +111,6 @@ def _bundle(options: argparse.Namespace) -> None:
 
 
 def _compare(one: Path, other: Path, *, output: Path | None) -> None:
-    _require_libraries()
     from offstage.pipeline.report.comparison import compare_runs
     from offstage.pipeline.report.exports import comparison_json
     from offstage.pipeline.report.run_folders import find_one

@@ -34,6 +34,11 @@ class Spread:
         """Whether there is more than one value."""
         return len(self.values) > 1
 
+    @property
+    def by_job(self) -> dict[str, str]:
+        """The value of each job."""
+        return {name: value for value, names in self.values for name in names}
+
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the leaves of ``tree`` by their dotted keys, as text; an empty mapping has none."""

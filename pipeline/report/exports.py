@@ -37,12 +37,8 @@ def as_csv(summary: Summary) -> str:
 
     A text that a spreadsheet would take for a formula begins with an apostrophe.
     """
-    settings: dict[str, dict[str, str]] = {job.name: {} for job in summary.jobs}
-    for entry in summary.differences:
-        for value, names in entry.values:
-            for name in names:
-                settings[name][f"config.{entry.key}"] = value
-    rows = [{name: defused(value) for name, value in _row(job, settings[job.name]).items()} for job in summary.jobs]
+    settings = {f"config.{entry.key}": entry.by_job for entry in summary.differences}
+    rows = [{name: defused(value) for name, value in _row(job, settings).items()} for job in summary.jobs]
     csv: str = pandas.DataFrame(rows, columns=_names(rows), dtype=object).to_csv(index=False, lineterminator="\n")
     return csv
 
@@ -57,12 +53,12 @@ def as_latex(summary: Summary) -> str:
     return latex
 
 
-def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
+def _row(job: Job, settings: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
     run = job.run
     row: dict[str, object] = {"job": job.name, "folder": run.folder, "status": run.status}
     error = run.error or RunError()
     row |= {"error_stage": error.stage or "", "error_type": error.type, "reason": run.reason}
-    row |= settings
+    row |= {key: values[job.name] for key, values in settings.items() if job.name in values}
     for section in MEMORY:
         amounts = getattr(run.memory, section)
         row |= {f"{section}_bytes.{device}": amounts[device] for device in in_tier_order(amounts)}
@@ -116,13 +112,8 @@ def _group(group: CheckpointGroup) -> dict[str, Any]:
 
 
 def _output(output: Output) -> dict[str, Any]:
-    length = output.prompt_tokens
-    return {
-        "prompt": output.title,
-        "text": output.description,
-        "token_ids": output.token_ids or (),
-        "prompt_tokens": length,
-    }
+    told = {"prompt": output.title, "text": output.description}
+    return {**told, "token_ids": output.token_ids or (), "prompt_tokens": output.prompt_tokens}
 
 
 def _job(job: Job) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 import plotly.graph_objects as go
 from markupsafe import escape
 
-from offstage.pipeline.report.quantities import Kind, shorten
+from offstage.pipeline.metrics import Unit
+from offstage.pipeline.report.quantities import shorten
 from offstage.pipeline.report.run_folders import Job
 from offstage.pipeline.run_schema import Number
 
@@ -22,7 +23,7 @@ _RATIO_OF_LOG = 30
 _LONGEST_NAME = 40
 _GAP = 0.22
 """How much of a panel is left for the words between it and the next."""
-_UNITS: Mapping[Kind, str] = {"bytes": "B", "seconds": "s"}
+_UNITS: Mapping[Unit, str] = {"bytes": "B", "seconds": "s"}
 
 
 def colour(token: str) -> str:
@@ -89,7 +90,7 @@ def on_panel(place: int) -> dict[str, str]:
     return {"xaxis": f"x{number}", "yaxis": f"y{number}"}
 
 
-def scale(title: str, kind: Kind, values: Iterable[Number], *, linear: bool = False) -> dict[str, Any]:
+def scale(title: str, kind: Unit, values: Iterable[Number], *, linear: bool = False) -> dict[str, Any]:
     """Return an axis for ``values``: from zero, or logarithmic where they span too much, which its title says then."""
     positive = [value for value in values if value > 0]
     logarithmic = bool(positive) and not linear and max(positive) / min(positive) > _RATIO_OF_LOG

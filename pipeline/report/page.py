@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -25,7 +25,7 @@ from offstage.pipeline.report.plots.speed import pareto_picture, speed_picture
 from offstage.pipeline.report.plots.times import repeat_picture, stage_picture
 from offstage.pipeline.report.quantities import MISSING, listed
 from offstage.pipeline.report.run_folders import natural
-from offstage.pipeline.report.summary import Fact, Summary, group_facts, headline
+from offstage.pipeline.report.summary import Summary, group_facts, headline
 from offstage.pipeline.report.table import Column
 from offstage.pipeline.run_schema import Number
 
@@ -43,33 +43,20 @@ _BUNDLE = files("itables").joinpath("html")
 """Where DataTables is, for a page that fetches nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """What stands on top of a report: its ``title``, and who made it and what it shows, where that is said."""
+def report_page(summary: Summary, title: str, *, author: str = "", caption: str = "") -> str:
+    """Return the report as HTML: everything is escaped but the libraries' scripts and style.
 
-    title: str
-    author: str = ""
-    caption: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSection:
-    """What the page shows of one checkpoint: the facts of its jobs, and their pictures."""
-
-    group: CheckpointGroup
-    facts: Sequence[Fact]
-    pictures: Sequence[Picture]
-
-
-def report_page(summary: Summary, heading: Heading) -> str:
-    """Return the report as HTML: everything is escaped but the libraries' scripts and style."""
+    Its ``title`` stands on top, and who made it and what it shows, where that is said.
+    """
     environment = Environment(
         loader=PackageLoader("offstage.pipeline.report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters |= {"listed": listed, "cut": _cut, "sha256": _sha256}
     return environment.get_template("report.html.jinja").render(
-        **asdict(heading),
+        title=title,
+        author=author,
+        caption=caption,
         summary=summary,
         facts=headline(summary),
         differing=told_differences(summary.conditions),
@@ -149,14 +136,14 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
     return [picture for picture in drawn if picture]
 
 
-def _sections(groups: Sequence[CheckpointGroup]) -> list[CheckpointSection]:
+def _sections(groups: Sequence[CheckpointGroup]) -> list[dict[str, Any]]:
     """Return the sections of the first checkpoints that have anything to show; ids are of one alone on the page."""
-    sections: list[CheckpointSection] = []
+    sections: list[dict[str, Any]] = []
     for group in groups:
         drawn, number = pictures(group), len(sections) + 1
         if len(sections) < MOST_SECTIONS and (drawn or group.answers):
             drawn = [replace(one, name=f"{one.name}-{number}") for one in drawn] if number > 1 else drawn
-            sections.append(CheckpointSection(group, group_facts(group), drawn))
+            sections.append({"group": group, "facts": group_facts(group), "pictures": drawn})
     return sections
 
 

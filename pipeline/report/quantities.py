@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from offstage.pipeline.metrics import A_SECOND, MetricTable, Unit
 from offstage.pipeline.run_schema import Number
 
-Kind = Unit
-"""What pictures call a unit; a ``rate`` is a number that a label says the unit of."""
 MISSING = "\N{EN DASH}"
 
 _UNITS: dict[Unit, tuple[tuple[float, str], ...]] = {
     "bytes": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")),
     "seconds": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "parameters": ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"), (1, "")),
-    "rate": ((1, ""),),
+    "rate": ((1, ""),),  # a number that a label says the unit of
     "share": ((0.01, "%"),),
     "number": ((1, ""),),
     "count": ((1, ""),),

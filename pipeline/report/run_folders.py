@@ -61,7 +61,7 @@ def find(paths: Sequence[Path], *, page_folder: Path | None = None) -> Found:
             places.setdefault(place.resolve(), fault)
     runs: list[Run] = []
     problems: list[Problem] = []
-    for place in sorted(places, key=_natural):
+    for place in sorted(places, key=lambda place: list(map(natural, place.parts))):
         try:
             if places[place]:
                 raise RecordError(place, places[place])
@@ -108,11 +108,6 @@ def _fault(folders: Sequence[str], files: Sequence[str]) -> str | None:
     if RECORD in folders:
         return "a folder, not a file"
     return "missing: the job ended before it wrote one" if _HYDRA in folders else None
-
-
-def _natural(path: Path) -> list[tuple[tuple[int, int, str], ...]]:
-    """Return a sort key that puts job 2 before job 10."""
-    return list(map(natural, path.parts))
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:

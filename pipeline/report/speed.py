@@ -88,10 +88,8 @@ def _settings(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, s
     """Return each job's name → the settings that set it apart, but for its budget."""
     words: dict[str, list[str]] = {job.name: [] for job in jobs}
     for entry in differences:
-        for value, names in entry.values if not f"{entry.key}.".startswith(_NO_SETTINGS) else ():
-            text = f"{entry.key}={value}" if value != ABSENT else f"no {entry.key}"
-            for name in names:
-                words[name].append(text)
+        for name, value in entry.by_job.items() if not f"{entry.key}.".startswith(_NO_SETTINGS) else ():
+            words[name].append(f"{entry.key}={value}" if value != ABSENT else f"no {entry.key}")
     return {name: ", ".join(parts) for name, parts in words.items()}
 
 

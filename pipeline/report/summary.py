@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.installed_stages import metric_table
+from offstage.pipeline.objective import SEARCH_RESULTS, objective_of
+from offstage.pipeline.regular_files import read_object
 from offstage.pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs, joined_noise
 from offstage.pipeline.report.differences import Spread, conditions, config_differences
 from offstage.pipeline.report.noise import SECONDS, Noise
 from offstage.pipeline.report.quantities import listed, tell
 from offstage.pipeline.report.run_folders import Found, Job, Problem
-from offstage.pipeline.report.searches import search_facts
 from offstage.pipeline.report.speed import RATE
 from offstage.pipeline.report.table import Column, job_table
 
@@ -51,12 +54,13 @@ class Summary:
 def summarise(runs: Found) -> Summary:
     """Return what there is to say about the jobs of ``runs``."""
     jobs, differences, groups = runs.jobs, config_differences(runs.jobs), group_jobs(runs.jobs)
-    within = joined_noise(groups)
+    within, several = joined_noise(groups), len(groups) > 1
+    checkpoints = {job.name: group.title for group in groups for job in group.jobs} if several else None
     return Summary(
         jobs=jobs,
         problems=runs.problems,
         statuses=tuple(Counter(job.run.status for job in jobs).most_common()),
-        table=job_table(jobs, differences, within, checkpoints=_checkpoints(groups)),
+        table=job_table(jobs, differences, within, checkpoints=checkpoints),
         failures=_failures(jobs),
         conditions=conditions(jobs),
         differences=differences,
@@ -74,11 +78,6 @@ def _failures(jobs: Sequence[Job]) -> tuple[Failure, ...]:
     return tuple(Failure(status, reason, tuple(failed)) for (status, reason), failed in members.items())
 
 
-def _checkpoints(groups: Sequence[CheckpointGroup]) -> dict[str, str] | None:
-    """Return the name of each job's checkpoint, None where all have the same."""
-    return {job.name: group.title for group in groups for job in group.jobs} if len(groups) > 1 else None
-
-
 def headline(summary: Summary) -> list[Fact]:
     """Return the few facts of all jobs: how many there are, how they ended, which were disturbed."""
     counts = ", ".join(f"{count:,} {status}" for status, count in summary.statuses)
@@ -87,6 +86,23 @@ def headline(summary: Summary) -> list[Fact]:
     if disturbed:
         facts.append(("contended", f"{len(disturbed):,}", f"{listed(disturbed)}: others used the processor meanwhile"))
     return [*facts, *search_facts(summary.jobs)]
+
+
+def search_facts(jobs: Sequence[Job]) -> Iterator[Fact]:
+    """Yield what each search among ``jobs`` came to: a name, the best number, and of which job within which limits."""
+    for folder in dict.fromkeys(job.run.folder.parent for job in jobs):
+        results = read_object(folder / SEARCH_RESULTS)
+        if not results:
+            continue
+        extent, objective = f"{results.get('jobs')} jobs of {results.get('trials')} trials", None
+        best = next((job for job in jobs if job.run.folder == folder / str(results.get("best_job"))), None)
+        with suppress(ConfigError, TypeError):
+            objective = objective_of(best.run) if best is not None else None
+        if best is None or objective is None:
+            yield ("search", "no answer", f"none of {extent} completed within the objective's limits")
+        else:
+            why = f"{best.name}, best of {extent}: {objective.describe()}"
+            yield ("search", tell(objective.value, objective.unit), why)
 
 
 def group_facts(group: CheckpointGroup) -> list[Fact]:

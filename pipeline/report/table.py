@@ -5,7 +5,7 @@ Why a job didn't complete isn't in it: that is told beside it, once for all jobs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
@@ -53,7 +53,8 @@ def job_table(
 
     ``within`` says which jobs can't be told apart; ``checkpoints`` has the name of each job's, where there are several.
     """
-    budgets, table = _budgets(jobs), _joined(metric_table(job.run) for job in jobs)
+    tables = {id(table): table for table in (metric_table(job.run) for job in jobs)}  # most are one and the same
+    budgets, table = _budgets(jobs), reduce(MetricTable.joined, tables.values(), MetricTable({}))
     shown = {f"max_memory.{column.title.removeprefix('budget ')}" for column in budgets}
     shown |= set(_OF_CHECKPOINT if checkpoints else ())
     columns = [
@@ -70,11 +71,6 @@ def job_table(
     ]
     filled = [column for column in columns if set(column.cells) - {MISSING}]
     return tuple(replace(column, cells=tuple(shorten(cell, _LONGEST) for cell in column.cells)) for column in filled)
-
-
-def _joined(tables: Iterable[MetricTable]) -> MetricTable:
-    """Return all metrics of ``tables``, most of which are one and the same."""
-    return reduce(MetricTable.joined, {id(table): table for table in tables}.values(), MetricTable({}))
 
 
 def _metrics(jobs: Sequence[Job], table: MetricTable) -> list[Column]:
@@ -118,17 +114,11 @@ def _repeats(jobs: Sequence[Job], within: Noise, table: MetricTable) -> list[Col
         _numbers(f"{title}, least", unit, [min(each, default=None) for each in times]),
         _numbers(f"{title}, largest", unit, [max(each, default=None) for each in times]),
         Column("repeats", "", tuple(told_repeats(job) or MISSING for job in jobs)),
-        *_noise(jobs, within),
     ]
+    if within.pairs:
+        cells = [listed(within.like[job.name]) or "none" if job.name in within.like else MISSING for job in jobs]
+        columns.append(Column("within the noise of", "", tuple(cells)))
     return [replace(column, detail="aside") for column in columns]
-
-
-def _noise(jobs: Sequence[Job], within: Noise) -> list[Column]:
-    """Return the column that says from which others a job can't be told apart, none where nothing was compared."""
-    if not within.pairs:
-        return []
-    cells = [listed(within.like[job.name]) or "none" if job.name in within.like else MISSING for job in jobs]
-    return [Column("within the noise of", "", tuple(cells))]
 
 
 def devices(jobs: Sequence[Job], bytes_of: Callable[[Run], Bytes]) -> list[str]:
@@ -137,34 +127,22 @@ def devices(jobs: Sequence[Job], bytes_of: Callable[[Run], Bytes]) -> list[str]:
 
 
 def _setting(jobs: Sequence[Job], entry: Spread) -> Column:
-    cells = {name: MISSING if value == ABSENT else value for value, names in entry.values for name in names}
-    return Column(entry.key, "", tuple(cells.get(job.name, MISSING) for job in jobs), sets_apart=True)
+    by_job = entry.by_job
+    values = [by_job.get(job.name, ABSENT) for job in jobs]
+    return Column(entry.key, "", tuple(MISSING if one == ABSENT else one for one in values), sets_apart=True)
 
 
 def _budgets(jobs: Sequence[Job]) -> list[Column]:
     """Return a column a device. A job that was refused has no budget in its record, so its config's word stands."""
     columns = []
     for device in devices(jobs, lambda run: run.memory.budget):
-        values = [_budget(job.run, device) for job in jobs]
-        scale = scale_for([None if value == _UNLIMITED_BYTES else value for value in values], "bytes")
-        cells = [
-            _given(job.run, device)
-            if value is None
-            else UNLIMITED
-            if value == _UNLIMITED_BYTES
-            else scale.number(value)
-            for job, value in zip(jobs, values, strict=True)
-        ]
-        columns.append(Column(f"budget {device}", scale.unit, tuple(cells), numeric=True, values=tuple(values)))
+        words = [UNLIMITED if device in job.run.memory.budget else _given(job.run, device) for job in jobs]
+        column = _numbers(f"budget {device}", "bytes", [job.run.memory.budget.get(device) for job in jobs])
+        numbers = list(zip(column.values, column.cells, words, strict=True))
+        cells = tuple(word if value is None else cell for value, cell, word in numbers)
+        values = tuple(_UNLIMITED_BYTES if (value, word) == (None, UNLIMITED) else value for value, _, word in numbers)
+        columns.append(replace(column, cells=cells, values=values))
     return columns
-
-
-def _budget(run: Run, device: str) -> Number | None:
-    """Return the bytes of weights that ``device`` may hold, ``_UNLIMITED_BYTES`` without a limit, None if unknown."""
-    if device not in run.memory.budget:
-        return None
-    budget = run.memory.budget[device]
-    return _UNLIMITED_BYTES if budget is None else budget
 
 
 def _given(run: Run, device: str) -> str:

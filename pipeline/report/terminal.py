@@ -25,7 +25,10 @@ _GAP = 2
 
 def show_summary(screen: Console, summary: Summary) -> None:
     """Print the table of jobs, then the reasons of those that failed and the files that can't be read."""
-    blocks = list(_blocks([_shortened(column) for column in summary.table], room=screen.width))
+    first = [
+        replace(one, cells=tuple(shorten(cell, _WIDEST) for cell in one.cells[:MOST_ROWS])) for one in summary.table
+    ]
+    blocks = list(_blocks(first, room=screen.width))
     for columns in blocks:
         screen.print(_table(columns), end="\n" if columns is blocks[-1] else "\n\n")
     if len(summary.jobs) > MOST_ROWS:
@@ -37,11 +40,6 @@ def show_summary(screen: Console, summary: Summary) -> None:
         screen.print(f"\n{escape(names)} {escape(failure.status)}: {escape(failure.reason)}")
     for problem in summary.problems[:MOST_ROWS]:
         screen.print(f"\n{escape(str(problem.path))}: {escape(problem.reason)}")
-
-
-def _shortened(column: Column) -> Column:
-    """Return ``column`` as far as a terminal shows it: its first cells, each in one line."""
-    return replace(column, cells=tuple(shorten(cell, _WIDEST) for cell in column.cells[:MOST_ROWS]))
 
 
 def _blocks(columns: Sequence[Column], *, room: int) -> Iterator[list[Column]]:

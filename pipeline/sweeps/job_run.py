@@ -13,11 +13,12 @@ import os
 import subprocess
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import chdir, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import env_override
+from omegaconf import OmegaConf
 
 from offstage.pipeline.atomic_files import mendable, replace_file
 from offstage.pipeline.command_exit import INTERRUPTED, last_resort, run_command
@@ -34,6 +35,7 @@ from offstage.pipeline.peers import excuse_this, own_rank
 from offstage.pipeline.process_setup import own_command
 from offstage.pipeline.record import HOSTS, RunRecord
 from offstage.pipeline.stage import Config
+from offstage.pipeline.sweeps.record import SweepJob
 
 SCREEN = "screen.log"
 """What a job that the sweep starts itself would have shown on a screen of its own."""
@@ -45,15 +47,15 @@ _QUEUED, _EXIT = ".job.json", ".job.exit"
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """All that a job needs: its ``folder``, that of its ``sweep``, and its ``config``, resolved.
+    """A job as the sweep's record has it (``known``), and all that it needs: its ``folder``, and that of its ``sweep``,
+    and its ``config``, resolved.
 
     ``fault`` is what is wrong with the config, empty where nothing is; ``logging`` what the job logs, as
     ``logging.config`` takes it; ``variables`` are added to its environment; with ``is_current`` its folder is the
-    current one.
+    current one. ``files`` are Hydra's own of the job, by where they lie.
     """
 
-    number: int
-    overrides: tuple[str, ...]
+    known: SweepJob
     sweep: str
     folder: str
     config: Config
@@ -61,12 +63,20 @@ class PreparedJob:
     logging: Any
     variables: Mapping[str, str]
     is_current: bool
+    files: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def write_files(self) -> None:
+        """Write what Hydra leaves of a job in its folder: its config, Hydra's own, and the overrides."""
+        for path, content in self.files.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(OmegaConf.to_yaml(content), encoding="utf-8")
 
     def queue(self) -> None:
         """Write the job to its folder, for the process that a queue starts."""
+        self.write_files()
         with mendable(Path(self.folder)):
             Path(self.folder).mkdir(parents=True, exist_ok=True)
-            replace_file(Path(self.folder, _QUEUED), json.dumps(asdict(self)))
+            replace_file(Path(self.folder, _QUEUED), json.dumps(asdict(replace(self, files={}))))
 
     @classmethod
     def of_queue(cls, folder: Path) -> PreparedJob:
@@ -91,7 +101,7 @@ class PreparedJob:
 
     def run_queued(self, *, debug: bool) -> int:
         """Run the job and return its exit code, which is left in the folder too; that of an earlier run goes before."""
-        if own_rank() and completed(Path(self.folder), self.overrides):
+        if own_rank() and completed(Path(self.folder), self.known.overrides):
             return 0
         return self.of_host(own_rank())._run_queued(debug=debug)
 
@@ -107,7 +117,7 @@ class PreparedJob:
 
 
 class StartedJob:
-    """A job that was begun, unless it completed before, and its ``process`` once there is one.
+    """A ``job`` that was begun, unless it completed before, and its ``process`` once there is one.
 
     What a user can mend is printed. ``signals`` are those that come to this process; ``output`` is the file for what
     the job's prints, null where it prints where this one does; at most so many others are at work ``beside`` it.
@@ -116,7 +126,7 @@ class StartedJob:
     def __init__(
         self, job: PreparedJob, signals: PassedSignals, *, debug: bool, output: Path | None = None, beside: int = 0
     ) -> None:
-        self._job, self._signals, self._output, self._beside = job, signals, output, beside
+        self.job, self._signals, self._output, self._beside = job, signals, output, beside
         self.process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
         """The exit code, null until the job is over."""
@@ -132,7 +142,7 @@ class StartedJob:
         """Do what can be done without waiting: where that is the last of it, the job has its ``code``."""
 
         def step() -> int:
-            with composing(), env_override(dict(self._job.variables)):
+            with composing(), env_override(dict(self.job.variables)):
                 next(self._steps, None)
             return 0
 
@@ -140,12 +150,12 @@ class StartedJob:
 
     def _work(self, *, debug: bool) -> Iterator[None]:
         """Yield while there is something to wait for."""
-        job, lies = self._job, Path(self._job.folder)
+        job, lies = self.job, Path(self.job.folder)
         with JobFolder(lies) as folder:
             while not folder.taken():
                 yield
             configure_log(lies, chosen=job.logging, debug=debug)
-            if folder.has_completed(job.overrides):
+            if folder.has_completed(job.known.overrides):
                 code = 0
             else:
                 code = yield from self._run(folder.lock, debug=debug)
@@ -154,11 +164,11 @@ class StartedJob:
         self.code = code
 
     def _run(self, lock: int | None, *, debug: bool) -> Generator[None, None, int]:
-        job, here = self._job, chdir(self._job.folder) if self._job.is_current else nullcontext()
+        job, here = self.job, chdir(self.job.folder) if self.job.is_current else nullcontext()
         with here:
             record = RunRecord.start(
                 Path(job.folder),
-                overrides=job.overrides,
+                overrides=job.known.overrides,
                 config=job.config,
                 environment=environment(jobs_beside=self._beside),
             )

@@ -41,25 +41,7 @@ class SweepComposition:
     resumed: SweepRecord | None
 
 
-@dataclass(frozen=True, slots=True)
-class ComposedJob:
-    """A job as the sweep's record has it (``known``), and as it is run (``prepared``).
-
-    ``files`` are Hydra's own of the job, by where they lie.
-    """
-
-    known: SweepJob
-    prepared: PreparedJob
-    files: Mapping[Path, Any]
-
-    def write_files(self) -> None:
-        """Write what Hydra leaves of a job in its folder: its config, Hydra's own, and the overrides."""
-        for path, content in self.files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(OmegaConf.to_yaml(content), encoding="utf-8")
-
-
-def describe_sweep(by: SweepComposition, command: Sequence[str], jobs: Sequence[ComposedJob] | None) -> SweepRecord:
+def describe_sweep(by: SweepComposition, command: Sequence[str], jobs: Sequence[PreparedJob] | None) -> SweepRecord:
     """Return what the sweep is that the arguments ``command`` began; ``jobs`` is null where they can't be foreseen."""
     return SweepRecord(
         command=tuple(command),
@@ -72,7 +54,7 @@ def describe_sweep(by: SweepComposition, command: Sequence[str], jobs: Sequence[
     ).signed()
 
 
-def compose_job(by: SweepComposition, number: int, overrides: Sequence[str]) -> ComposedJob:
+def compose_job(by: SweepComposition, number: int, overrides: Sequence[str]) -> PreparedJob:
     """Return the job with ``overrides``, which Hydra adds to those of the sweep's config.
 
     Raises what is wrong with it: one of ``COMPOSING_ERRORS``, or a ``ConfigError``.
@@ -87,8 +69,21 @@ def compose_job(by: SweepComposition, number: int, overrides: Sequence[str]) -> 
         composed.hydra.runtime.output_dir = os.path.normpath(by.folder / subdir)
     own = tuple(str(each) for each in composed.hydra.overrides.task)
     job = SweepJob(number, own, subdir, fingerprint(_without_hydra(composed)))
+    variables = {str(name): str(value) for name, value in composed.hydra.job.env_set.items()}
     with _set_in_hydra(composed):
-        return ComposedJob(job, _prepare(by, composed, job), dict(_files(composed)))
+        with env_override(variables):  # the job's own interpolations may name them
+            config, fault = _resolved(composed)
+        return PreparedJob(
+            known=job,
+            sweep=str(by.folder),
+            folder=str(composed.hydra.runtime.output_dir),
+            config=config,
+            fault=fault,
+            logging=OmegaConf.to_container(composed.hydra.job_logging, resolve=True),
+            variables=variables,
+            is_current=bool(composed.hydra.job.chdir),
+            files=dict(_files(composed)),
+        )
 
 
 @contextmanager
@@ -102,15 +97,18 @@ def _set_in_hydra(composed: DictConfig) -> Iterator[None]:
         HydraConfig.instance().cfg = before
 
 
-def compose_grid(by: SweepComposition, arguments: Sequence[str]) -> list[ComposedJob]:
+def compose_grid(by: SweepComposition, arguments: Sequence[str]) -> list[PreparedJob]:
     """Return a job for each combination of the values that ``arguments`` and ``hydra.sweeper.params`` give.
 
     Raises:
         ConfigError: all that is wrong with the jobs, before the first begins.
     """
-    jobs: list[ComposedJob] = []
+    params = [f"{key}={value}" for key, value in (by.config.hydra.sweeper.params or {}).items()]
+    given = OverridesParser.create(config_loader=by.loader).parse_overrides([*params, *arguments])
+    refuse_empty_sweeps(given, by.loader)
+    jobs: list[PreparedJob] = []
     faults: dict[str, None] = {}
-    for number, overrides in enumerate(_combinations(by, arguments)):
+    for number, overrides in enumerate(BasicSweeper.split_arguments(given, None)[0]):
         try:
             jobs.append(compose_job(by, number, overrides))
         except COMPOSING_ERRORS as error:
@@ -120,31 +118,6 @@ def compose_grid(by: SweepComposition, arguments: Sequence[str]) -> list[Compose
     if faults:
         raise ConfigError("\n".join(faults))
     return jobs
-
-
-def _combinations(by: SweepComposition, arguments: Sequence[str]) -> Iterator[list[str]]:
-    params = [f"{key}={value}" for key, value in (by.config.hydra.sweeper.params or {}).items()]
-    overrides = OverridesParser.create(config_loader=by.loader).parse_overrides([*params, *arguments])
-    refuse_empty_sweeps(overrides, by.loader)
-    yield from BasicSweeper.split_arguments(overrides, None)[0]
-
-
-def _prepare(by: SweepComposition, composed: DictConfig, job: SweepJob) -> PreparedJob:
-    hydra = composed.hydra
-    variables = {str(name): str(value) for name, value in hydra.job.env_set.items()}
-    with env_override(variables):  # the job's own interpolations may name them
-        config, fault = _resolved(composed)
-    return PreparedJob(
-        number=job.number,
-        overrides=job.overrides,
-        sweep=str(by.folder),
-        folder=str(hydra.runtime.output_dir),
-        config=config,
-        fault=fault,
-        logging=OmegaConf.to_container(hydra.job_logging, resolve=True),
-        variables=variables,
-        is_current=bool(hydra.job.chdir),
-    )
 
 
 def _resolved(composed: DictConfig) -> tuple[Config, str]:
@@ -160,15 +133,15 @@ def _resolved(composed: DictConfig) -> tuple[Config, str]:
         return {}, str(error)
 
 
-def _files(composed: DictConfig) -> Iterator[tuple[Path, Any]]:
+def _files(composed: DictConfig) -> Iterator[tuple[str, Any]]:
     """Yield what Hydra's own of a job hold, as it is written, and where they lie."""
     hydra = composed.hydra
     if hydra.output_subdir is None:
         return
-    folder = Path(hydra.runtime.output_dir, hydra.output_subdir)
-    yield folder / "config.yaml", _without_hydra(composed)
-    yield folder / "hydra.yaml", {"hydra": hydra}
-    yield folder / "overrides.yaml", hydra.overrides.task
+    folder = os.path.join(hydra.runtime.output_dir, hydra.output_subdir)  # noqa: PTH118 - it may be a path by itself
+    yield f"{folder}/config.yaml", _without_hydra(composed)
+    yield f"{folder}/hydra.yaml", {"hydra": hydra}
+    yield f"{folder}/overrides.yaml", hydra.overrides.task
 
 
 def _without_hydra(config: DictConfig) -> dict[str, Any]:

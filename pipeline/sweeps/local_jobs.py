@@ -25,15 +25,14 @@ from offstage.pipeline.installed_stages import installed_stages
 from offstage.pipeline.job_process import PassedSignals, wait_for_any
 from offstage.pipeline.runner import load_stages
 from offstage.pipeline.stage import Config
-from offstage.pipeline.sweeps.job_run import LOOK_SECONDS, SCREEN, StartedJob, is_debugging
-from offstage.pipeline.sweeps.jobs import ComposedJob
+from offstage.pipeline.sweeps.job_run import LOOK_SECONDS, SCREEN, PreparedJob, StartedJob, is_debugging
 from offstage.pipeline.sweeps.progress import SweepProgress
 
 _PLAN_ALONE, _PLAN_BYTES = ("empty_init", "plan"), 2 * 10**9
 """The stages that compute nothing, and what a process may take for them: a large model's plan takes less."""
 _WHERE = ("model", "hardware", "stages", "outputs")
 """The keys that say which checkpoint and machine a job is about."""
-Ended = Callable[[ComposedJob, int | None], None]
+Ended = Callable[[PreparedJob, int | None], None]
 
 
 class LocalJobs:
@@ -43,39 +42,40 @@ class LocalJobs:
         self._hydra = config.hydra
         self._preparation = MachinePreparation()
 
-    def run(self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Ended) -> None:
+    def run(self, jobs: Sequence[PreparedJob], progress: SweepProgress, ended: Ended) -> None:
         """Run ``jobs``, and say of each how it ended; what all go by is measured of the idle machine before.
 
         Whoever interrupts a sweep doesn't mean the one job alone that was at work: none begins any more.
         """
-        self._preparation.prepare([job.prepared.config for job in jobs])
+        self._preparation.prepare([job.config for job in jobs])
         with PassedSignals() as signals:
             self._run(deque(jobs), signals, progress, ended)
         if signals.came:
             raise KeyboardInterrupt
 
-    def _run(self, waiting: deque[ComposedJob], signals: PassedSignals, progress: SweepProgress, ended: Ended) -> None:
-        at_once, at_work = min(self._at_once(waiting), len(waiting)), dict[StartedJob, ComposedJob]()
+    def _run(self, waiting: deque[PreparedJob], signals: PassedSignals, progress: SweepProgress, ended: Ended) -> None:
+        at_once, at_work = min(self._at_once(waiting), len(waiting)), list[StartedJob]()
         try:
             while at_work or (waiting and not signals.came):
                 if waiting and len(at_work) < at_once and not signals.came:
                     job = waiting.popleft()
                     progress.begin([job.known.number])
-                    at_work[self._start(job, signals, beside=at_once - 1)] = job
+                    at_work.append(self._start(job, signals, beside=at_once - 1))
                 else:
                     self._wait(at_work)
                     progress.refresh()
                 for each in [each for each in at_work if each.code is not None]:
-                    ended(at_work.pop(each), each.code)
+                    at_work.remove(each)
+                    ended(each.job, each.code)
                 if signals.came:  # who waits for another's job needn't any more
-                    at_work = {each: job for each, job in at_work.items() if each.processes}
+                    at_work = [each for each in at_work if each.processes]
         finally:
             _end(at_work, signals)
 
-    def _start(self, job: ComposedJob, signals: PassedSignals, *, beside: int) -> StartedJob:
+    def _start(self, job: PreparedJob, signals: PassedSignals, *, beside: int) -> StartedJob:
         job.write_files()
-        screen = Path(job.prepared.folder, SCREEN)
-        started = StartedJob(job.prepared, signals, debug=is_debugging(), output=screen, beside=beside)
+        screen = Path(job.folder, SCREEN)
+        started = StartedJob(job, signals, debug=is_debugging(), output=screen, beside=beside)
         self._log_here()
         return started
 
@@ -90,12 +90,12 @@ class LocalJobs:
         """Log what the sweep says itself: what was said of a job has gone to its folder."""
         configure_log(self._hydra.hydra_logging, self._hydra.verbose)
 
-    def _at_once(self, jobs: Collection[ComposedJob]) -> int:
+    def _at_once(self, jobs: Collection[PreparedJob]) -> int:
         """Return how many jobs are at work at a time: plans have no seconds to compare, and take little memory."""
         given: int | None = self._hydra.launcher.n_jobs
         if given is not None:
             return given
-        stages = [job.prepared.config.get("stages") for job in jobs]
+        stages = [job.config.get("stages") for job in jobs]
         if not all(isinstance(names, list) and names and names[-1] in _PLAN_ALONE for names in stages):
             return 1
         return max(1, min(len(allowed_cores()), psutil.virtual_memory().available // _PLAN_BYTES))

@@ -124,40 +124,27 @@ class SweepRecord:
         # of a sweep that was moved with its project relative paths mean the same
         sweep = self if Path(self.cwd).is_dir() else replace(self, cwd=other.cwd)
         count = min(len(self.jobs), len(other.jobs))  # those of a search come one by one
-        _refuse_differing(folder, sweep._compared(count), other._compared(count))
+        for first in islice(changes(sweep._compared(count), other._compared(count)), 1):
+            raise _other_sweep(folder, f"{first.place} is {first.then!r} there, {first.now!r} here")
 
     def refuse_job(self, folder: Path, job: SweepJob) -> None:
         """Raise a ``ConfigError`` where this sweep, that of ``folder``, has another job of the number of ``job``."""
-        for own in self.jobs:
-            if own.number == job.number:
-                _refuse_differing(folder, _typed(own) | _composed(own), _typed(job) | _composed(job))
+        alike = replace(self, jobs=tuple(own for own in self.jobs if own.number == job.number))
+        alike.refuse_other(folder, replace(alike, jobs=(job,)))
 
     def _compared(self, count: int) -> dict[str, Any]:
         """Return what another sweep is held against, with the first ``count`` jobs: what was typed comes first."""
         values: dict[str, Any] = {"hydra.sweeper": self.sweeper}
         for job in self.jobs[:count]:
-            values |= _typed(job)
+            values |= {f"override {place} of job {job.number}": given for place, given in enumerate(job.overrides, 1)}
         values |= {**self.base, "the folder that its command ran in": self.cwd}
         for job in self.jobs[:count]:
-            values |= _composed(job)
+            composed = f"the config of job {job.number}, of files that changed since,"
+            values |= {composed: job.config[:_SHORT], f"the folder of job {job.number}": job.folder}
         return values
 
     def _text(self) -> str:
         return json.dumps({"schema_version": _VERSION, **asdict(self)}, indent=1, default=str) + "\n"
-
-
-def _typed(job: SweepJob) -> dict[str, Any]:
-    return {f"override {place} of job {job.number}": given for place, given in enumerate(job.overrides, 1)}
-
-
-def _composed(job: SweepJob) -> dict[str, Any]:
-    composed = f"the config of job {job.number}, of files that changed since,"
-    return {composed: job.config[:_SHORT], f"the folder of job {job.number}": job.folder}
-
-
-def _refuse_differing(folder: Path, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    for first in islice(changes(recorded, current), 1):
-        raise _other_sweep(folder, f"{first.place} is {first.then!r} there, {first.now!r} here")
 
 
 def _other_sweep(folder: Path, difference: str) -> ConfigError:

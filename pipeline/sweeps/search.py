@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
     from offstage.pipeline.objective import Objective
-    from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
+    from offstage.pipeline.sweeps.job_run import PreparedJob
+    from offstage.pipeline.sweeps.jobs import SweepComposition
     from offstage.pipeline.sweeps.record import Sweep, SweepJob
 
 Direction = Literal["minimize", "maximize"]
@@ -105,15 +106,6 @@ def _range(numbers: Sequence[int | float]) -> BaseDistribution:
     return FloatDistribution(first, last, step=step if len(numbers) > 1 else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A job of the search, and what it came to: null where it failed."""
-
-    number: int
-    proposal: Proposal
-    objective: Objective | None
-
-
 class SearchStudy:
     """Proposes jobs of ``space``, by what those before came to; ``sampler`` is the config of the one that does.
 
@@ -128,31 +120,26 @@ class SearchStudy:
         self._study = optuna.create_study(direction=direction, sampler=instantiate(sampler))
         self._space, self._direction = space, direction
         self._asked: list[tuple[Trial, Proposal]] = []
-        self._tried: dict[Proposal, Tried] = {}
-
-    @property
-    def tried(self) -> Sequence[Tried]:
-        """The jobs so far, in the order of their numbers."""
-        return list(self._tried.values())
+        self.tried: dict[Proposal, Objective | None] = {}
+        """The jobs so far, in the order of their numbers, and what each came to: null where it failed."""
 
     def propose(self, count: int) -> list[Proposal]:
         """Return the jobs to be run next, of ``count`` proposals those that are new; they have the next numbers."""
         trials = [self._study.ask(dict(self._space.searched)) for _ in range(count)]
         self._asked = [(trial, self._space.proposal(trial)) for trial in trials]
-        return [each for each in dict.fromkeys(each for _, each in self._asked) if each not in self._tried]
+        return [each for each in dict.fromkeys(each for _, each in self._asked) if each not in self.tried]
 
     def tell(self, came_to: Mapping[Proposal, Objective | None]) -> None:
         """Tell what the jobs that were proposed last came to."""
-        for proposal, objective in came_to.items():
-            self._tried[proposal] = Tried(len(self._tried), proposal, objective)
+        self.tried |= came_to
         for trial, proposal in self._asked:
-            self._tell(trial, self._tried[proposal].objective)
+            self._tell(trial, self.tried[proposal])
 
     def _tell(self, trial: Trial, objective: Objective | None) -> None:
         """Tell Optuna what a trial came to. A failed one is as bad as the worst, so that others like it are avoided."""
         from optuna.trial import TrialState
 
-        objectives = [tried.objective for tried in self._tried.values() if tried.objective is not None]
+        objectives = [objective for objective in self.tried.values() if objective is not None]
         if not objectives:
             self._study.tell(trial, state=TrialState.PRUNED)
             return
@@ -165,13 +152,11 @@ class SearchStudy:
         worst_value = max(values) if self._direction == "minimize" else min(values)
         self._study.tell(trial, worst_value if objective is None else objective.value)
 
-    def best(self) -> Tried | None:
+    def best(self) -> Proposal | None:
         """Return the best of the jobs that kept all limits, the first of several; null where none did."""
         sign = 1 if self._direction == "minimize" else -1
-        candidates = [
-            (sign * each.objective.value, each) for each in self.tried if each.objective and each.objective.is_within
-        ]
-        return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
+        kept = {proposal: one for proposal, one in self.tried.items() if one is not None and one.is_within}
+        return min(kept, key=lambda proposal: sign * kept[proposal].value, default=None)
 
 
 class OptunaSearch(JobSweeper):
@@ -200,7 +185,7 @@ class OptunaSearch(JobSweeper):
             if count < 1:
                 raise ConfigError(f"hydra.sweeper.{key}: {count} is no number of jobs; give 1 or more")
 
-    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[ComposedJob]]:
+    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[PreparedJob]]:
         """Yield the jobs that Optuna proposes, ``n_jobs`` at a time; what came of all goes to the sweep's folder."""
         from offstage.pipeline.sweeps.jobs import compose_job
 
@@ -221,34 +206,34 @@ class OptunaSearch(JobSweeper):
 
     def _conclude(self, study: SearchStudy, folder: Path, searched: Sequence[str]) -> None:
         """Keep which job is best, and have it said when all is over."""
-        from offstage.pipeline.report.searches import RESULTS
+        from offstage.pipeline.objective import SEARCH_RESULTS
 
         best, jobs = study.best(), len(study.tried)
+        extent = f"{jobs} job{'s' * (jobs != 1)} of {self.n_trials} trial{'s' * (self.n_trials != 1)}"
         results: dict[str, Any] = {"name": "optuna", "direction": self.direction}
         results |= {"trials": self.n_trials, "jobs": jobs}
-        if best is not None and best.objective is not None:
-            given = dict(override.split("=", 1) for override in best.proposal)
-            results |= {
-                "best_params": {key: given[key] for key in searched},
-                "best_value": best.objective.value,
-                "best_job": best.number,
-            }
-        replace_file(folder / RESULTS, json.dumps(results, indent=2) + "\n")
-        self.conclusion = _told(best, jobs=jobs, trials=self.n_trials)
+        if best is not None and (objective := study.tried[best]) is not None:
+            number, given = list(study.tried).index(best), dict(override.split("=", 1) for override in best)
+            results |= {"best_params": {key: given[key] for key in searched}}
+            results |= {"best_value": objective.value, "best_job": number}
+            self.conclusion = f"search: the best of {extent} is job {number}: {objective.describe()}"
+        else:
+            self.conclusion = f"search: none of {extent} completed within the objective's limits"
+        replace_file(folder / SEARCH_RESULTS, json.dumps(results, indent=2) + "\n")
 
 
-def _check_job(job: ComposedJob) -> None:
+def _check_job(job: PreparedJob) -> None:
     """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""
     from offstage.pipeline.runner import check_config
 
-    if job.prepared.fault:
-        raise ConfigError(job.prepared.fault)
-    if job.prepared.config["objective"].get("metric") is None:
+    if job.fault:
+        raise ConfigError(job.fault)
+    if job.config["objective"].get("metric") is None:
         raise ConfigError(
             "objective.metric: a search needs a metric to go by; name one of a run's record:"
             " objective.metric=decode_seconds_per_token"
         )
-    check_config(job.prepared.config)
+    check_config(job.config)
 
 
 def _came_to(folder: Path, job: SweepJob) -> Objective | None:
@@ -269,12 +254,3 @@ def _came_to(folder: Path, job: SweepJob) -> Objective | None:
         if not any_measures(stage.name for stage in run.stages):
             raise
         return None
-
-
-def _told(best: Tried | None, *, jobs: int, trials: int) -> str:
-    from offstage.pipeline.report.searches import tell_objective
-
-    extent = f"{jobs} job{'s' * (jobs != 1)} of {trials} trial{'s' * (trials != 1)}"
-    if best is None or best.objective is None:
-        return f"search: none of {extent} completed within the objective's limits"
-    return f"search: the best of {extent} is job {best.number}: {tell_objective(best.objective)}"

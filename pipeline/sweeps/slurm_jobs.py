@@ -26,8 +26,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from offstage.pipeline.errors import ConfigError, words_of
-from offstage.pipeline.sweeps.job_run import queued_command
-from offstage.pipeline.sweeps.jobs import ComposedJob
+from offstage.pipeline.sweeps.job_run import PreparedJob, queued_command
 from offstage.pipeline.sweeps.progress import SweepProgress
 
 _POLL_SECONDS = 1.0
@@ -109,19 +108,6 @@ class SlurmQueue:
         return time.monotonic() - since >= self._patience
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A job in the queue, and what submitit knows of it."""
-
-    job: ComposedJob
-    queued: Any
-
-    @property
-    def number(self) -> str:
-        """Its number in the queue."""
-        return str(self.queued.job_id)
-
-
 class SlurmJobs:
     """Runs jobs in the queue, as ``keys``, those of ``hydra.launcher``, say.
 
@@ -144,7 +130,7 @@ class SlurmJobs:
         self._queue = SlurmQueue()
 
     def run(
-        self, jobs: Sequence[ComposedJob], progress: SweepProgress, ended: Callable[[ComposedJob, int | None], None]
+        self, jobs: Sequence[PreparedJob], progress: SweepProgress, ended: Callable[[PreparedJob, int | None], None]
     ) -> None:
         """Queue ``jobs``, and say of each how it ended, once it has."""
         self._refuse_several_tasks(jobs)
@@ -153,21 +139,19 @@ class SlurmJobs:
         try:
             while waiting:
                 self._queue.ask()
-                over = [each for each in waiting if self._is_over(each)]
-                waiting = [each for each in waiting if each not in over]
-                for each in over:
-                    ended(each.job, each.job.prepared.exit_code())
+                for number in [number for number, (job, _) in waiting.items() if self._is_over(number, job)]:
+                    job, _ = waiting.pop(number)
+                    ended(job, job.exit_code())
                 if waiting:
                     time.sleep(_POLL_SECONDS)
                     progress.refresh()
         except KeyboardInterrupt:
-            self._end(waiting)
+            self._end({number: queued for number, (_, queued) in waiting.items()})
             raise
 
-    def _submit(self, jobs: Sequence[ComposedJob]) -> list[_Submitted]:
-        for job in jobs:
-            job.write_files()
-        commands = [tuple(queued_command(job.prepared)) for job in jobs]
+    def _submit(self, jobs: Sequence[PreparedJob]) -> dict[str, tuple[PreparedJob, Any]]:
+        """Return the jobs by their numbers in the queue, each with what submitit knows of it."""
+        commands = [tuple(queued_command(job)) for job in jobs]
         executor = self._executor()
         try:
             with _no_interrupts(), executor.batch():
@@ -176,12 +160,12 @@ class SlurmJobs:
             raise ConfigError(f"hydra.launcher: Slurm took no job: {words_of(error)}") from error
         with suppress(OSError):
             self._folder().rmdir()  # submitit makes a folder of that name, %j and all
-        return [_Submitted(*each) for each in zip(jobs, queued, strict=True)]
+        return {str(each.job_id): (job, each) for job, each in zip(jobs, queued, strict=True)}
 
-    def _refuse_several_tasks(self, jobs: Sequence[ComposedJob]) -> None:
+    def _refuse_several_tasks(self, jobs: Sequence[PreparedJob]) -> None:
         """Refuse several tasks for a job that is one process: each of them would do all of it."""
         tasks = self._keys.nodes * self._keys.tasks_per_node
-        alone = [job.known.number for job in jobs if (job.prepared.config.get("hardware") or {}).get("hosts") is None]
+        alone = [job.known.number for job in jobs if (job.config.get("hardware") or {}).get("hosts") is None]
         if tasks > 1 and alone:
             raise ConfigError(
                 f"hydra.launcher.nodes: {tasks} tasks for job {alone[0]}, which runs on one host; give "
@@ -220,21 +204,19 @@ class SlurmJobs:
             raise ConfigError(f"hydra.launcher: submitit takes no such keys: {words_of(error)}") from error
         return executor
 
-    def _is_over(self, each: _Submitted) -> bool:
+    def _is_over(self, number: str, job: PreparedJob) -> bool:
         """Return whether a job has ended, and isn't about to begin again, or was lost on the way."""
-        if each.job.prepared.exit_code() is not None:
-            return not self._queue.knows(each.number)
-        return self._queue.has_lost(each.number)
+        return self._queue.has_lost(number) if job.exit_code() is None else not self._queue.knows(number)
 
-    def _end(self, jobs: Sequence[_Submitted]) -> None:
+    def _end(self, jobs: Mapping[str, Any]) -> None:
         """Have every job that still runs end, and wait until its record says so."""
-        for each in jobs:
-            each.queued.cancel(check=False)
-        deadline = time.monotonic() + _ENDING_SECONDS
-        while time.monotonic() < deadline and jobs:
+        for queued in jobs.values():
+            queued.cancel(check=False)
+        deadline, left = time.monotonic() + _ENDING_SECONDS, list(jobs)
+        while time.monotonic() < deadline and left:
             time.sleep(_POLL_SECONDS / 10)
             self._queue.ask()
-            jobs = [each for each in jobs if self._queue.knows(each.number)]
+            left = [number for number in left if self._queue.knows(number)]
 
 
 @contextmanager

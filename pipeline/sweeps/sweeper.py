@@ -21,13 +21,14 @@ from offstage.pipeline.sweeps.sweep_keys import SLURM, refuse_launcher
 
 if TYPE_CHECKING:
     from offstage.pipeline.hydra_task import Task
-    from offstage.pipeline.sweeps.jobs import ComposedJob, SweepComposition
+    from offstage.pipeline.sweeps.job_run import PreparedJob
+    from offstage.pipeline.sweeps.jobs import SweepComposition
     from offstage.pipeline.sweeps.progress import SweepProgress
     from offstage.pipeline.sweeps.record import Sweep
     from offstage.pipeline.tracking.trackers import SweepTracking
 
-    Ended = Callable[[ComposedJob, int | None], None]
-    Where = Callable[[Sequence[ComposedJob], SweepProgress, Ended], None]
+    Ended = Callable[[PreparedJob, int | None], None]
+    Where = Callable[[Sequence[PreparedJob], SweepProgress, Ended], None]
 
 
 class JobSweeper(Sweeper):
@@ -51,11 +52,11 @@ class JobSweeper(Sweeper):
         self.hydra_context, self.config, self.task = hydra_context, config, task_function
 
     @abstractmethod
-    def foresee(self, by: SweepComposition, arguments: Sequence[str]) -> Sequence[ComposedJob] | None:
+    def foresee(self, by: SweepComposition, arguments: Sequence[str]) -> Sequence[PreparedJob] | None:
         """Return all jobs, null where they follow from each other. Raises all that is wrong with them."""
 
     @abstractmethod
-    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[ComposedJob]]:
+    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[PreparedJob]]:
         """Yield the jobs to be run next; when it is asked for more they have ended."""
 
     def sweep(self, arguments: list[str]) -> None:
@@ -91,21 +92,21 @@ class JobSweeper(Sweeper):
         return LocalJobs(self.config).run
 
     def _run(
-        self, sweep: Sweep, rounds: Iterator[Sequence[ComposedJob]], run: Where, ended: dict[int, int | None],
+        self, sweep: Sweep, rounds: Iterator[Sequence[PreparedJob]], run: Where, ended: dict[int, int | None],
         tracking: SweepTracking,
     ) -> None:  # fmt: skip
         from offstage.pipeline.sweeps.progress import SweepProgress
 
         progress = SweepProgress(sweep)
 
-        def end(job: ComposedJob, code: int | None) -> None:
+        def end(job: PreparedJob, code: int | None) -> None:
             ended[job.known.number] = code  # null where its process was lost
             progress.end(job.known.number)
 
         for jobs in rounds:
             waiting = [job for job in jobs if not sweep.has_completed(job.known.number)]
-            done = (job.prepared.config for job in jobs if job not in waiting)
-            tracking.begin((job.prepared.config for job in waiting), done=done)
+            done = (job.config for job in jobs if job not in waiting)
+            tracking.begin((job.config for job in waiting), done=done)
             if waiting:
                 run(waiting, progress, end)
 
@@ -131,9 +132,9 @@ class GridOfJobs(JobSweeper):
 
     def __init__(self, *, max_batch_size: int | None, params: Any) -> None:
         self._size = max_batch_size
-        self._jobs: Sequence[ComposedJob] = ()
+        self._jobs: Sequence[PreparedJob] = ()
 
-    def foresee(self, by: SweepComposition, arguments: Sequence[str]) -> Sequence[ComposedJob]:
+    def foresee(self, by: SweepComposition, arguments: Sequence[str]) -> Sequence[PreparedJob]:
         """Return all jobs."""
         from offstage.pipeline.sweeps.jobs import compose_grid
 
@@ -144,7 +145,7 @@ class GridOfJobs(JobSweeper):
         self._jobs = compose_grid(by, arguments)
         return self._jobs
 
-    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[ComposedJob]]:
+    def rounds(self, by: SweepComposition, sweep: Sweep, arguments: Sequence[str]) -> Iterator[Sequence[PreparedJob]]:
         """Yield the jobs, as many at a time as a queue gets."""
         size = self._size or len(self._jobs)
         for first in range(0, len(self._jobs), size):

@@ -47,17 +47,13 @@ def _act(given: Namespace) -> None:
         _log(given.folder, given.sweep)
         return
     tracker = TrackerConfig(**json.loads(given.tracker))
-    if given.end is None:
-        _check(tracker, given.folder)
-    else:
+    if given.end is not None:
         end_sweep(given.folder, tracker, jobs=given.end)
-
-
-def _check(tracker: TrackerConfig, sweep: Path | None) -> None:
+        return
     if tracker.uri is not None:
         require_server(tracker.uri, tracker.experiment)
-    if sweep is not None:
-        MlflowStore(tracker).begin_sweep(sweep)
+    if given.folder is not None:
+        MlflowStore(tracker).begin_sweep(given.folder)
 
 
 def _log(folder: Path, sweep: Path | None) -> None:

@@ -24,29 +24,24 @@ PATIENCE_SECONDS = 120.0
 _log = logging.getLogger("offstage")
 
 
-def require_tracker(config: Config, *, sweep: Path | None = None) -> None:
-    """Raise ``StorageError`` where the server that ``config`` names can't take a run; it is asked before any work.
-
-    That of a ``sweep`` was asked before the first job: one that is away for a while costs none of the others.
-    """
-    given = usable_tracker(config)
-    if given is not None and given.uri and sweep is None:
-        _require(given)
+def require_tracker(tracker: TrackerConfig, sweep: Path | None = None) -> None:
+    """Raise ``StorageError`` where the store of ``tracker`` takes no run; have one there for the ``sweep``."""
+    error = _in_process(_told(tracker), *([str(sweep)] if sweep else []))
+    if error is not None:
+        key = "uri" if tracker.uri else "folder"
+        raise StorageError(f"tracker.{key}: {tracker.store!r} takes no run: {error}; mend it, or give tracker=none")
 
 
-def track(config: Config, folder: Path, *, sweep: Path | None = None) -> None:
-    """Log the run in ``folder`` to the tracker that its ``config`` names, if any, below its ``sweep`` if it has one.
+def track(tracker: TrackerConfig, folder: Path, *, sweep: Path | None = None) -> None:
+    """Log the run in ``folder`` to the ``tracker`` that its config names, below its ``sweep`` if it has one.
 
     What can't be logged is a warning.
     """
-    given = usable_tracker(config)
-    if given is None:
-        return
     error = _in_process(str(folder), *([str(sweep)] if sweep else []))
     if error is not None:
         _log.warning(
             "tracker=%s: %s: not tracked, or not all of it (%s); the run itself is in %s",
-            given.kind, given.store, error, folder,
+            tracker.kind, tracker.store, error, folder,
         )  # fmt: skip
 
 
@@ -68,7 +63,7 @@ class SweepTracking:
         """
         given = _mlflow_trackers(configs)
         for tracker in sorted(given - self._begun, key=repr):
-            _require(tracker, self._sweep)
+            require_tracker(tracker, self._sweep)
             self._begun.add(tracker)
         self._stores |= {replace(tracker, notes=None) for tracker in given | _mlflow_trackers(done)}
 
@@ -89,14 +84,6 @@ def _mlflow_trackers(configs: Iterable[Config]) -> set[TrackerConfig]:
 
 def _told(tracker: TrackerConfig) -> str:
     return f"--tracker={json.dumps(asdict(tracker))}"
-
-
-def _require(tracker: TrackerConfig, sweep: Path | None = None) -> None:
-    """Raise ``StorageError`` where the store of ``tracker`` takes no run; have one there for the ``sweep``."""
-    error = _in_process(_told(tracker), *([str(sweep)] if sweep else []))
-    if error is not None:
-        key = "uri" if tracker.uri else "folder"
-        raise StorageError(f"tracker.{key}: {tracker.store!r} takes no run: {error}; mend it, or give tracker=none")
 
 
 def _in_process(*arguments: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from offstage.pipeline.report.quantities import Kind
+from offstage.pipeline.metrics import Unit
 from tests.benchmarks.plot_style import COLOURS, dress, in_unit, measure_linear, picture
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def draw(results: Sequence[PlaceResult], path: Path) -> None:
             _paint(axes, result, lambda side: side.seconds, kind="seconds", label=label)
 
 
-def _paint(axes: Axes, result: PlaceResult, figure_of: Figures, *, kind: Kind, label: str) -> None:
+def _paint(axes: Axes, result: PlaceResult, figure_of: Figures, *, kind: Unit, label: str) -> None:
     """Draw ours against the ratio, and a level for each side that has none."""
     unit = measure_linear(axes, "y", [figure_of(side) for side in result.sides], kind)
     axes.set_xlim(0, 1)

@@ -14,7 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from offstage.pipeline.report.quantities import Kind, scale_for
+from offstage.pipeline.metrics import Unit
+from offstage.pipeline.report.quantities import scale_for
 
 _STYLE = resources.files("offstage.pipeline.report").joinpath("templates", "style.css").read_text(encoding="utf-8")
 COLOURS = dict(re.findall(r"--([\w-]+): (#\w+);", _STYLE.split("@media")[0]))
@@ -47,7 +48,7 @@ def dress(axes: Axes, *, x_label: str = "", y_label: str = "") -> None:
         axes.set_title(y_label, color=COLOURS["muted"], loc="left", fontsize=axes.xaxis.label.get_fontsize(), pad=8)
 
 
-def measure_linear(axes: Axes, which: str, values: Sequence[float], kind: Kind) -> str:
+def measure_linear(axes: Axes, which: str, values: Sequence[float], kind: Unit) -> str:
     """Scale one axis from zero to the largest of ``values``. Return its unit."""
     axis, scale = getattr(axes, f"{which}axis"), scale_for(values, kind)
     getattr(axes, f"set_{which}lim")(0, max(values, default=0.0) * 1.08 or 1)

@@ -17,7 +17,7 @@ from offstage.pipeline.replay_command import _report, refuse_untrusted
 from offstage.pipeline.replay_config import config_here, load_foreign
 from offstage.pipeline.report.comparison import compare_runs
 from offstage.pipeline.report.exports import as_csv, as_json, comparison_json
-from offstage.pipeline.report.page import Heading, report_page
+from offstage.pipeline.report.page import report_page
 from offstage.pipeline.report.run_folders import find, find_one
 from offstage.pipeline.report.summary import summarise
 from offstage.pipeline.report.terminal import show_comparison, show_summary
@@ -69,7 +69,7 @@ def _attempt_report(folder: Path, _pristine: Path) -> str:
 
 def _attempt_page(folder: Path, _pristine: Path) -> str:
     """Make the page of all runs with their figures, and compare two."""
-    require("<html" in report_page(summarise(find([folder / "runs"])), Heading("runs")), "no page")
+    require("<html" in report_page(summarise(find([folder / "runs"])), "runs"), "no page")
     comparison = compare_runs(find_one(folder / "runs" / "one"), find_one(folder / "runs" / "two"))
     json.loads(comparison_json(comparison))
     show_comparison(Screen(), comparison)

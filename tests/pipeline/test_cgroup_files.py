@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.memory_cgroups import core_quota, memory_groups, memory_limits
+from offstage.pipeline.memory_cgroups import core_quota, memory_limits, mounted_groups
 
 V1 = "32 31 0:29 {group} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "33 31 0:30 {group} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -21,7 +21,7 @@ def groups(root: Path, membership: str, mounts: str) -> list[tuple[int, str, lis
             str(group.folder.relative_to(root)) if group.folder else "",
             [str(folder.relative_to(root)) for folder in group.folders],
         )
-        for group in memory_groups(root)
+        for group in mounted_groups("memory", root)
     ]
 
 
@@ -52,7 +52,7 @@ def test_both_versions_may_be_mounted_and_other_controllers_do_not_count(tmp_pat
 
 
 def test_a_system_without_groups_has_none(tmp_path: Path) -> None:
-    assert list(memory_groups(tmp_path)) == []
+    assert list(mounted_groups("memory", tmp_path)) == []
 
 
 CPU = "34 31 0:31 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offstage.pipeline.command_exit import guarded
+from offstage.pipeline.command_exit import last_resort
 from offstage.pipeline.hydra_messages import composing
 
 
@@ -17,7 +17,7 @@ def test_a_config_that_cannot_be_opened_is_an_error_of_input(tmp_path: Path, cap
             finally:
                 file.close()
 
-    assert guarded(read_as_hydra_does) == 5
+    assert last_resort(read_as_hydra_does) == 5
     assert capfd.readouterr().err.startswith(f"offstage: {tmp_path / 'gone.yaml'}: No such file or directory; ")
 
 

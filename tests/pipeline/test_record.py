@@ -18,7 +18,7 @@ from offstage.pipeline.installed_stages import declared_metrics, metric_table
 from offstage.pipeline.metrics import MetricTable
 from offstage.pipeline.record import RunRecord, never_left_running
 from offstage.pipeline.run_schema import RunMemory, StageRun
-from offstage.pipeline.signatures import is_own_config
+from offstage.pipeline.signatures import is_signed, places_in
 from offstage.pipeline.stage import Report
 
 STAGE = StageRun(
@@ -76,8 +76,13 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "enforcement": None,
     }
     assert [path.name for path in folder.iterdir()] == ["run.json"]
-    assert is_own_config(content["config"], content["signature"], content["places"])
-    assert not is_own_config(content["config"], content["signature"], {**content["places"], "folder": "/elsewhere"})
+    config, signature, elsewhere = (
+        content["config"],
+        content["signature"],
+        {**content["places"], "folder": "/elsewhere"},
+    )
+    assert is_signed("run.json", places_in(config, content["places"]), signature)
+    assert not is_signed("run.json", places_in(config, elsewhere), signature)
 
 
 def test_a_record_has_the_table_of_its_metrics_and_a_null_for_each_that_is_not_optional(folder: Path) -> None:

@@ -32,28 +32,22 @@ def placement_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: i
     if not plans:
         return None
     drawn = list(plans)[:most]
-    names = [(_row_name(plans[plan], labels), plans[plan][0].link) for plan in drawn]
+    alike = [plans[plan] for plan in drawn]
+    names = [labels[each[0].name] if len(each) == 1 else listed([job.name for job in each], most=6) for each in alike]
+    rows = [(name, each[0].link) for name, each in zip(names, alike, strict=True)]
     pieces = [(row, piece) for row, plan in enumerate(drawn) for piece in _pieces(plan)]
     devices = in_tier_order(device for _, (device, *_) in pieces)
     traces = [_cells(device, [(row, piece) for row, piece in pieces if piece[0] == device]) for device in devices]
     longest = max(sum(layers.count for layers in plan) for plan in drawn)
     shown = figure(
-        traces, rows=len(drawn), barmode="overlay", bargap=0.38, showlegend=True, yaxis=rows_called(names),
+        traces, rows=len(drawn), barmode="overlay", bargap=0.38, showlegend=True, yaxis=rows_called(rows),
         xaxis={"title": {"text": "layer"}, "showgrid": False, "range": [0, longest]},
     )  # fmt: skip
-    return Picture("placement", "Where each layer lies", _caption(drawn[0], left_out=len(plans) - len(drawn)), shown)
-
-
-def _caption(plan: Plan, *, left_out: int) -> str:
-    parts = [f"One row a plan, its layers in the order of execution: from {plan[0].first} to {plan[-1].last}."]
-    parts.append("A layer of two colours has tensors on both.")
-    if left_out:
-        parts.append(f"{left_out:,} further plans are not drawn.")
-    return " ".join(parts)
-
-
-def _row_name(jobs: Sequence[Job], labels: Mapping[str, str]) -> str:
-    return labels[jobs[0].name] if len(jobs) == 1 else listed([job.name for job in jobs], most=6)
+    caption = f"One row a plan, its layers in the order of execution: from {drawn[0][0].first} to {drawn[0][-1].last}."
+    caption += " A layer of two colours has tensors on both."
+    if left_out := len(plans) - len(drawn):
+        caption += f" {left_out:,} further plans are not drawn."
+    return Picture("placement", "Where each layer lies", caption, shown)
 
 
 def _cells(device: str, pieces: Sequence[tuple[int, _Piece]]) -> go.Bar:

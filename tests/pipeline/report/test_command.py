@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from offstage.pipeline.command_exit import guarded
+from offstage.pipeline.command_exit import last_resort
 from offstage.pipeline.record import read_run
 from offstage.pipeline.report.command import run
 from offstage.pipeline.report.comparison import compare_runs
@@ -146,7 +146,7 @@ def test_mistakes_are_told_in_one_line(
     monkeypatch.chdir(tmp_path)
     if "0" in arguments:
         write_run(tmp_path / "0")
-    assert guarded(lambda: run(arguments)) == code
+    assert last_resort(lambda: run(arguments)) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.objective import Limit, Objective
+from offstage.pipeline.objective import SEARCH_RESULTS, Limit, Objective
 from offstage.pipeline.report.run_folders import find
-from offstage.pipeline.report.searches import RESULTS, search_facts, tell_objective
-from offstage.pipeline.report.summary import headline, summarise
+from offstage.pipeline.report.summary import headline, search_facts, summarise
 from tests.pipeline.report.sample_runs import write_run
 
 LEAST = {"metric": "memory.budget.cpu", "at_most": {"decode_seconds_per_token": 0.5}}
@@ -19,13 +18,13 @@ def write_search(folder: Path, **fields: Any) -> Path:
         record = json.loads((run / "run.json").read_text())
         record["config"]["objective"] = LEAST
         (run / "run.json").write_text(json.dumps(record))
-    (folder / RESULTS).write_text(json.dumps({"jobs": 3, "trials": 5, **fields}))
+    (folder / SEARCH_RESULTS).write_text(json.dumps({"jobs": 3, "trials": 5, **fields}))
     return folder
 
 
 def test_a_number_is_told_with_its_units_and_its_limits() -> None:
     limits = (Limit("decode_seconds_per_token", True, 0.5, 0.4, "seconds"), Limit("perplexity", False, 2, 3))
-    assert tell_objective(Objective("memory.budget.cpu", 2e9, limits, "bytes")) == (
+    assert Objective("memory.budget.cpu", 2e9, limits, "bytes").describe() == (
         "memory.budget.cpu 2.00 GB, decode_seconds_per_token 400.0 ms (at most 500.0 ms), "
         "perplexity 3.0000 (at least 2.0000)"
     )
@@ -45,5 +44,5 @@ def test_the_best_job_of_each_search_is_named_with_what_it_came_to(tmp_path: Pat
 
 def test_a_file_that_is_another_program_s_says_nothing(tmp_path: Path) -> None:
     write_search(tmp_path)
-    (tmp_path / RESULTS).write_text("name: optuna\n")
+    (tmp_path / SEARCH_RESULTS).write_text("name: optuna\n")
     assert list(search_facts(find([tmp_path]).jobs)) == []

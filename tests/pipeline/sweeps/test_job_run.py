@@ -9,12 +9,12 @@ import pytest
 
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps.job_run import PreparedJob, run_job
+from offstage.pipeline.sweeps.record import SweepJob
 
 
 def prepared(folder: Path, **changes: Any) -> PreparedJob:
     given = {
-        "number": 3,
-        "overrides": ("seed=1", "dtype=none"),
+        "known": SweepJob(number=3, overrides=("seed=1", "dtype=none"), folder="3", config=""),
         "sweep": str(folder),
         "folder": str(folder / "3"),
         "config": {},
@@ -47,7 +47,7 @@ def test_a_faulty_job_leaves_its_exit_code_and_a_record_that_says_why(
 
 def test_a_job_that_completed_is_not_run_again(tmp_path: Path) -> None:
     job = prepared(tmp_path)
-    record = RunRecord.start(tmp_path / "3", overrides=job.overrides, config={}, environment={})
+    record = RunRecord.start(tmp_path / "3", overrides=job.known.overrides, config={}, environment={})
     record.finish("completed")
     before = record.path.read_bytes()
     assert run_job(job, debug=False) == 0

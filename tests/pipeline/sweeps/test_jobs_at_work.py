@@ -17,7 +17,6 @@ from offstage.pipeline import job_process
 from offstage.pipeline.cache.locks import lock
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.sweeps.job_run import PreparedJob
-from offstage.pipeline.sweeps.jobs import ComposedJob
 from offstage.pipeline.sweeps.local_jobs import LocalJobs
 from offstage.pipeline.sweeps.progress import SweepProgress
 from offstage.pipeline.sweeps.record import Sweep
@@ -56,27 +55,22 @@ def run(
     record, ended = sweep_of(len(jobs_ended)), dict[int, int | None]()
     folder.joinpath("0 ended").touch()
 
-    def note(job: ComposedJob, code: int | None) -> None:
+    def note(job: PreparedJob, code: int | None) -> None:
         ended[job.known.number] = code
         folder.joinpath(f"{len(ended)} ended").touch()
         if len(ended) == 1:
             when_one_ends()
 
     jobs = [
-        ComposedJob(
-            known,
-            PreparedJob(
-                number=known.number,
-                overrides=known.overrides,
-                sweep=str(folder),
-                folder=str(folder / known.folder),
-                config={"enforce_memory": False, "awaits": str(folder / f"{jobs_ended[known.number]} ended")},
-                fault="dtype: 'none' is no dtype" if known.number in faults else "",
-                logging={"version": 1, "root": None},
-                variables={"OF_A_JOB": "1"},
-                is_current=False,
-            ),
-            {},
+        PreparedJob(
+            known=known,
+            sweep=str(folder),
+            folder=str(folder / known.folder),
+            config={"enforce_memory": False, "awaits": str(folder / f"{jobs_ended[known.number]} ended")},
+            fault="dtype: 'none' is no dtype" if known.number in faults else "",
+            logging={"version": 1, "root": None},
+            variables={"OF_A_JOB": "1"},
+            is_current=False,
         )
         for known in record.jobs
     ]

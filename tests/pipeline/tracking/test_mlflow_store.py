@@ -18,6 +18,7 @@ import pytest
 
 from offstage.pipeline.errors import StorageError
 from offstage.pipeline.tracking.mlflow_store import HURRY, require_server
+from offstage.pipeline.tracking.options import TrackerConfig
 from offstage.pipeline.tracking.trackers import require_tracker
 
 pytest.importorskip("mlflow", reason="the extra mlflow isn't installed")
@@ -99,7 +100,7 @@ def test_credentials_of_every_source_of_mlflow_s_are_sent_and_never_told(
         "[mlflow]\nmlflow_tracking_username=me\nmlflow_tracking_password=hidden"
     )
     with answering(403, "you sent hidden") as (uri, asked), pytest.raises(StorageError) as error:
-        require_tracker({"tracker": {"kind": "mlflow", "uri": uri}})
+        require_tracker(TrackerConfig("mlflow", uri=uri))
     basic = "Basic " + base64.b64encode(b"me:hidden").decode()
     assert asked[0].headers["Authorization"] == ("Bearer hidden" if source == "token" else basic)
     assert f"tracker.uri: '{uri}' takes no run: it refuses the credentials" in str(error.value)
@@ -111,7 +112,7 @@ def test_where_nothing_listens_one_line_names_the_key_and_the_address() -> None:
         free.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(StorageError) as error:
-            require_tracker({"tracker": {"kind": "mlflow", "uri": uri}})
+            require_tracker(TrackerConfig("mlflow", uri=uri))
     assert f"tracker.uri: '{uri}' takes no run: it can't be reached within 5 s (ConnectionRefusedError" in str(
         error.value
     )
@@ -127,8 +128,9 @@ def test_a_server_that_takes_the_question_and_never_answers_is_not_waited_for(mo
 def test_the_library_is_no_part_of_the_process_that_asks() -> None:
     code = (
         "import sys\nfrom offstage.pipeline.errors import StorageError\n"
+        "from offstage.pipeline.tracking.options import TrackerConfig\n"
         "from offstage.pipeline.tracking.trackers import require_tracker\n"
-        "try:\n    require_tracker({'tracker': {'kind': 'mlflow', 'uri': 'http://127.0.0.1:9'}})\n"
+        "try:\n    require_tracker(TrackerConfig('mlflow', uri='http://127.0.0.1:9'))\n"
         "except StorageError:\n    sys.exit('mlflow' in sys.modules)\nsys.exit(2)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline import hydra_task
 from offstage.pipeline.record import RunRecord
 from offstage.pipeline.run_schema import StageRun, Status
 from offstage.pipeline.stage import Report
 from offstage.pipeline.tracking.options import usable_tracker
-from offstage.pipeline.tracking.trackers import SweepTracking, track
+from offstage.pipeline.tracking.trackers import SweepTracking
 
 
 def finished(
@@ -28,8 +29,9 @@ def finished(
     return record
 
 
-def tracked(record: RunRecord) -> None:
-    track(record.config, record.path.parent)
+def tracked(record: RunRecord, *, sweep: Path | None = None) -> None:
+    with hydra_task.tracked(record, sweep=sweep):
+        """The run has ended already."""
 
 
 @pytest.mark.parametrize("kind", [None, "not_a_tracker"])
@@ -81,7 +83,7 @@ def test_a_sweep_s_end_logs_what_its_jobs_could_not_and_nothing_twice(tmp_path: 
     pytest.importorskip("sqlalchemy", reason="mlflow is here without what its databases need")
     sweep = tmp_path / "today"
     early = finished(tmp_path, "mlflow")
-    track(early.config, early.path.parent, sweep=sweep)
+    tracked(early, sweep=sweep)
     finished(tmp_path, "mlflow", name="2", status="failed")
     finished(tmp_path, None, name="3")
     finished(tmp_path, "mlflow", name="4", experiment="elsewhere")  # which no job of the sweep names
