@@ -8,8 +8,7 @@ from torch import nn
 
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.empty_init.activation_peaks import Weighed, weigh
-from offstage.stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
-from offstage.stages.empty_init.experts import describe_experts
+from offstage.stages.empty_init.experts import describe_experts, find_expert_lists, guess_expert_lists
 from offstage.stages.empty_init.fake_weights import REFUSALS, RefusedError, answered, rehearsing, unchanged_buffers
 from offstage.stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse, rehearse_next_token
 from offstage.stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
