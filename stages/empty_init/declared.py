@@ -22,7 +22,7 @@ from offstage.stages.checkpoints.converted_modules import converted_modules
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
 from offstage.stages.checkpoints.packed import AtRest, memory_file
-from offstage.stages.checkpoints.quantised import DECLARES
+from offstage.stages.checkpoints.quantised import METHODS
 from offstage.stages.checkpoints.quantised_copy import with_copy
 from offstage.stages.checkpoints.quantization import method_of
 from offstage.stages.checkpoints.shard_files import ShardFile
@@ -64,7 +64,7 @@ def declared_checkpoint(
     entries = _laid_out(file, saved)
     naming = name_tensors(plain, entries)
     quantised = _quantised(file.path, plain, entries, naming=naming, quantization=quantization)
-    declare = DECLARES[method_of(quantization)]
+    _, declare = METHODS[method_of(quantization)]
     headers: dict[str, TensorHeader] = {}
     for name, header in saved.items():
         at_rest = declare(name, replace(header, dtype=dtype), quantization) if name in quantised else {name: header}
