@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from offstage.stages.empty_init.module_usage import watch_calls
-from offstage.stages.empty_init.skeleton import ExpertsSpec, parent
+from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
 
 _MARKS = ("num_experts", "has_gate", "is_transposed", "config")
 """What transformers' decorator and the classes that it is for leave on each of these modules."""
@@ -95,22 +95,12 @@ def describe_experts(
         direct = {f"{name}.{key}": tensor for key, tensor in module._parameters.items() if tensor is not None}
         stacks = {key: tensor for key, tensor in direct.items() if tensor.dim() > 1 and tensor.shape[0] == count}
         if count > 1 and stacks and not stacks.keys() & set(unsuited):
-            config = next(_configs(model, name), None)
-            per_token = routed.get(name) or configured_width(config, count)
+            configs = (getattr(model.get_submodule(above), "config", None) for above in upward(name))
+            nearest = next((config for config in configs if config is not None), None)
+            per_token = routed.get(name) or configured_width(nearest, count)
             used = sum(tensor.nbytes for tensor in stacks.values()) * per_token / count
             tensors = tuple(key for key, tensor in stacks.items() if tensor.nbytes > _LITTLE * used)
             yield ExpertsSpec(name, count, per_token, tensors)
-
-
-def _configs(model: nn.Module, name: str) -> Iterator[object]:
-    """Yield the configs of the module ``name`` of ``model`` and of those around it, the nearest first."""
-    while True:
-        config = getattr(model.get_submodule(name), "config", None)
-        if config is not None:
-            yield config
-        if not name:
-            return
-        name = parent(name)
 
 
 def configured_width(config: object, count: int) -> int:
