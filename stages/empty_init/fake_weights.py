@@ -152,17 +152,13 @@ def swapped(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[N
         for (table, name), parameter in zip(homes, saved, strict=True):
             table[name.rpartition(".")[2]] = parameter
         for noted, before in notes:
-            _restore(noted, before)
+            for name in noted.keys() - before.keys():
+                del noted[name]
+            noted.update(before)
 
 
 def _tables(module: nn.Module) -> tuple[MutableMapping[Any, Any], ...]:
     return vars(module), module._buffers, module._forward_hooks, module._forward_pre_hooks
-
-
-def _restore(table: MutableMapping[Any, Any], saved: Mapping[Any, Any]) -> None:
-    for name in table.keys() - saved.keys():
-        del table[name]
-    table.update(saved)
 
 
 @contextmanager
@@ -179,17 +175,17 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rehearsing(model: nn.Module) -> Iterator[None]:
-    """Have ``model`` be in eval mode, and afterwards as it was, part by part: its modes, what its code keeps in its
-    modules, and the state of torch's random numbers. It may be the user's own.
+    """Have ``model`` be in eval mode, and afterwards as it was, part by part, and torch's random numbers too. It may be
+    the user's own.
     """
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    before = [(module, module.training) for module in model.modules()]
     try:
         with torch.random.fork_rng(devices=[]):
             model.eval()
             yield
     finally:
-        for module, attributes in before:
-            _restore(vars(module), attributes)
+        for module, training in before:
+            module.training = training
 
 
 @contextmanager
