@@ -121,20 +121,13 @@ class _Forward(NamedTuple):
         return Probe(sequences, 1 if self.left.encoded else length, self.left)
 
 
-class _Tally(StoragesByBlock):
-    """The bytes alive in one forward: now, and after each operator, with that operator's kernel and operands."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moments: list[_Instant] = []
-
-
 class _Weighing(Faking):  # type: ignore[no-untyped-call]
-    """Fake tensors that are counted."""
+    """Fake tensors that are counted: ``moments`` has the bytes alive after each operator, with its kernel."""
 
     def __init__(self, *, decides: bool) -> None:
         super().__init__(decides=decides)
-        self.tally: _Tally | None = None
+        self.tally: StoragesByBlock | None = None
+        self.moments: list[_Instant] = []
 
     def operated(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count what ``func`` made."""
@@ -142,8 +135,8 @@ class _Weighing(Faking):  # type: ignore[no-untyped-call]
             return
         for leaf in tensors_in(result):
             self.tally.meet(leaf)
-        self.tally.moments.append(_Instant(self.tally.live, *kernel_of(func, args, result)))
-        if self._decides and len(self.tally.moments) > _MOST_DECIDED:
+        self.moments.append(_Instant(self.tally.live, *kernel_of(func, args, result)))
+        if self._decides and len(self.moments) > _MOST_DECIDED:
             raise RuntimeError("the forward asks for values, token by token")
 
 
@@ -284,7 +277,7 @@ def _tally(
     """
     with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
         fakes, given = fake_weights(model), new_cache(model) if caches else {}
-        tally = _Tally()
+        tally = StoragesByBlock()
         tensors = [*fakes.values(), *(mode.from_tensor(buffer) for buffer in model.buffers())]
         for tensor in tensors:
             tally.meet(tensor, counts=False)
@@ -294,19 +287,21 @@ def _tally(
             cache, encoded = given | kept_cache(output), encoded_positions(output)
             del output
             left = tally.leftover(cache.values(), encoded=encoded)
-            moments, tally.moments = tally.moments, []
+            moments, mode.moments = mode.moments, []
             follows = None if encoded or not cache else follows
-            decoding = [] if follows is None else _followed(tally, partial(follows, model), cache, left.bytes)
+            decoding = [] if follows is None else _followed(mode, tally, partial(follows, model), cache, left.bytes)
         mode.tally = None
         return _Forward([instant._replace(live=instant.live - left.bytes) for instant in moments], left, decoding)
 
 
-def _followed(tally: _Tally, follows: Callable[..., object], cache: Mapping[str, Any], left: int) -> list[_Instant]:
+def _followed(
+    mode: _Weighing, tally: StoragesByBlock, follows: Callable[..., object], cache: Mapping[str, Any], left: int
+) -> list[_Instant]:
     """Return the instants of a forward that ``follows`` over a ``cache``; none where code refuses it."""
     with suppress(*REFUSALS):
         follows(**cache)
         most = max(left, tally.leftover(cache.values(), encoded=0).bytes)
-        return [instant._replace(live=max(0, instant.live - most)) for instant in tally.moments]
+        return [instant._replace(live=max(0, instant.live - most)) for instant in mode.moments]
     return []
 
 
