@@ -57,7 +57,7 @@ class Rates:
     launches: int = 8_000
     multiplying: int | None = None
     root: int | None = None
-    apart: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict)
+    apart: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def link_of(self, device: DeviceId) -> int:
         """Return what the link of ``device`` brings; ``host_to_device`` where it has none of its own."""
