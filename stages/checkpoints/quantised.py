@@ -15,31 +15,19 @@ from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.checkpoints.quantization import BITSANDBYTES, COMPRESSED, FP8, MXFP4, MXFP8, method_of
 
 Fold = Callable[[Mapping[str, Extent], Mapping[str, object]], Mapping[str, AtRest]]
-
-FOLDS: Mapping[str, Fold] = {
-    FP8: fold_fp8,
-    MXFP8: fold_fp8,
-    MXFP4: fold_mxfp4,
-    COMPRESSED: fold_compressed,
-    BITSANDBYTES: fold_bitsandbytes,
-    GPTQ: fold_grouped,
-    AWQ: fold_grouped,
-}
-"""What makes one tensor of a weight and what belongs to it, by the method that quantised them."""
-
-
 Declare = Callable[[str, TensorHeader, Mapping[str, object]], Mapping[str, TensorHeader]]
 
-DECLARES: Mapping[str, Declare] = {
-    FP8: declare_fp8,
-    MXFP8: declare_fp8,
-    MXFP4: declare_mxfp4,
-    COMPRESSED: declare_compressed,
-    BITSANDBYTES: declare_bitsandbytes,
-    GPTQ: declare_grouped,
-    AWQ: declare_grouped,
+METHODS: Mapping[str, tuple[Fold, Declare]] = {
+    FP8: (fold_fp8, declare_fp8),
+    MXFP8: (fold_fp8, declare_fp8),
+    MXFP4: (fold_mxfp4, declare_mxfp4),
+    COMPRESSED: (fold_compressed, declare_compressed),
+    BITSANDBYTES: (fold_bitsandbytes, declare_bitsandbytes),
+    GPTQ: (fold_grouped, declare_grouped),
+    AWQ: (fold_grouped, declare_grouped),
 }
-"""What a weight and what belongs to it rest as, by the method that a config declares: where there are no files yet."""
+"""What makes one tensor of a weight and what belongs to it, by the method that quantised them; and what they rest as by
+what a config declares, where there are no files yet."""
 
 
 def logical_entries(entries: Mapping[str, Extent], quantization: Mapping[str, object] | None) -> Mapping[str, AtRest]:
@@ -48,5 +36,7 @@ def logical_entries(entries: Mapping[str, Extent], quantization: Mapping[str, ob
     ``quantization`` is what the checkpoint's config says of it. A ``CheckpointError`` names the tensor whose parts
     don't belong together.
     """
-    fold = FOLDS.get(method_of(quantization)) if quantization else None
-    return entries if fold is None or quantization is None else fold(entries, quantization)
+    if quantization is None or method_of(quantization) not in METHODS:
+        return entries
+    fold, _ = METHODS[method_of(quantization)]
+    return fold(entries, quantization)

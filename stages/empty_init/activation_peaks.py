@@ -29,6 +29,7 @@ from offstage.stages.calls.results import kept_cache
 from offstage.stages.empty_init.fake_weights import (
     REFUSALS,
     Faking,
+    Found,
     RefusedError,
     answered,
     fake_weights,
@@ -44,6 +45,7 @@ from offstage.stages.empty_init.kept_caches import (
     encoded_positions,
     new_cache,
 )
+from offstage.stages.empty_init.live_storages import tensors_in
 from offstage.stages.empty_init.rehearsal import call_with_next_token, call_with_tokens
 from offstage.stages.empty_init.repeated_blocks import kinds_of
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
@@ -119,39 +121,23 @@ class _Forward(NamedTuple):
         return Probe(sequences, 1 if self.left.encoded else length, self.left)
 
 
-class _Tally(StoragesByBlock):
-    """The bytes alive in one forward: now, and after each operator, with that operator's kernel and operands."""
+class _Weighing(Faking):  # type: ignore[no-untyped-call]
+    """Fake tensors that are counted: ``moments`` has the bytes alive after each operator, with its kernel."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, decides: bool) -> None:
+        super().__init__(decides=decides)
+        self.tally: StoragesByBlock | None = None
         self.moments: list[_Instant] = []
 
-
-class _Weighing(Faking):  # type: ignore[no-untyped-call]
-    """Fake tensors that are counted.
-
-    What an operator does inside itself isn't: torch takes an operator apart only the first time it meets it.
-    """
-
-    def __init__(self, *, decides: bool = False) -> None:
-        super().__init__(decides=decides)
-        self.tally: _Tally | None = None
-        self._depth = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._depth += 1
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self._depth -= 1
-        if self.tally is not None and not self._depth:
-            for leaf in result if isinstance(result, (list, tuple)) else (result,):
-                if isinstance(leaf, torch.Tensor):
-                    self.tally.meet(leaf)
-            self.tally.moments.append(_Instant(self.tally.live, *kernel_of(func, args, result)))
-            if self._decides and len(self.tally.moments) > _MOST_DECIDED:
-                raise RuntimeError("the forward asks for values, token by token")
-        return result
+    def operated(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count what ``func`` made."""
+        if self.tally is None:
+            return
+        for leaf in tensors_in(result):
+            self.tally.meet(leaf)
+        self.moments.append(_Instant(self.tally.live, *kernel_of(func, args, result)))
+        if self._decides and len(self.moments) > _MOST_DECIDED:
+            raise RuntimeError("the forward asks for values, token by token")
 
 
 def weigh(model: nn.Module, blocks: Iterable[str]) -> Weighed:
@@ -162,13 +148,10 @@ def weigh(model: nn.Module, blocks: Iterable[str]) -> Weighed:
     holds is taken to grow with the tokens from the widest moments of two shapes.
     """
     classes = set(blocks)
-    try:
-        with rehearsing(model), _shortened(model, classes) as stands_for:
-            runs, alike = _runs(model, classes)
-    except RefusedError:
+    rehearsed = _rehearsed(model, classes, lambda: _runs(model, classes))
+    if rehearsed is None:
         return Weighed()
-    finally:
-        Faking.cache_clear()  # it outlives the mode: one entry for each operator met
+    (runs, alike), stands_for = rehearsed
     caches = cache_specs([run.probe(*shape) for run, shape in zip(runs, _PROBES, strict=False)], stands_for)
     if not alike:
         return Weighed(tuple(_growing(_PROBES[: len(runs)], [run.moments for run in runs])), caches)
@@ -205,17 +188,27 @@ def weigh_call(
     ``weigh``.
     """
     classes = set(blocks)
-    try:
-        with rehearsing(model), _shortened(model, classes) as stands_for:
-            run = _run(model, call, classes)
-    except RefusedError:
+    rehearsed = _rehearsed(model, classes, lambda: answered(partial(_tally, model, call, classes, False, None)))
+    if rehearsed is None:
         return Weighed()
-    finally:
-        Faking.cache_clear()
+    run, stands_for = rehearsed
     polynomials = np.zeros((len(monomials(1, 1)), len(run.moments), 4))
     polynomials[0] = [instant.sizes for instant in run.moments]
     moments = _peaks(polynomials, [instant.kernel for instant in run.moments])
     return Weighed(moments, cache_specs([run.probe(1, positions)], stands_for), run.left.bytes)
+
+
+def _rehearsed(model: nn.Module, blocks: set[str], run: Callable[[], Found]) -> tuple[Found, Mapping[str, str]] | None:
+    """Return what ``run`` does with the ``model`` shortened, and which of its blocks did for others; null where the
+    model's code refuses fake tensors.
+    """
+    try:
+        with rehearsing(model), _shortened(model, blocks) as stands_for:
+            return run(), stands_for
+    except RefusedError:
+        return None
+    finally:
+        Faking.cache_clear()  # it outlives the mode: one entry for each operator met
 
 
 def _runs(model: nn.Module, blocks: set[str]) -> tuple[list[_Forward], bool]:
@@ -266,38 +259,25 @@ def _run_probe(model: nn.Module, blocks: set[str], number: int) -> _Forward:
     sequences, length = _PROBES[number]
     follows = partial(call_with_next_token, sequences=sequences, length=length) if number < _DECODED else None
     call = partial(call_with_tokens, sequences=sequences, length=length)
-    return _run(model, call, blocks, caches=True, follows=follows)
-
-
-def _run(
-    model: nn.Module,
-    call: Callable[..., object],
-    blocks: set[str],
-    *,
-    caches: bool = False,
-    follows: Callable[..., object] | None = None,
-) -> _Forward:
-    """Return what is alive after each operator of one forward, with its kernel, and what it leaves.
-
-    One that ``caches`` is given what ``generate`` would keep keys and values in. What ``follows`` is given what the
-    forward kept, where that is something. Code that asks for values is answered as ``deciding`` decides; a
-    ``RefusedError`` where it refuses that too.
-    """
-    return answered(lambda decides: _tally(model, call, blocks, caches=caches, follows=follows, decides=decides))
+    return answered(partial(_tally, model, call, blocks, True, follows))
 
 
 def _tally(
     model: nn.Module,
     call: Callable[..., object],
     blocks: set[str],
-    *,
     caches: bool,
     follows: Callable[..., object] | None,
     decides: bool,
 ) -> _Forward:
+    """Return what is alive after each operator of one forward, with its kernel, and what it leaves.
+
+    One with ``caches`` is given what ``generate`` would keep keys and values in. What ``follows`` is given what the
+    forward kept, where that is something. Code that asks for values is answered if it ``decides``, see ``deciding``.
+    """
     with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
         fakes, given = fake_weights(model), new_cache(model) if caches else {}
-        tally = _Tally()
+        tally = StoragesByBlock()
         tensors = [*fakes.values(), *(mode.from_tensor(buffer) for buffer in model.buffers())]
         for tensor in tensors:
             tally.meet(tensor, counts=False)
@@ -307,19 +287,21 @@ def _tally(
             cache, encoded = given | kept_cache(output), encoded_positions(output)
             del output
             left = tally.leftover(cache.values(), encoded=encoded)
-            moments, tally.moments = tally.moments, []
+            moments, mode.moments = mode.moments, []
             follows = None if encoded or not cache else follows
-            decoding = [] if follows is None else _followed(tally, partial(follows, model), cache, left.bytes)
+            decoding = [] if follows is None else _followed(mode, tally, partial(follows, model), cache, left.bytes)
         mode.tally = None
         return _Forward([instant._replace(live=instant.live - left.bytes) for instant in moments], left, decoding)
 
 
-def _followed(tally: _Tally, follows: Callable[..., object], cache: Mapping[str, Any], left: int) -> list[_Instant]:
+def _followed(
+    mode: _Weighing, tally: StoragesByBlock, follows: Callable[..., object], cache: Mapping[str, Any], left: int
+) -> list[_Instant]:
     """Return the instants of a forward that ``follows`` over a ``cache``; none where code refuses it."""
     with suppress(*REFUSALS):
         follows(**cache)
         most = max(left, tally.leftover(cache.values(), encoded=0).bytes)
-        return [instant._replace(live=max(0, instant.live - most)) for instant in tally.moments]
+        return [instant._replace(live=max(0, instant.live - most)) for instant in mode.moments]
     return []
 
 

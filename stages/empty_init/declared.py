@@ -22,7 +22,7 @@ from offstage.stages.checkpoints.converted_modules import converted_modules
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
 from offstage.stages.checkpoints.packed import AtRest, memory_file
-from offstage.stages.checkpoints.quantised import DECLARES
+from offstage.stages.checkpoints.quantised import METHODS
 from offstage.stages.checkpoints.quantised_copy import with_copy
 from offstage.stages.checkpoints.quantization import method_of
 from offstage.stages.checkpoints.shard_files import ShardFile
@@ -60,17 +60,15 @@ def declared_checkpoint(
     It has entries and no file: it is to be planned by, and never read. A model that is ``adapted`` is taken without its
     adapter. A ``CheckpointError`` where the config, or the class of the model, doesn't say what the entries are.
     """
-    plain, file, saved = _before(model, folder, adapted=adapted)
-    entries = _laid_out(file, saved)
-    naming = name_tensors(plain, entries)
-    quantised = _quantised(file.path, plain, entries, naming=naming, quantization=quantization)
-    declare = DECLARES[method_of(quantization)]
+    plain, saved, declared = _before(model, folder, adapted=adapted)
+    (file,), entries = declared.checkpoint.files, declared.checkpoint.entries
+    quantised = _quantised(file.path, plain, entries, naming=declared.naming, quantization=quantization)
+    _, declare = METHODS[method_of(quantization)]
     headers: dict[str, TensorHeader] = {}
     for name, header in saved.items():
         at_rest = declare(name, replace(header, dtype=dtype), quantization) if name in quantised else {name: header}
         headers |= at_rest
-    checkpoint = Checkpoint(folder, "safetensors", (file,), _laid_out(file, headers))
-    return DeclaredCheckpoint(checkpoint, {name: header.shape for name, header in saved.items()}, naming)
+    return replace(declared, checkpoint=replace(declared.checkpoint, entries=_laid_out(file, headers)))
 
 
 def declared_copy(model: nn.Module, folder: Path, kind: str, *, adapted: bool) -> DeclaredCheckpoint:
@@ -78,20 +76,23 @@ def declared_copy(model: nn.Module, folder: Path, kind: str, *, adapted: bool) -
 
     Else it is as ``declared_checkpoint`` has it. A ``ConfigError`` where no weight can be quantised so.
     """
-    plain, file, saved = _before(model, folder, adapted=adapted)
-    entries = _laid_out(file, saved)
-    naming = name_tensors(plain, entries)
-    chosen = quantisable(plain, naming, entries, kind)
-    checkpoint = with_copy(Checkpoint(folder, "safetensors", (file,), entries), entries, chosen, kind)
-    return DeclaredCheckpoint(checkpoint, {name: header.shape for name, header in saved.items()}, naming)
+    plain, _, declared = _before(model, folder, adapted=adapted)
+    checkpoint, naming = declared.checkpoint, declared.naming
+    chosen = quantisable(plain, naming, checkpoint.entries, kind)
+    return replace(declared, checkpoint=with_copy(checkpoint, checkpoint.entries, chosen, kind))
 
 
-def _before(model: nn.Module, folder: Path, *, adapted: bool) -> tuple[nn.Module, ShardFile, dict[str, TensorHeader]]:
-    """Return ``model`` without an adapter, the file that stands for its weights, and what it is saved with."""
+def _before(
+    model: nn.Module, folder: Path, *, adapted: bool
+) -> tuple[nn.Module, dict[str, TensorHeader], DeclaredCheckpoint]:
+    """Return ``model`` without an adapter, what it is saved with, and a checkpoint of that before it is quantised."""
     plain = without_adapter(model).model if adapted else model
     file = ShardFile("config.json", folder / "config.json", 0, None, "")
     with foreign(CheckpointError, f"{file.path}: what a checkpoint of it holds is told by its weights alone"):
-        return plain, file, dict(_saved(plain))
+        saved = dict(_saved(plain))
+    checkpoint = Checkpoint(folder, "safetensors", (file,), _laid_out(file, saved))
+    shapes = {name: header.shape for name, header in saved.items()}
+    return plain, saved, DeclaredCheckpoint(checkpoint, shapes, name_tensors(plain, checkpoint.entries))
 
 
 def _saved(model: Any) -> Iterator[tuple[str, TensorHeader]]:

@@ -8,8 +8,7 @@ from torch import nn
 
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.empty_init.activation_peaks import Weighed, weigh
-from offstage.stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
-from offstage.stages.empty_init.experts import describe_experts
+from offstage.stages.empty_init.experts import describe_experts, find_expert_lists, guess_expert_lists
 from offstage.stages.empty_init.fake_weights import REFUSALS, RefusedError, answered, rehearsing, unchanged_buffers
 from offstage.stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse, rehearse_next_token
 from offstage.stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
@@ -36,7 +35,7 @@ def describe(
     """
     declared = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     tied = find_tied_parameters(model)
-    with unchanged_buffers(model):
+    with unchanged_buffers(model), rehearsing(model):
         seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no trace was asked for")
         weighed = weigh(model, declared or ()) if seen and call is None else Weighed()
         once = _called_once(model, seen) if rehearsed and call is None else ()
@@ -70,8 +69,7 @@ def _called_once(model: nn.Module, seen: Rehearsal | None) -> tuple[str, ...]:
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return ()
     try:
-        with rehearsing(model):
-            again = rehearse_next_token(model, seen)
+        again = rehearse_next_token(model, seen)
     except (AttributeError, *REFUSALS):
         return ()
     called = seen.calls if seen else [name for name, module in model.named_modules() if holds_tensors(module)]
@@ -79,18 +77,9 @@ def _called_once(model: nn.Module, seen: Rehearsal | None) -> tuple[str, ...]:
 
 
 def _module(name: str, module: nn.Module) -> ModuleSpec:
-    looks_up, multiplies = isinstance(module, nn.Embedding), _multiplies(module)
-    return ModuleSpec(name, type(module).__name__, looks_up, multiplies, _codec(module))
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` is a linear layer's, and nothing else."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
-def _codec(module: nn.Module) -> str | None:
-    """Return what ``module`` multiplies by as it rests, null where that is as it is used."""
-    return module.kind if getattr(module, "multiplies_packed", False) else None  # type: ignore[return-value]
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward  # and nothing else
+    codec = str(module.kind) if getattr(module, "multiplies_packed", False) else None
+    return ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding), is_linear, codec)
 
 
 def _experts(
@@ -120,13 +109,8 @@ def _tensors(model: nn.Module) -> Iterable[TensorSpec]:
 
 def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None) -> tuple[Rehearsal | None, str | None]:
     """Return what a rehearsal saw and null, or null and why the model's code refused fake tensors."""
-
-    def run(decides: bool) -> Rehearsal:
-        with rehearsing(model):
-            return rehearse(model, call, decides=decides)
-
     try:
-        return answered(run), None
+        return answered(lambda decides: rehearse(model, call, decides=decides)), None
     except RefusedError as refusal:
         return None, str(refusal)
 

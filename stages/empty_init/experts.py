@@ -4,20 +4,26 @@ They have weights of one row an expert. Most are those that transformers' interf
 told, for each token, the experts that it was routed to and their weights. Some models' own code computes them: it is
 told the same (Step 3.7), or multiplies every expert by a row for each token, which is zero where the token isn't routed
 to the expert (Llama 4).
+
+Others are a list of modules, of which a forward calls those that its data choose. Where a rehearsal had to decide what
+data decide (see ``deciding``), the lists that it didn't call whole are such. Where there was none, a list is taken for
+one by its looks: modules all alike, inside a block that is repeated itself, beside a matrix with a row or a column for
+each of them: the router. A decoder's layers are a list too, and a forward calls them all.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from offstage.stages.empty_init.skeleton import ExpertsSpec, parent
+from offstage.stages.empty_init.module_usage import watch_calls
+from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
 
 _MARKS = ("num_experts", "has_gate", "is_transposed", "config")
 """What transformers' decorator and the classes that it is for leave on each of these modules."""
@@ -89,22 +95,12 @@ def describe_experts(
         direct = {f"{name}.{key}": tensor for key, tensor in module._parameters.items() if tensor is not None}
         stacks = {key: tensor for key, tensor in direct.items() if tensor.dim() > 1 and tensor.shape[0] == count}
         if count > 1 and stacks and not stacks.keys() & set(unsuited):
-            config = next(_configs(model, name), None)
-            per_token = routed.get(name) or configured_width(config, count)
+            configs = (getattr(model.get_submodule(above), "config", None) for above in upward(name))
+            nearest = next((config for config in configs if config is not None), None)
+            per_token = routed.get(name) or configured_width(nearest, count)
             used = sum(tensor.nbytes for tensor in stacks.values()) * per_token / count
             tensors = tuple(key for key, tensor in stacks.items() if tensor.nbytes > _LITTLE * used)
             yield ExpertsSpec(name, count, per_token, tensors)
-
-
-def _configs(model: nn.Module, name: str) -> Iterator[object]:
-    """Yield the configs of the module ``name`` of ``model`` and of those around it, the nearest first."""
-    while True:
-        config = getattr(model.get_submodule(name), "config", None)
-        if config is not None:
-            yield config
-        if not name:
-            return
-        name = parent(name)
 
 
 def configured_width(config: object, count: int) -> int:
@@ -113,28 +109,16 @@ def configured_width(config: object, count: int) -> int:
     return next((value for value in values if isinstance(value, int) and 0 < value <= count), count)
 
 
-@contextmanager
-def watch_routing(model: nn.Module, routed: dict[str, int]) -> Iterator[None]:
+def watch_routing(model: nn.Module, routed: dict[str, int]) -> AbstractContextManager[None]:
     """Note in ``routed``, by module, how many experts a token is routed to, while the block runs ``model``."""
-    handles = [
-        module.register_forward_pre_hook(_noting(name, routed), with_kwargs=True)
-        for name, module in model.named_modules()
-        if is_experts(module)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    watched = {name: module for name, module in model.named_modules() if is_experts(module)}
 
-
-def _noting(name: str, routed: dict[str, int]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = routing(module, args, kwargs)
+    def note(name: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        index = routing(watched[name], *given)
         if index is not None:
             routed[name] = max(routed.get(name, 0), int(index.shape[-1]))
 
-    return note
+    return watch_calls(watched.items(), note, lambda _: None)
 
 
 def routing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -147,3 +131,41 @@ def routing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     indices: torch.Tensor = args[_INDEX_PLACE] if len(args) > _INDEX_PLACE else kwargs[names[_INDEX_PLACE]]
     return indices
+
+
+def find_expert_lists(model: nn.Module, called: Collection[str]) -> dict[str, int]:
+    """Return, for each list of ``model`` of which a forward that decided ``called`` some only, how many those are."""
+    lists = {name: [f"{name}.{key}" for key, _ in members] for name, members in _lists(model)}
+    counts = {name: sum(member in called for member in members) for name, members in lists.items()}
+    return {name: count for name, count in counts.items() if 0 < count < len(lists[name])}
+
+
+def guess_expert_lists(model: nn.Module) -> dict[str, int]:
+    """Return the lists of ``model`` that look like routed experts, and how many a token uses, as its config says.
+
+    Where that says nothing, it is taken to use all.
+    """
+    config = getattr(model, "config", None)
+    nested = ((name, members) for name, members in _lists(model) if any(map(str.isdigit, name.split("."))))
+    return {
+        name: configured_width(config, len(members))
+        for name, members in nested
+        if _has_router(model.get_submodule(parent(name)), [module for _, module in members])
+    }
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    """Yield the lists that have two modules with weights or more, all of them alike: their names, and these modules."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            members = [child for child in module.named_children() if any(True for _ in child[1].parameters())]
+            looks = {(type(child), *(tensor.shape for tensor in child.parameters())) for _, child in members}
+            if len(members) > 1 and len(looks) == 1:
+                yield name, members
+
+
+def _has_router(block: nn.Module, experts: Sequence[nn.Module]) -> bool:
+    """Return whether ``block`` has a matrix of a row, or a column, for each of ``experts`` beside them."""
+    inside = {id(tensor) for expert in experts for tensor in expert.parameters()}
+    beside = (tensor for tensor in block.parameters() if id(tensor) not in inside)
+    return any(tensor.dim() == 2 and len(experts) in tensor.shape for tensor in beside)

@@ -28,6 +28,7 @@ class Faking(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors for a whole model.
 
     A subclass that watches operators does so in this one mode: intercepted once and not twice, they take half the time.
+    It hears of those of the model's code alone: torch takes an operator apart only the first time that it meets it.
     One that ``decides`` runs code too that asks for values: see ``deciding``.
     """
 
@@ -35,6 +36,7 @@ class Faking(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         self._decides = decides
         self._interrupts: list[AbstractContextManager[None]] = []
+        self._depth = 0
 
     def __enter__(self) -> Self:
         self._interrupts.append(interrupts_that_last())
@@ -52,19 +54,43 @@ class Faking(FakeTensorMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled here, and guarding against it would cost each operator a detour
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._depth += 1
+        try:
+            result = self.operate(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self.operated(func, args, kwargs, result)
+        return result
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Have nothing be heard of operators."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def operated(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Hear that the model's code had ``func`` make ``result``."""
+
+    def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return what ``func`` makes of fake tensors."""
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _fake_grouped_mm(*args, **(kwargs or {}))
+            return _fake_grouped_mm(*args, **kwargs)
         if not self._decides:
-            return self.dispatch(func, types, args, kwargs or {})
+            return self.dispatch(func, types, args, kwargs)
         if is_decided((args, kwargs)):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         self._decides = False  # inside an operator, fake tensors are what they always are
         try:
             args = with_indices(func, args)
-            faked = self.dispatch(func, types, args, kwargs or {})
+            faked = self.dispatch(func, types, args, kwargs)
         finally:
             self._decides = True
-        return decide(func, args, kwargs or {}, faked)
+        return decide(func, args, kwargs, faked)
 
 
 def _fake_grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -126,17 +152,13 @@ def swapped(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[N
         for (table, name), parameter in zip(homes, saved, strict=True):
             table[name.rpartition(".")[2]] = parameter
         for noted, before in notes:
-            _restore(noted, before)
+            for name in noted.keys() - before.keys():
+                del noted[name]
+            noted.update(before)
 
 
 def _tables(module: nn.Module) -> tuple[MutableMapping[Any, Any], ...]:
     return vars(module), module._buffers, module._forward_hooks, module._forward_pre_hooks
-
-
-def _restore(table: MutableMapping[Any, Any], saved: Mapping[Any, Any]) -> None:
-    for name in table.keys() - saved.keys():
-        del table[name]
-    table.update(saved)
 
 
 @contextmanager
@@ -153,17 +175,17 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rehearsing(model: nn.Module) -> Iterator[None]:
-    """Have ``model`` be in eval mode, and afterwards as it was, part by part: its modes, what its code keeps in its
-    modules, and the state of torch's random numbers. It may be the user's own.
+    """Have ``model`` be in eval mode, and afterwards as it was, part by part, and torch's random numbers too. It may be
+    the user's own.
     """
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    before = [(module, module.training) for module in model.modules()]
     try:
         with torch.random.fork_rng(devices=[]):
             model.eval()
             yield
     finally:
-        for module, attributes in before:
-            _restore(vars(module), attributes)
+        for module, training in before:
+            module.training = training
 
 
 @contextmanager

@@ -218,7 +218,7 @@ def open_packed(model: Mapping[str, Any], *, plans: bool = False) -> Checkpoint 
     Of one on the Hub, a run that ``plans`` alone has the headers and no more. Null too where of such a
     checkpoint nothing is here but its config: see ``has_config_alone``.
     """
-    packed = quantises(model) is not None or _rests_packed(model)
+    packed = quantises(model) is not None or method_at_rest(model) is not None
     return _opened(model, plans=plans) if packed and not has_config_alone(model) else None
 
 
@@ -236,11 +236,16 @@ def _opened(model: Mapping[str, Any], *, plans: bool) -> Checkpoint:
     return source.open()
 
 
-def _rests_packed(model: Mapping[str, Any]) -> bool:
+def method_at_rest(model: Mapping[str, Any]) -> str | None:
+    """Return what the weights of the config's ``model`` are quantised by, as its small files tell: ``GGUF``, or the
+    method that its config declares; null for plain ones.
+    """
     if model["kind"] != "pretrained":
-        return False
-    configs = (config for _, config in walk(read_config(ModelSource.of(model).folder)) if isinstance(config, Mapping))
-    return gguf_file(Path(model["path"])) is not None or any(config.get(QUANTISED[0]) for config in configs)
+        return None
+    if gguf_file(Path(model["path"])) is not None:
+        return "GGUF"
+    declared = quantization_of(ModelSource.of(model).folder)
+    return None if declared is None else method_of(declared)
 
 
 def declared_packed(model: Mapping[str, Any]) -> Mapping[str, object] | None:

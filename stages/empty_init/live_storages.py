@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for leaf in tensors_in((*args, *kwargs.values())):
+        for leaf in tensors_in((args, kwargs)):
             self._storages.meet(leaf, counts=False)
         result = func(*args, **kwargs)
         for leaf in tensors_in(result):
@@ -70,58 +69,39 @@ class CountingFakes(Faking):  # type: ignore[no-untyped-call]
     """Fake tensors whose bytes are counted in ``storages``, but for those that operators are given and didn't make.
 
     What is made of integers alone is real: masks and positions decide by their values what a model computes, and are
-    small. What an operator does inside itself isn't counted: torch takes an operator apart only the first time it meets
-    it. ``operated`` is called after each operator.
+    small. ``note`` is called after each operator.
     """
 
-    def __init__(
-        self, storages: LiveStorages, operated: Callable[[], None] = lambda: None, *, decides: bool = False
-    ) -> None:
+    def __init__(self, storages: LiveStorages, note: Callable[[], None] = lambda: None, *, decides: bool) -> None:
         super().__init__(decides=decides)
-        self.storages, self._operated = storages, operated
-        self._depth = 0
+        self.storages, self._note = storages, note
 
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Have operators make what isn't counted."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+    def operated(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count what ``func`` made, and not what it was given, nor what stands for that where it is real."""
+        for leaf in tensors_in((args, kwargs)):
+            self.storages.meet(leaf, counts=False)
+            if not self._decides and not isinstance(leaf, FakeTensor):
+                with self.unwatched():
+                    self.storages.meet(self.from_tensor(leaf), counts=False)
+        for leaf in tensors_in(result):
+            self.storages.meet(leaf)
+        self._note()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.unwatched():
-            result = self._operate(func, types, args, kwargs or {})
-            stood_for = [] if self._decides else [*map(self.from_tensor, real_in((*args, *(kwargs or {}).values())))]
-        if not self._depth:
-            for leaf in (*tensors_in((*args, *(kwargs or {}).values())), *stood_for):
-                self.storages.meet(leaf, counts=False)
-            for leaf in tensors_in(result):
-                self.storages.meet(leaf)
-            self._operated()
-        return result
-
-    def _operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def operate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Return what ``func`` makes: of integers the integers, else fake tensors."""
         if self._depth > 1 or self._decides or not is_of_integers((args, kwargs)):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if any(True for _ in tensors_in((*args, *kwargs.values()))):
+            return super().operate(func, types, args, kwargs)
+        if any(True for _ in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
-        faked = super().__torch_dispatch__(func, types, args, kwargs)
+        faked = super().operate(func, types, args, kwargs)
         is_real = isinstance(faked, torch.Tensor) and not faked.is_floating_point() and faked.device.type == "cpu"
         return func(*args, **kwargs) if is_real else faked
 
 
-def real_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``value`` that aren't fake."""
-    return (tensor for tensor in tensors_in(value) if not isinstance(tensor, FakeTensor))
-
-
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator is given, or returns: as they are, or in lists."""
+    """Yield the tensors that an operator is given, or returns: as they are, in lists, or by name."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(inner)

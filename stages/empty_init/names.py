@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,28 +27,18 @@ _LISTED = "experts"
 """The pattern of what is stacked as it rests."""
 
 
-class Converter(Protocol):
-    """What is used of transformers' ``WeightConverter``."""
-
-    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
-        """Collect one source tensor."""
-
-    def convert(self, layer_name: str, *, model: nn.Module, config: Any) -> Mapping[str, Any]:
-        """Return the model's tensors by name, made from those collected."""
-
-
 @dataclass(frozen=True, slots=True)
 class NamingStep:
     """How some of the model's tensors are made from some of the checkpoint's.
 
     ``targets`` maps the model's names to the shapes that come out; ``sources`` lists (pattern, name in the
-    checkpoint) in the converter's order. Without a ``converter`` it is one tensor under another name, or,
+    checkpoint) in the order of transformers' ``converter``. Without one it is one tensor under another name, or,
     without sources, a parameter that no checkpoint holds and that the model class itself computes.
     """
 
     targets: Mapping[str, tuple[int, ...]]
     sources: tuple[tuple[str, str], ...]
-    converter: Converter | None = None
+    converter: Any = None
 
     @property
     def source_names(self) -> list[str]:
@@ -180,7 +170,7 @@ def _step(
             names = " and ".join(repr(name) for _, name in sources)
             raise CheckpointError(f"{entries[sources[1][1]].file.path}: {names} are both the model's {target!r}")
         return NamingStep({target: entries[sources[0][1]].shape}, tuple(sources))
-    converter: Converter = deepcopy(rename.converters[index])
+    converter = deepcopy(rename.converters[index])
     looks = tuple((pattern, entries[name].shape, entries[name].dtype) for pattern, name in sources)
     look = index, tuple(rename.expected[target].shape), looks
     if look in rename.shapes:
@@ -216,7 +206,7 @@ def _unmade(
     return CheckpointError(f"{path.parent}: {said}; get the checkpoint again")
 
 
-def convert(converter: Converter, target: str, model: Any) -> dict[str, torch.Tensor]:
+def convert(converter: Any, target: str, model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that ``converter`` makes for the layer named ``target`` from what it has collected."""
     try:
         converted = converter.convert(target, model=model, config=model.config)

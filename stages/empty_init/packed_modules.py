@@ -49,7 +49,6 @@ KEY = "quantized.products"
 
 _HALVES = ("", UPPER)
 """What the names of the halves of a stack end with, where these rest each by itself."""
-Modules = Sequence[tuple[str, nn.Module]]
 PackedModule: TypeAlias = "PackedLinear | PackedEmbedding | PackedExperts"
 
 
@@ -106,7 +105,7 @@ class PackedLinear(nn.Module):
 
     multiplies_packed = True
 
-    def __init__(self, linear: nn.Linear, stack: Stack, how: Arithmetic) -> None:
+    def __init__(self, linear: Any, stack: Stack, how: Arithmetic) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.kind, self.matrix_text, self.kept = stack.codec.name, as_text(stack.matrix), stack.kept
@@ -269,7 +268,10 @@ def keep_packed(
         fits = all(name.endswith(".weight") and not (own_dtype and own_dtype.search(name)) for name in names)
         kinds = (nn.Linear, nn.Embedding) if can_look_up(stack.matrix) else (nn.Linear,)
         if fits and all(type(module) in kinds for _, module in modules):
-            _replace(model, modules, stack, how)
+            for place, used in modules:
+                table = used if isinstance(used, nn.Embedding) else None
+                packed = PackedEmbedding(table, stack) if table is not None else PackedLinear(used, stack, how)
+                model.set_submodule(place, packed)
     for place, stacks_here in stacks.items():
         experts = model.get_submodule(place)
         if is_interface(experts) and _are_all_of(experts, stacks_here):
@@ -335,15 +337,6 @@ def _are_all_of(experts: Any, stacks: Mapping[str, Sequence[Stack]]) -> bool:
     wanted = {"down_proj", "gate_up_proj" if experts.has_gate else "up_proj"}
     turned = all(stack.transposed == experts.is_transposed for pieces in stacks.values() for stack in pieces)
     return wanted == stacks.keys() and turned and not getattr(experts, "has_post_expert_norm", False)
-
-
-def _replace(model: nn.Module, modules: Modules, stack: Stack, how: Arithmetic) -> None:
-    """Put modules that share one packed weight in the place of ``modules``, which share what it is unpacked to."""
-    for place, module in modules:
-        if isinstance(module, nn.Embedding):
-            model.set_submodule(place, PackedEmbedding(module, stack))
-        elif isinstance(module, nn.Linear):
-            model.set_submodule(place, PackedLinear(module, stack, how))
 
 
 def _as_it_lies(part: Extent) -> Extent:

@@ -7,8 +7,7 @@ in, by the same steps that its weights will be loaded by.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -67,38 +66,31 @@ def _packed(step: NamingStep, spec: TensorSpec, entries: Mapping[str, AtRest], *
     by_row = bulk.codec.rows(bulk, 0, 1) is not None if alone else _are_rows(parts, spec.shape)
     if not (by_row if by_expert else alone):
         return None
-    packed = Counter(_WeightLook(part) for part in parts if isinstance(part, PackedTensor))
+    alike = _alike(part for part in parts if isinstance(part, PackedTensor))
     one = bulk.codec.rows(bulk, 0, 1) if alone and by_expert else None
-    device = _on_device(packed, [look.tensor for look in packed] if one is None else [one])
+    device = _on_device(alike, [first for first, *_ in alike] if one is None else [one])
     working = working_bytes(bulk.codec.blocks(bulk), SCRATCH_BYTES)
     return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), working, by_row, device)
 
 
-class _WeightLook:
-    """What unpacking ``tensor`` takes hangs on: all but where it lies. A layer's experts have one look, or a few."""
-
-    def __init__(self, tensor: PackedTensor) -> None:
-        self.tensor = tensor
-        parts = tuple((part.dtype, part.shape) for part in tensor.parts)
-        self._told = tensor.codec, tensor.dtype, tensor.shape, parts
-        self._hash = hash(self._told)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _WeightLook) and self._told == other._told
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-def _on_device(packed: Mapping[_WeightLook, int], brought: Sequence[PackedTensor]) -> DeviceUnpacking | None:
-    """Return what it takes an accelerator to unpack as many tensors of each look as ``packed`` says, by pieces like
-    those ``brought``; null where only the host can.
+def _alike(tensors: Iterable[PackedTensor]) -> list[list[PackedTensor]]:
+    """Return those of ``tensors`` together that are alike in all that unpacking them takes hangs on, but for where they
+    lie. A layer's experts are all alike, or there are a few kinds of them.
     """
-    if not all(can_unpack(look.tensor) for look in packed):
+    groups: dict[object, list[PackedTensor]] = {}
+    for tensor in tensors:
+        parts = tuple((part.dtype, part.shape) for part in tensor.parts)
+        groups.setdefault((tensor.codec, tensor.dtype, tensor.shape, parts), []).append(tensor)
+    return list(groups.values())
+
+
+def _on_device(alike: Sequence[list[PackedTensor]], brought: Sequence[PackedTensor]) -> DeviceUnpacking | None:
+    """Return what it takes an accelerator to unpack tensors, of which some are ``alike``, by pieces like those
+    ``brought``; null where only the host can.
+    """
+    if not all(can_unpack(first) for first, *_ in alike):
         return None
-    return DeviceUnpacking(
-        *device_parts(brought), sum(count * moved_bytes(look.tensor) for look, count in packed.items())
-    )
+    return DeviceUnpacking(*device_parts(brought), sum(len(some) * moved_bytes(some[0]) for some in alike))
 
 
 def _are_rows(parts: Sequence[AtRest], shape: tuple[int, ...]) -> bool:

@@ -272,7 +272,8 @@ class _Watching(Faking):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
             for leaf in _leaves(value):
-                self._note(leaf)
+                for name in self.names.get(id(leaf), ()):
+                    self._notes.note("read", name, self._module())
         for changed in changed_tensors(func, args, kwargs or {}):
             for name in self.stored.get(changed.untyped_storage()._cdata, ()):
                 self._notes.note("write", name, self._module())
@@ -288,10 +289,6 @@ class _Watching(Faking):  # type: ignore[no-untyped-call]
             storage = view.untyped_storage()
             self.stored.setdefault(storage._cdata, names)
             self.storages.append(storage)
-
-    def _note(self, leaf: object) -> None:
-        for name in self.names.get(id(leaf), ()):
-            self._notes.note("read", name, self._module())
 
     def _module(self) -> str:
         return self._running[-1] if self._running else ""

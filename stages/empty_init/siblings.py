@@ -6,24 +6,11 @@ one that is missing; and all that match one pattern have one shape.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
 from offstage.stages.checkpoints.packed import AtRest
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbered:
-    """Names that differ in one number: what stands before it and after it, and the numbers that there are."""
-
-    before: str
-    after: str
-    numbers: frozenset[int]
-
-    def name(self, number: int) -> str:
-        """Return the name with ``number``."""
-        return ".".join(part for part in (self.before, str(number), self.after) if part)
 
 
 def missing_sibling(sources: Sequence[tuple[str, str]]) -> str | None:
@@ -31,37 +18,41 @@ def missing_sibling(sources: Sequence[tuple[str, str]]) -> str | None:
 
     Numbers go from the least to the largest that any of them has: the last of all can be missing unseen.
     """
-    groups = [group for group in map(_numbered, _by_pattern(sources).values()) if group]
-    numbers = [number for group in groups for number in group.numbers]
+    groups = [numbered for names in _by_pattern(sources) if (numbered := _by_number(names))]
+    numbers = {number for group in groups for number in group}
     for number in range(min(numbers, default=0), max(numbers, default=-1) + 1):
         for group in groups:
-            if number not in group.numbers:
-                return group.name(number)
+            if number not in group:
+                (before, after), *_ = group.values()
+                return ".".join([*before, str(number), *after])
     return None
 
 
-def _by_pattern(sources: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
+def _by_pattern(sources: Sequence[tuple[str, str]]) -> Iterable[list[str]]:
+    groups: dict[str, list[str]] = defaultdict(list)
     for pattern, name in sources:
-        groups.setdefault(pattern, []).append(name)
-    return groups
+        groups[pattern].append(name)
+    return groups.values()
 
 
-def _numbered(names: Sequence[str]) -> _Numbered | None:
-    """Return what ``names`` have in common, if they differ in one number alone."""
-    if len({name.count(".") for name in names}) > 1:
-        return None
-    columns = list(zip(*(name.split(".") for name in names), strict=True))
-    varying = [place for place, column in enumerate(columns) if len(set(column)) > 1]
-    if len(varying) != 1 or not all(map(str.isdecimal, columns[varying[0]])):
-        return None
-    before, after = names[0].split(".")[: varying[0]], names[0].split(".")[varying[0] + 1 :]
-    return _Numbered(".".join(before), ".".join(after), frozenset(map(int, columns[varying[0]])))
+def _by_number(names: Sequence[str]) -> dict[int, tuple[list[str], list[str]]]:
+    """Return what stands before and after the number of each of ``names``; nothing unless they differ in that alone."""
+    parts = [name.split(".") for name in names]
+    before, after = _shared_by(parts), _shared_by([part[::-1] for part in parts])[::-1]
+    middles = [part[len(before) : len(part) - len(after)] for part in parts]
+    if not all(len(middle) == 1 and middle[0].isdecimal() for middle in middles):
+        return {}
+    return {int(number): (before, after) for (number,) in middles}
+
+
+def _shared_by(parts: Sequence[list[str]]) -> list[str]:
+    """Return what all of ``parts`` begin with."""
+    return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))]
 
 
 def unlike_sibling(sources: Sequence[tuple[str, str]], entries: Mapping[str, AtRest]) -> str | None:
     """Return what is wrong with the first of ``sources`` that hasn't the shape of most of its pattern; null if none."""
-    for names in _by_pattern(sources).values():
+    for names in _by_pattern(sources):
         ((usual, _),) = Counter(entries[name].shape for name in names).most_common(1)
         for name in names:
             if (shape := entries[name].shape) != usual:

@@ -20,7 +20,7 @@ from offstage.stages.checkpoints.adapters import adapter_folder, read_settings
 from offstage.stages.checkpoints.bounds import bounded
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.model_source import ModelSource, is_hub_id, located
-from offstage.stages.checkpoints.quantization import QUANTISES, method_of, quantization_of
+from offstage.stages.checkpoints.quantization import QUANTISES
 from offstage.stages.checkpoints.shard_files import check_texts
 from offstage.stages.checkpoints.weight_files import gguf_file
 from offstage.stages.empty_init.identity import (
@@ -31,6 +31,7 @@ from offstage.stages.empty_init.identity import (
     has_config_alone,
     identity,
     is_plan,
+    method_at_rest,
     model_sources,
     open_packed,
     pipeline_fault,
@@ -337,7 +338,7 @@ def _check_quantize(model: Mapping[str, Any]) -> Iterable[Fault]:
     if kind not in QUANTISES:
         yield Fault("model.quantize", f"{kind!r} is none of {', '.join(QUANTISES)}{closest(kind, QUANTISES)}")
     try:
-        method = _quantised_by(model)
+        method = method_at_rest(model) if ModelSource.of(model).is_here() else None
     except CheckpointError:
         return  # said of the folder, or of its config as the model is built
     if method is not None:
@@ -348,18 +349,15 @@ def _check_quantize(model: Mapping[str, Any]) -> Iterable[Fault]:
         )
 
 
-def _quantised_by(model: Mapping[str, Any]) -> str | None:
-    """Return what the weights of ``model``, which names a path, are quantised by, if they are and it is known yet."""
-    if not is_hub_id(model["path"]) and gguf_file(Path(model["path"])) is not None:
-        return "GGUF"
-    source = ModelSource.of(model)
-    declared = quantization_of(source.folder) if source.is_here() else None
-    return None if declared is None else method_of(declared)
-
-
 def _check_products(model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield why weights of ``model`` can't be multiplied as they rest."""
-    if not _rests_in_products(model):
+    rests = quantises(model) is not None
+    if not rests and model["kind"] == "pretrained" and model.get("path"):
+        try:
+            rests = ModelSource.of(model).is_here() and method_at_rest(model) is not None
+        except CheckpointError:
+            rests = True  # said of the folder, or of its config as the model is built
+    if not rests:
         yield Fault(
             "quantized.products",
             f"{FUSED!r} is for quantised checkpoints and model.quantize, and the model is none; take 'exact'",
@@ -377,17 +375,6 @@ def _check_tiles(config: Config) -> Iterable[Fault]:
         yield Fault("quantized.tiles", f"true is for quantized.products={FUSED}; take false")
     elif tiles and not is_plan(config) and not has_tiles():
         yield Fault("quantized.tiles", "true needs AMX, and this machine's processor has none; take false")
-
-
-def _rests_in_products(model: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint is of a kind that has weights which can be multiplied as they rest."""
-    path = model.get("path")
-    if model["kind"] != "pretrained" or not path:
-        return False
-    try:
-        return quantises(model) is not None or _quantised_by(model) is not None
-    except CheckpointError:
-        return True  # said of the folder, or of its config as the model is built
 
 
 def _check_texts(key: str, folder: object) -> Iterable[Fault]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,10 +54,9 @@ def rehearse_step(
     ``train()`` and checkpointing as it is set. What ``call`` gives it from outside must need no gradients: they would
     be fake. Raises a ``RefusedError`` where its code refuses fake tensors.
     """
-    step = _StepRehearsal(model, call, loss, accumulates=accumulates, smallest=smallest)
     with unchanged_buffers(model), torch.random.fork_rng(devices=()):
         try:
-            return answered(step.rehearse)
+            return answered(partial(_rehearse, model, call, loss, accumulates, smallest))
         finally:
             Faking.cache_clear()
 
@@ -103,45 +103,38 @@ class _Moments:
             self._peak = max(self._peak, live)
 
 
-@dataclass(frozen=True, slots=True)
-class _StepRehearsal:
-    """A step to rehearse; see ``rehearse_step``."""
+def _rehearse(
+    model: nn.Module, call: Call, loss: Loss | None, accumulates: bool, smallest: int, decides: bool
+) -> RehearsedStep:
+    """Return what the step takes, see ``rehearse_step``; one that ``decides`` runs code too that asks for values."""
+    moments = _Moments(LiveStorages())
+    watch = ModuleWatch(moments, clock=lambda: 0.0)
+    mode = CountingFakes(moments.storages, moments.note, decides=decides)
+    saved = moments.saved = DroppedStorages(mode, lambda: watch.running, smallest=smallest)
+    with quiet(), mode, ExitStack() as stack:
+        weights = _fake_weights(model, mode, accumulates=accumulates)
+        stack.enter_context(swapped(model, weights))
+        with saved.hooks(), watch_modules(model, watch):
+            output = call(model)
+        saved_bytes, passed, moments.in_backward = saved.bytes, len(moments.seen), True
+        for name, count in saved.bytes_by_module().items():
+            watch.usage[name].saved_bytes = count
+        run_backward(output, loss)
+        gradients = {id(weight): weight.grad.nbytes for weight in weights.values() if weight.grad is not None}
+    forward, backward = _highest(moments.seen[:passed]), _highest(moments.seen[passed:])
+    return RehearsedStep(TrainingPeaks(saved_bytes, sum(gradients.values()), forward, backward), watch.usage)
 
-    model: nn.Module
-    call: Call
-    loss: Loss | None
-    accumulates: bool
-    smallest: int
 
-    def rehearse(self, decides: bool) -> RehearsedStep:
-        """Return what the step takes; one that ``decides`` runs code too that asks for values."""
-        moments = _Moments(LiveStorages())
-        watch = ModuleWatch(moments, clock=lambda: 0.0)
-        mode = CountingFakes(moments.storages, moments.note, decides=decides)
-        saved = moments.saved = DroppedStorages(mode, lambda: watch.running, smallest=self.smallest)
-        with quiet(), mode, ExitStack() as stack:
-            weights = self._weights(mode)
-            stack.enter_context(swapped(self.model, weights))
-            with saved.hooks(), watch_modules(self.model, watch):
-                output = self.call(self.model)
-            saved_bytes, passed, moments.in_backward = saved.bytes, len(moments.seen), True
-            for name, count in saved.bytes_by_module().items():
-                watch.usage[name].saved_bytes = count
-            run_backward(output, self.loss)
-            gradients = {id(weight): weight.grad.nbytes for weight in weights.values() if weight.grad is not None}
-        forward, backward = _highest(moments.seen[:passed]), _highest(moments.seen[passed:])
-        return RehearsedStep(TrainingPeaks(saved_bytes, sum(gradients.values()), forward, backward), watch.usage)
-
-    def _weights(self, mode: CountingFakes) -> dict[str, torch.Tensor]:
-        """Return fake weights that require gradients as the model's do, and have some where the step accumulates."""
-        with mode.unwatched():
-            weights = fake_weights(self.model)
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            weight = weights[name].requires_grad_(parameter.requires_grad)
-            mode.storages.meet(weight, counts=False)
-            if self.accumulates and weight.requires_grad and weight.grad is None:
-                weight.grad = torch.empty_like(weight)
-        return weights
+def _fake_weights(model: nn.Module, mode: CountingFakes, *, accumulates: bool) -> dict[str, torch.Tensor]:
+    """Return fake weights that require gradients as the model's do, and have some where the step accumulates."""
+    with mode.unwatched():
+        weights = fake_weights(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        weight = weights[name].requires_grad_(parameter.requires_grad)
+        mode.storages.meet(weight, counts=False)
+        if accumulates and weight.requires_grad and weight.grad is None:
+            weight.grad = torch.empty_like(weight)
+    return weights
 
 
 def _highest(moments: Iterable[tuple[int, int, int]]) -> Moments:

@@ -18,7 +18,7 @@ import logging
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -127,12 +127,15 @@ def piece_of(count: float) -> int:
 
 
 class TagHistory:
-    """What is known of one tag: of its last pass ``sizes``, null before the first has ended, and its stores."""
+    """What is known of one tag: of its last pass ``sizes``, null before the first has ended.
+
+    ``stores`` hold what is away, for each way (which target, from which device), with the settings that they are for.
+    """
 
     def __init__(self) -> None:
         self.sizes: SavedSizes | None = None
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._stores: dict[tuple[str, torch.device], tuple[object, AnyStore]] = {}
+        self.stores: dict[tuple[str, torch.device], tuple[object, AnyStore]] = {}
         self._lives_with_model = False
 
     def learn(self, sizes: list[int], storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
@@ -154,21 +157,9 @@ class TagHistory:
             self._lives_with_model = True
             weakref.finalize(parameter, _forget, tag, weakref.ref(self)).atexit = False
 
-    @property
-    def stores(self) -> list[AnyStore]:
-        """What holds what is away."""
-        return [store for _, store in self._stores.values()]
-
-    def store(self, way: tuple[str, torch.device], settings: object, make: Callable[[], AnyStore]) -> AnyStore:
-        """Return the store for a ``way`` (which target, from which device), new if its ``settings`` are others."""
-        entry = self._stores.get(way)
-        if entry is None or entry[0] != settings:
-            entry = self._stores[way] = (settings, make())
-        return entry[1]
-
     def trim(self) -> None:
         """Give back memory and files that the last passes didn't use."""
-        for store in self.stores:
+        for _, store in self.stores.values():
             store.trim()
 
 
@@ -198,8 +189,10 @@ class Destination:
         if self.target == "host" and device == CPU:
             say_that_nothing_goes()
             return None
-        make = functools.partial(self._open, device)
-        return self.history.store((self.target, where), (self.ledger, self.folder), make)
+        way, settings = (self.target, where), (self.ledger, self.folder)
+        if way not in self.history.stores or self.history.stores[way][0] != settings:
+            self.history.stores[way] = settings, self._open(device)
+        return self.history.stores[way][1]
 
     def _open(self, device: DeviceId) -> AnyStore:
         if self.target == "host":

@@ -40,21 +40,6 @@ class MeasuredStep:
     peak_bytes: int
 
 
-class _TimeOnly:
-    """A meter where only time is taken: it tells of no bytes."""
-
-    live = 0
-
-    def take_peak(self) -> int:
-        """Return nothing."""
-        return 0
-
-    def now(self) -> float:
-        """Return the seconds since some moment, with all that was asked of accelerators done."""
-        wait_for_accelerators()
-        return time.perf_counter()
-
-
 def measure_step(model: nn.Module, call: Call, loss: Loss | None) -> MeasuredStep:
     """Run a step and return what it took; ``call`` runs the forward.
 
@@ -64,13 +49,18 @@ def measure_step(model: nn.Module, call: Call, loss: Loss | None) -> MeasuredSte
     with _as_it_was(model):
         meter = AcceleratorMemory() if _uses_accelerators(model, call) else None
         measured = _count(model, call, loss, meter)
-        clock = _TimeOnly()
-        timed = ModuleWatch(clock, clock=clock.now)
+        timed = ModuleWatch(LiveStorages(), clock=_now)  # of which none are counted
         with watch_modules(model, timed):
             call(model)
     for name, usage in timed.usage.items():
         measured.usage[name].seconds = usage.seconds
     return measured
+
+
+def _now() -> float:
+    """Return the seconds since some moment, with all that was asked of accelerators done."""
+    wait_for_accelerators()
+    return time.perf_counter()
 
 
 def _count(model: nn.Module, call: Call, loss: Loss | None, accelerator: MemoryMeter | None) -> MeasuredStep:

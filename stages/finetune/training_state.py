@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,23 +115,18 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = sha256()
-    write_pieces(path, _hashed(_pieces(text, tensors.values()), digest.update))
+    write_pieces(path, _pieces(text, tensors.values(), digest.update))
     sync_folder(path.parent)
     return FileEntry(size=path.stat().st_size, sha256=digest.hexdigest())
 
 
-def _hashed(
-    pieces: Iterable[bytes | memoryview], update: Callable[[bytes | memoryview], object]
+def _pieces(
+    header: bytes, tensors: Iterable[torch.Tensor], update: Callable[[bytes | memoryview], object]
 ) -> Iterator[bytes | memoryview]:
-    """Yield ``pieces``, each once ``update`` has had it."""
-    for piece in pieces:
+    """Yield what stands in the file, piece by piece, each once ``update`` has had it; of what lies on an accelerator
+    one tensor is on the host.
+    """
+    begin: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header]
+    for piece in chain(begin, (byte_view(tensor.detach().to("cpu").contiguous()) for tensor in tensors)):
         update(piece)
         yield piece
-
-
-def _pieces(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield what stands in the file, piece by piece; of what lies on an accelerator one tensor is on the host."""
-    yield len(header).to_bytes(8, "little")
-    yield header
-    for tensor in tensors:
-        yield byte_view(tensor.detach().to("cpu").contiguous())

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.library import Library
 from transformers.cache_utils import DynamicLayer
 
 from offstage.pipeline.errors import Fault
 from offstage.stages.empty_init.identity import read_config
+from offstage.stages.generate.shared_cache import why_strange
 from offstage.stages.inputs.generate_options import CACHE, QUANTIZED
 from offstage.stages.inputs.quantized_cache import CACHE_CONFIG, QuantizedCache, config_faults, read_cache_config
 from offstage.stages.plan.request.geometry import geometry_of
@@ -39,7 +39,11 @@ def quantized_faults(options: Mapping[str, Any], architecture: str, folder: Path
     faults = list(config_faults(options[CACHE_CONFIG])) if options.get(CACHE_CONFIG) is not None else []
     cache = read_cache_config(options)
     yield from faults or _of_backend(cache)
-    if why := _why_not(architecture, folder):
+    if read_config(folder).get("is_encoder_decoder"):
+        why = f"{architecture} has an encoder, whose positions its decoder keeps too"
+    else:
+        why = why_strange(architecture, folder, (DynamicLayer,)) or ""
+    if why:
         yield Fault(
             f"generate.{CACHE}", f"{QUANTIZED!r} asks for keys and values in fewer bits, and {why}; leave it out"
         )
@@ -77,24 +81,6 @@ def _of_backend(cache: QuantizedCache) -> Iterator[Fault]:
 
 def _listed(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
-
-
-def _why_not(architecture: str, folder: Path) -> str | None:
-    """Return why the model has no quantised cache in transformers; null where nothing is against it, as far as its
-    class and its config tell.
-    """
-    kind = getattr(transformers, architecture, None)
-    if read_config(folder).get("is_encoder_decoder"):
-        return f"{architecture} has an encoder, whose positions its decoder keeps too"
-    if kind is not None and not kind._supports_default_dynamic_cache():
-        return f"{architecture} has a cache of a kind of its own"
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        layers = transformers.DynamicCache(config=config).layers
-    except (ValueError, KeyError, AttributeError, OSError):  # code of its own, or what the skeleton will say
-        return None
-    strange = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), None)
-    return f"{architecture} keeps what it has read as {strange}" if strange else None
 
 
 @cache

@@ -28,10 +28,12 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 from offstage.stages.dispatch.streaming.lockstep import WaitFor
 from offstage.stages.units import Position
 
-_SHARED = (DynamicLayer, DynamicSlidingWindowLayer)
-"""The layers of which the last positions can be taken back: others keep a state that each token changes."""
-_EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
+Layers = tuple[type, ...]
+
+_EMPTY: Layers = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 """The layers that keep nothing, where transformers knows of such."""
+_SHARED: Layers = (DynamicLayer, DynamicSlidingWindowLayer, *_EMPTY)
+"""The layers of which the last positions can be taken back: others keep a state that each token changes."""
 
 
 class LayerView(CacheLayerMixin):  # type: ignore[misc]
@@ -118,29 +120,37 @@ def take_back(cache: Any, positions: int) -> None:
     decoder.crop(-positions)
 
 
-def strange_layer(cache: Any) -> str | None:
-    """Return the kind of the first layer of ``cache`` that can't be shared, or of it all; null where there is none."""
+def strange_layer(cache: Any, served: Layers = _SHARED) -> str | None:
+    """Return the kind of the first layer of ``cache`` that isn't ``served``, or of it all; null where there is none.
+
+    By default those are served that can be shared.
+    """
     decoder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not isinstance(decoder, Cache):
         return type(decoder).__name__
-    kinds = (type(layer) for layer in decoder.layers if not isinstance(layer, _EMPTY))
-    return next((kind.__name__ for kind in kinds if kind not in _SHARED), None)
+    return next((type(layer).__name__ for layer in decoder.layers if type(layer) not in served), None)
 
 
 def why_not_shared(architecture: str, folder: Path) -> str | None:
     """Return why the model of the checkpoint ``folder`` can't have its cache shared; null where nothing is against it.
 
-    It is told by its class in transformers and by its config, before any weight is read; what code of its own a model
-    has shows when it is run.
+    It is told before any weight is read; what code of its own a model has shows when it is run.
+    """
+    if issubclass(getattr(transformers, architecture, object), WhisperGenerationMixin):
+        return f"{architecture} may decode a part of a recording twice"
+    return why_strange(architecture, folder, _SHARED)
+
+
+def why_strange(architecture: str, folder: Path, served: Layers) -> str | None:
+    """Return why the model of the checkpoint ``folder`` has no cache of layers that are ``served``; null where nothing
+    is against it, as far as its class in transformers and its config tell.
     """
     kind = getattr(transformers, architecture, None)
-    if issubclass(kind or object, WhisperGenerationMixin):
-        return f"{architecture} may decode a part of a recording twice"
     if kind is not None and not kind._supports_default_dynamic_cache():
         return f"{architecture} has a cache of a kind of its own"
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        strange = strange_layer(transformers.DynamicCache(config=config))
+        strange = strange_layer(transformers.DynamicCache(config=config), served)
     except (ValueError, KeyError, AttributeError, OSError):  # code of its own, or what the skeleton will say
         return None
     return f"{architecture} keeps what it has read as {strange}" if strange else None

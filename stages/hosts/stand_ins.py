@@ -18,9 +18,8 @@ from torch import nn
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.empty_init.skeleton import parent, upward
-from offstage.stages.hosts.calls_over import around
 from offstage.stages.hosts.partition import Partition
-from offstage.stages.hosts.wire import Wire
+from offstage.stages.hosts.wire import Wire, around
 from offstage.stages.machine.hosts import KEY
 from offstage.stages.units import Position
 

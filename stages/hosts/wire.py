@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -30,17 +30,26 @@ from offstage.pipeline.errors import ConfigError, words_of
 from offstage.pipeline.peers import Peers, aligned, packed
 from offstage.pipeline.rendezvous import HostError
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
-from offstage.stages.hosts.calls_over import CallsOver, around
 from offstage.stages.machine.hosts import KEY
 from offstage.stages.units import Position
 
 _TAG = 1
 """Apart from what hosts agree on between calls."""
 
+_MOST_OVER = 4096
+"""So many calls that are over are remembered: what others still send of one comes before as many more have begun."""
+
 _Key = tuple[int, str]
 """Which host sends a message, and of which call it is."""
 _FAILED, _FAILED_FOR_LOCKSTEP = "failed", "failed for lockstep"
 """What stands in a message in place of a tensor's shape where the call has failed."""
+
+
+def around(call: str) -> Iterator[str]:
+    """Yield ``call``, and those that it is a part of (``7`` of ``7.2``), the outermost the last."""
+    while call:
+        yield call
+        call = call.rpartition(".")[0]
 
 
 class FailedCallError(HostError):
@@ -68,7 +77,7 @@ class _Inbox:
         self._threads: set[int] = set()
         self._error: Exception | None = None
         self._failed: dict[_Key, FailedCallError] = {}
-        self._over = CallsOver()
+        self._over: dict[str, None] = {}  # the last ones, in their order
 
     def ask(self, key: _Key) -> None:
         """Have a message of ``key`` be received, unless there is one."""
@@ -113,7 +122,9 @@ class _Inbox:
     def end(self, call: str) -> None:
         """Keep nothing of ``call`` and of its parts from now on: it is over here."""
         with self._changed:
-            self._over.add(call)
+            self._over[call] = None
+            if len(self._over) > _MOST_OVER:
+                del self._over[next(iter(self._over))]
             self._missing = {key for key in self._missing if call not in around(key[1])}
             for box in (self._messages, self._failed):
                 for key in [key for key in box if call in around(key[1])]:
@@ -137,7 +148,7 @@ class _Inbox:
             self.fail(error)
 
     def _keep(self, host: int, call: str, value: Any) -> None:
-        if call in self._over:
+        if any(outer in self._over for outer in around(call)):
             return
         if isinstance(value, FailedCallError):
             self._failed[host, call] = value

@@ -31,7 +31,7 @@ from offstage.pipeline.cache.sealed_files import DamagedError, move_aside, verif
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import OffstageError
 from offstage.stages.machine.kernels import processor_features
-from offstage.stages.machine.private_folders import is_private, make_private, open_private
+from offstage.stages.machine.private_folders import is_private, make_private, require_private
 
 FOLDER = "code"
 LIBRARY = "library.so"
@@ -88,7 +88,7 @@ def _keep(source: Path, folder: Path, functions: Collection[str]) -> None:
     """Have what is compiled of ``source`` lie in ``folder``, with the cache's folders above closed to others."""
     root = folder.parents[1]
     make_private(folder.parent, below=root)
-    os.close(open_private(folder.parent))
+    require_private(folder.parent)
     if os.statvfs(folder.parent).f_flag & os.ST_NOEXEC:
         raise PermissionError(errno.EACCES, "its file system runs no code", str(folder.parent))
     store = Store(root)
@@ -145,34 +145,24 @@ def _place_for(source: Path, _environment: tuple[str | None, ...]) -> Path | Non
 def _opened(folder: Path) -> ctypes.CDLL | None:
     """Return the library in ``folder``; null where there is none, it isn't as it was written, or can't be run."""
     try:
-        inside = open_private(folder)
-    except OSError:
-        return None
-    try:
-        return _load_from(inside, folder)
+        require_private(folder)
+        return _load_from(folder)
     except (DamagedError, OSError):  # the second too where the system doesn't run code from there
         return None
-    finally:
-        os.close(inside)
 
 
-def _load_from(inside: int, folder: Path) -> ctypes.CDLL:
-    """Return the library in ``folder``, open as ``inside``: the very file that was held against its hash.
+def _load_from(folder: Path) -> ctypes.CDLL:
+    """Return the library in ``folder``: the very file that was held against its hash.
 
     The file stays open. A library goes by the name that it was loaded by, and that of another would be the same.
     """
-    files = verify(_named(inside, folder), stage=FOLDER, key=folder.name)
-    file = os.open(LIBRARY, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
+    files, path = verify(folder, stage=FOLDER, key=folder.name), folder / LIBRARY
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         content = os.pread(file, files[LIBRARY].size + 1, 0) if LIBRARY in files and is_private(os.fstat(file)) else b""
         if not content or sha256(content).hexdigest() != files[LIBRARY].sha256:
             raise DamagedError(f"{LIBRARY} isn't what was compiled")
-        return ctypes.CDLL(str(_named(file, folder / LIBRARY)))
+        return ctypes.CDLL(f"/proc/self/fd/{file}" if sys.platform == "linux" else str(path))
     except BaseException:
         os.close(file)
         raise
-
-
-def _named(descriptor: int, path: Path) -> Path:
-    """Return a name of what is open, whatever has come to lie at ``path``; where the system has none, ``path``."""
-    return Path(f"/proc/self/fd/{descriptor}") if sys.platform == "linux" else path

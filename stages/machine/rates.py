@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from offstage.stages.machine.kept_figures import KeptFigure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.own_process import measure_apart, measure_together
 from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape, kept_as, memory_bytes, named
-from offstage.stages.units import DeviceId, parse_size, tier
+from offstage.stages.units import DeviceId, parse_size
 
 _log = logging.getLogger("offstage")
 
@@ -43,8 +43,8 @@ class Rates:
     small they are.
     ``multiplying`` is how fast products read weights that they multiply quantised, as these rest; null: as others.
     ``root`` is what all links bring together, where they share one; null: each brings what it can.
-    ``links`` and ``devices`` have the link and the memory of each accelerator by its index, where they are unlike;
-    empty: all are as ``host_to_device`` and ``device`` say.
+    ``apart`` has the rates of each accelerator's own link and memory, by their names, where they are unlike; empty: all
+    are as ``host_to_device`` and ``device`` say.
     """
 
     storage: int = 10**9
@@ -57,52 +57,33 @@ class Rates:
     launches: int = 8_000
     multiplying: int | None = None
     root: int | None = None
-    links: tuple[int, ...] = ()
-    devices: tuple[int, ...] = ()
+    apart: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def link_of(self, device: DeviceId) -> int:
         """Return what the link of ``device`` brings; ``host_to_device`` where it has none of its own."""
-        return _own(self.links, device, self.host_to_device)
+        return self.apart.get(device, {}).get("host_to_device", self.host_to_device)
 
     def device_of(self, device: DeviceId) -> int:
         """Return how fast the memory of ``device`` is read; ``device`` where it has no rate of its own."""
-        return _own(self.devices, device, self.device)
+        return self.apart.get(device, {}).get("device", self.device)
 
     @property
     def slowest_link(self) -> int:
         """What the slowest link brings."""
-        return min(self.links, default=self.host_to_device)
+        return min(map(self.link_of, self.apart), default=self.host_to_device)
 
     @property
     def shared(self) -> dict[str, int]:
         """Those of the machine, by name, but for a root that there isn't."""
         return {name: getattr(self, name) for name in RATES if getattr(self, name) is not None}
 
-    @property
-    def apart(self) -> dict[DeviceId, dict[str, int]]:
-        """Those of each accelerator, by name, where they are unlike; else nothing."""
-        count = max(len(self.links), len(self.devices))
-        return {
-            index: {"host_to_device": self.link_of(index), "device": self.device_of(index)} for index in range(count)
-        }
 
-
-RATES = tuple(field.name for field in fields(Rates) if field.name not in ("links", "devices"))
+RATES = tuple(each.name for each in fields(Rates) if each.name != "apart")
 """The rates of a machine, by name."""
-OPTIONAL_RATES = tuple(field.name for field in fields(Rates) if field.default is None)
+OPTIONAL_RATES = tuple(each.name for each in fields(Rates) if each.default is None)
 """Those that may be null."""
 DEVICE_RATES = ("host_to_device", "device")
 """Those that an accelerator may have of its own."""
-
-
-def _own(rates: tuple[int, ...], device: DeviceId, otherwise: int) -> int:
-    return rates[device] if isinstance(device, int) and device < len(rates) else otherwise
-
-
-def known_rates(shared: Mapping[str, int], apart: Mapping[DeviceId, Mapping[str, int]]) -> Rates:
-    """Return the rates whose ``shared`` and ``apart`` these are."""
-    links, devices = (tuple(apart[index][name] for index in sorted(apart, key=tier)) for name in DEVICE_RATES)
-    return Rates(**shared, links=links, devices=devices)
 
 
 def read_rates(hardware: Mapping[str, Any]) -> Rates:
@@ -110,12 +91,12 @@ def read_rates(hardware: Mapping[str, Any]) -> Rates:
 
     A device of ``hardware.devices`` may have ``rates`` of its own, and its ``host_to_device`` beside them.
     """
-    shared = known_rates(_read(hardware.get("rates") or {}), {})
+    shared = replace(Rates(), **_read(hardware.get("rates") or {}))
     own = [_own_rates(device) for device in hardware.get("devices") or ()]
     if not any(own):
         return shared
-    links, devices = (tuple(rates.get(name, getattr(shared, name)) for rates in own) for name in DEVICE_RATES)
-    return replace(shared, links=links, devices=devices)
+    all_alike = {name: getattr(shared, name) for name in DEVICE_RATES}
+    return replace(shared, apart={index: {**all_alike, **rates} for index, rates in enumerate(own)})
 
 
 def _own_rates(device: Mapping[str, Any]) -> dict[str, int]:
@@ -123,7 +104,7 @@ def _own_rates(device: Mapping[str, Any]) -> dict[str, int]:
     return _read({**rates, "host_to_device": device.get("host_to_device") or rates.get("host_to_device")})
 
 
-def _read(given: Mapping[str, Any]) -> dict[str, int]:
+def _read(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: parse_rate(speed) for name, speed in given.items() if speed is not None}
 
 
@@ -166,8 +147,8 @@ def local_rates(
     speeds = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
     if not given.keys() >= ({"calls"} if light else {"host", "calls"}):
         speeds |= light_rates(folder) if light else host_rates(folder, weights, {} if "host" in given else read)
-    measured = {name: coarse_rate(speed) for name, speed in speeds.items() if speed}
-    return known_rates({**measured, **given}, {})
+    measured: dict[str, Any] = {name: coarse_rate(speed) for name, speed in speeds.items() if speed}
+    return replace(Rates(), **{**measured, **given})
 
 
 def _of(measured_apart: Callable[[], dict[str, int] | None], name: str) -> int | None:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.stage import MEASURED, Config
-from offstage.stages.checkpoints.codec_probe import Work
-from offstage.stages.checkpoints.codec_rates import codec_rates, mean_rate
+from offstage.stages.checkpoints.codec_rates import Work, codec_rates, mean_rate
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
 from offstage.stages.empty_init.identity import declared_dtype

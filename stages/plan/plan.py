@@ -13,7 +13,7 @@ from typing import Any
 from offstage.pipeline.atomic_files import write_text
 from offstage.stages.empty_init.skeleton import Skeleton
 from offstage.stages.hosts.partition import Partition, share
-from offstage.stages.machine.rates import Rates, known_rates
+from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import Pool
 from offstage.stages.plan.layout import Layout, Room
 from offstage.stages.plan.outline import Layer
@@ -220,7 +220,7 @@ class Plan(TensorTable):
     @property
     def known_rates(self) -> Rates:
         """The rates that it was made with."""
-        return known_rates(self.rates, {device: one.rates for device, one in self.devices.items() if one.rates})
+        return Rates(**self.rates, apart={device: one.rates for device, one in self.devices.items() if one.rates})
 
     @property
     def staging_bytes(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from offstage.stages.checkpoints.codec_probe import unpacking_speed
+from offstage.stages.checkpoints.codec_rates import unpacking_speed
 from offstage.stages.checkpoints.codecs import planes
 from offstage.stages.shard_load.offload_store import StoredTensor
 from offstage.stages.shard_load.stored_weights import bytes_of, pack

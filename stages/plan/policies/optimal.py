@@ -124,7 +124,7 @@ class Search:
     def _resident(self, outline: Outline, budgets: Budgets, even: Placement) -> Iterator[Placement]:
         """Yield ``even``, of which nothing is streamed, and where memories are unlike what fills the fastest first."""
         yield even
-        if self.rates.devices:
+        if self.rates.apart:
             swift = sequential(outline, fastest_first(outline, budgets, self.rates))
             if not lay_out(outline, swift).kept_free():
                 yield swift

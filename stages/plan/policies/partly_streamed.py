@@ -78,7 +78,7 @@ class PartlyStreamed:
             for reads_on in (False, True) if self.main == CPU else (False,):
                 yield from self._split(alone, plain_stays=plain_stays, reads_on=reads_on)
             tried = ([*self._evened(shares, plain_stays=plain_stays)] for shares in spread)
-            yield from chain.from_iterable(tried) if self.rates.links else next(filter(None, tried), ())
+            yield from chain.from_iterable(tried) if self.rates.apart else next(filter(None, tried), ())
 
     def resident(self) -> Iterator[Placement]:
         """Yield that on the host of which nothing is streamed but rows of tables, if the budgets can hold it."""
@@ -268,7 +268,7 @@ def _devices_to_share(rooms: Mapping[DeviceId, int], rates: Rates, *, most: int)
 
     They are the largest, at ``most`` so many; where links are unlike also those of the fastest, down to the fastest.
     """
-    unlike = bool(rates.links)
+    unlike = bool(rates.apart)
     largest = sorted(rooms, key=lambda device: -rooms[device])
     fastest = sorted(rooms, key=lambda device: (-rates.link_of(device), -rooms[device]))
     for count in range(min(most, len(rooms)), 0 if unlike else 1, -1):

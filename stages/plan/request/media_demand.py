@@ -90,7 +90,7 @@ def _measure(
     prompts: Mapping[str, Prompt], given: GenerateOptions, model: Mapping[str, Any], live: Callable[[], nn.Module]
 ) -> dict[str, Any]:
     """Return the figure of ``prompts``: of all of them the tokens, the moments of the one whose inputs are largest."""
-    from offstage.stages.empty_init.media_call import weigh_media
+    from offstage.stages.empty_init.rehearsed_call import weigh_media
     from offstage.stages.inputs.prompt_processor import PromptProcessor
 
     processor = PromptProcessor(ModelSource.of(model), key=next(iter(prompts)))

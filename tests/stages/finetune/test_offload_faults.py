@@ -60,7 +60,7 @@ def waiting(context: CPUOffload) -> int:
     """Return how many bytes are away under the tag of ``context``, in the end."""
     gc.collect()
     settle()
-    return sum(arena.used for store in context._history.stores for arena in store._arenas)
+    return sum(arena.used for _, store in context._history.stores.values() for arena in store._arenas)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -101,7 +101,7 @@ def test_memory_and_files_that_are_no_longer_used_are_given_back_after_a_while(o
         with offload(ratio, "idle") as context:
             loss = model(INPUTS.clone()).square().sum()
         loss.backward()
-        reserved.append([store.size for store in context._history.stores])
+        reserved.append([store.size for _, store in context._history.stores.values()])
     assert reserved[0][0] > 0
     assert reserved[:10] == [reserved[0]] * 10
     assert reserved[-1] == [0]
@@ -168,7 +168,7 @@ def test_forty_iterations_leave_memory_files_and_descriptors_as_they_were(offloa
 
     def state() -> tuple[int, int, list[Path], int]:
         gc.collect()
-        reserved = sum(store.size for store in offload(0)._history.stores)
+        reserved = sum(store.size for _, store in offload(0)._history.stores.values())
         descriptors = list(Path("/proc/self/fd").iterdir())
         return reserved, len(descriptors), list(tmp_path.iterdir()), len(gc.get_objects())
 

@@ -23,8 +23,6 @@ from offstage.stages.hosts.stand_ins import StandIn
 _BAD, _GOOD, _TOKENS = list(range(20, 27)), [[11, 12, 13], [14, 15], [16, 17, 18, 19]], 5
 _LARGE = 1 << 19
 """Floats that lockstep has no copies of for each call."""
-KEPT = 4
-"""How many entries may be kept of calls that are over: a number for each of what calls are named after."""
 
 
 def cache_beside(folder: Path) -> Path:
@@ -83,14 +81,14 @@ def _cancelled(
 
 
 def _kept(model: Any) -> int:
-    """Return how many entries are kept of the calls of ``model``, none of which is under way: the last ones end a
-    moment after they have answered.
+    """Return how many entries are kept of the calls of ``model`` beside the names of the last ones, none of which is
+    under way: these end a moment after they have answered.
     """
     borders = streamer_of(model).passes.borders
     assert borders is not None
     inbox, until = borders.wire._inbox, time.monotonic() + 10
     values = [run._values for before, _, after in borders.runs for run in (before, after)]
-    while (kept := sum(map(len, (inbox._messages, inbox._missing, inbox._failed, inbox._over, *values)))) > KEPT:
+    while kept := sum(map(len, (inbox._messages, inbox._missing, inbox._failed, *values))):
         if time.monotonic() > until:
             break
         time.sleep(0.01)

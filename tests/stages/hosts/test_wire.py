@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from offstage.stages.hosts.calls_over import CallsOver, around
-from offstage.stages.hosts.wire import FailedCallError, _Inbox
+from offstage.stages.hosts.wire import _MOST_OVER, FailedCallError, _Inbox
 from tests.e2e.forked_hosts import run_alike
 from tests.stages.hosts.messages import AT_ONCE, MESSAGES, main
 
@@ -28,24 +26,20 @@ def sent() -> Iterator[SimpleQueue[tuple[str, Any]]]:
 
 
 def remembered(inbox: _Inbox) -> int:
-    """Return how many entries ``inbox`` has of all calls."""
-    return sum(len(kept) for kept in (inbox._messages, inbox._missing, inbox._failed, inbox._over))
+    """Return how many entries ``inbox`` has of all calls that aren't over."""
+    return sum(len(kept) for kept in (inbox._messages, inbox._missing, inbox._failed))
 
 
-def test_calls_are_over_that_ended_in_whatever_order_and_their_parts_with_them() -> None:
-    chance, over = random.Random(1), CallsOver()
-    names = [f"{outer}.{number}" for outer in ("queue", "pass", "3") for number in range(200)]
-    names += [f"3.{whole}.{part}" for whole in range(0, 200, 7) for part in range(5)]
-    chance.shuffle(names)
-    ended = set[str]()
-    for name in names:
-        assert (name in over) == (not ended.isdisjoint(around(name))), name
-        over.add(name)
-        ended.add(name)
-        assert name in over
-        assert f"{name}.2" in over, "a part of it"
-    assert not any(name in over for name in ("queue", "pass", "3", "queue.200", "4.1"))
-    assert len(over) == 3, "one number for each that they are named after"
+def test_of_calls_that_are_over_the_last_ones_are_known(sent: SimpleQueue[tuple[str, Any]]) -> None:
+    inbox = _Inbox(lambda host: sent.get())
+    for number in range(2 * _MOST_OVER):
+        inbox.end(f"queue.{number}")
+    assert len(inbox._over) == _MOST_OVER
+    for late in (f"queue.{2 * _MOST_OVER - 1}", f"queue.{_MOST_OVER}", f"queue.{_MOST_OVER}.2"):
+        inbox._keep(HOST, late, "nobody's")
+    assert remembered(inbox) == 0
+    inbox._keep(HOST, f"queue.{2 * _MOST_OVER}", "the next")
+    assert remembered(inbox) == 1
 
 
 def test_nothing_is_kept_of_calls_that_failed_here_or_there(sent: SimpleQueue[tuple[str, Any]]) -> None:
@@ -62,7 +56,7 @@ def test_nothing_is_kept_of_calls_that_failed_here_or_there(sent: SimpleQueue[tu
         inbox.end(ours)  # it fails here, and what the other host sends of it comes later
         sent.put((ours, "a hidden state"))
         sizes.append(remembered(inbox))
-    assert max(sizes) <= 2, "one number for all calls of the queue, and what has come at once"
+    assert max(sizes) <= 1, "what has come at once"
     sent.put(("queue.120", "the next"))
     inbox.ask((HOST, "queue.120"))
     inbox.wait([(HOST, "queue.120")])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offstage.stages.machine.hardware_faults import hardware_faults
-from offstage.stages.machine.rates import Rates, known_rates, read_rates
+from offstage.stages.machine.rates import Rates, read_rates
 
 DEVICE_KEYS = "here may stand memory, name, host_to_device, rates, ledger"
 GB = 10**9
@@ -67,11 +67,13 @@ def test_what_may_stand_there_is_no_fault(hardware: dict[str, Any]) -> None:
 def test_what_a_device_has_of_its_own_goes_before_what_all_have_and_that_before_nominal_rates() -> None:
     given = {"rates": {"host_to_device": "25GB"}, **device(host_to_device="6GB", rates={"device": "360GB"})}
     rates = read_rates(given)
-    assert (rates.links, rates.devices) == ((25 * GB, 6 * GB), (Rates().device, 360 * GB))
+    assert rates.apart == {
+        0: {"host_to_device": 25 * GB, "device": Rates().device}, 1: {"host_to_device": 6 * GB, "device": 360 * GB},
+    }  # fmt: skip
     assert (rates.link_of(1), rates.link_of(0), rates.link_of("cpu")) == (6 * GB, 25 * GB, 25 * GB)
     assert (rates.slowest_link, rates.storage) == (6 * GB, Rates().storage)
-    assert read_rates({**given, "devices": device(rates={"host_to_device": "6GB"})["devices"]}).links == rates.links
-    assert known_rates(rates.shared, rates.apart) == rates, "as a plan keeps them"
+    assert read_rates({**given, "devices": device(rates={"host_to_device": "6GB"})["devices"]}).link_of(1) == 6 * GB
+    assert Rates(**rates.shared, apart=rates.apart) == rates, "as a plan keeps them"
 
 
 def test_without_rates_of_their_own_devices_are_alike() -> None:

@@ -13,7 +13,7 @@ from offstage.pipeline.decoding import decode
 from offstage.pipeline.kept_memory import MAPPED_BYTES
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
-from offstage.stages.empty_init.media_call import weigh_media
+from offstage.stages.empty_init.rehearsed_call import weigh_media
 from offstage.stages.empty_init.skeleton import CacheSpec, Skeleton
 from offstage.stages.plan.memory_needs import (
     UNUSED_SHARE,
