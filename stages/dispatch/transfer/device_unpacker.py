@@ -8,8 +8,8 @@ first, what waits in memory is copied from where it is.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
@@ -27,7 +27,7 @@ from offstage.stages.checkpoints.device_codec import (
 from offstage.stages.checkpoints.open_files import OpenFiles
 from offstage.stages.checkpoints.packed import MemoryFile, PackedBlock, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_block
-from offstage.stages.dispatch.transfer.link import Event, Link, Moved, Order, pin
+from offstage.stages.dispatch.transfer.link import Event, Link, Moved, pin
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.machine.aligned_memory import align_up, buffer_bytes
 from offstage.stages.units import DEVICE_ALIGNMENT
@@ -50,7 +50,7 @@ class DeviceUnpacker:
         landing = max(landing_bytes(block) for tensor in tensors for block in tensor.codec.blocks(tensor))
         sizes = [align_up(table.nbytes, DEVICE_ALIGNMENT) for table in tables.values()]
         memory = link.memory(LANDINGS * landing + sum(sizes))
-        self._landings = [_Landing(memory.lend(place * landing, landing)[0]) for place in range(LANDINGS)]
+        self._landings = deque(_Landing(memory.lend(place * landing, landing)[0]) for place in range(LANDINGS))
         self._staged = buffer_bytes(sum(sizes))
         self._unpin = pin(link, self._staged) if tables else lambda: None
         self._tables: dict[int, torch.Tensor] = {}
@@ -63,7 +63,7 @@ class DeviceUnpacker:
             )  # before all blocks, so nobody else waits
             self._tables[key] = table_memory.view(table.dtype)
             begin += size
-        self._number, self._lock = 0, threading.Lock()
+        self._lock = threading.Lock()
 
     def bring(
         self,
@@ -82,14 +82,12 @@ class DeviceUnpacker:
         if all(isinstance(span.file, MemoryFile) for span in block.spans):
             return self._pass_on(tensor, block, _in_memory(block), target(), after=after)[0]
         assert buffers is not None
-        with buffers.lend() as (buffer, waited):
+        with buffers.lend() as buffer:
             parts, stored = read_block(files, block, buffer.memory)
             data = [torch.from_numpy(part) for part in parts]
-            unpacking, copied = self._pass_on(
-                tensor, block, data, target(), after=after, stored=stored, waited_seconds=waited
-            )
+            unpacking, copied = self._pass_on(tensor, block, data, target(), after=after)
             buffer.note_copy(self._link, copied)
-        return unpacking
+        return unpacking._replace(stored_bytes=stored)
 
     def _pass_on(
         self,
@@ -99,13 +97,13 @@ class DeviceUnpacker:
         target: torch.Tensor,
         *,
         after: Event,
-        stored: int = 0,
-        waited_seconds: float = 0.0,
     ) -> tuple[Moved, Event]:
         """Have ``data`` copied to a landing and unpacked from there; with it, return when the copies are done."""
         codec = _codec(tensor)
         tables = [self._tables[id(table)] for table in codec.tables(tensor)]
-        with self._next() as landing:
+        with self._lock:  # what is copied to a landing waits for what was unpacked from there before
+            landing = self._landings[0]
+            self._landings.rotate(1)
             landed = [landing.memory[begin : begin + part.nbytes] for begin, part in _side_by_side(data)]
             copied = self._link.copy([*zip(data, landed, strict=True)], after=landing.free or after)
             landing.free = self._link.unpack(
@@ -115,15 +113,7 @@ class DeviceUnpacker:
                 after=(copied, after),
                 scratch_bytes=block_scratch(codec, tensor, block),
             )
-            moved = Moved(self._number, landing.free, sum(map(len, data)), stored, waited_seconds, Order.UNPACKING)
-            return moved, copied
-
-    @contextmanager
-    def _next(self) -> Iterator[_Landing]:
-        """Lend the landing whose turn it is. The lock makes the order of the numbers that of the unpacking."""
-        with self._lock:
-            self._number += 1
-            yield self._landings[self._number % len(self._landings)]
+            return Moved(landing.free, sum(map(len, data))), copied
 
     def close(self) -> None:
         """Free the memory, once the link is closed; closing again does nothing."""

@@ -180,7 +180,6 @@ def test_reads_go_on_only_as_far_as_pinned_memory_reaches(stage: Callable[..., S
     for _ in range(3):
         late.play(IN_ORDER)
     late.check()
-    assert late.traffic.link_seconds > 0
 
 
 def test_a_part_as_large_as_the_staging_memory_fits_it_to_the_byte(tmp_path: Path) -> None:
