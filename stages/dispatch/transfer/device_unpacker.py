@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from typing import TypeGuard
 
 import torch
@@ -79,8 +79,9 @@ class DeviceUnpacker:
 
         Runs in a thread that reads: from ``files``, by way of ``buffers``.
         """
-        if all(isinstance(span.file, MemoryFile) for span in block.spans):
-            return self._pass_on(tensor, block, _in_memory(block), target(), after=after)[0]
+        in_memory = [span.file.tensor_of(span) for span in block.spans if isinstance(span.file, MemoryFile)]
+        if len(in_memory) == len(block.spans):
+            return self._pass_on(tensor, block, in_memory, target(), after=after)[0]
         assert buffers is not None
         with buffers.lend() as buffer:
             parts, stored = read_block(files, block, buffer.memory)
@@ -101,13 +102,14 @@ class DeviceUnpacker:
         """Have ``data`` copied to a landing and unpacked from there; with it, return when the copies are done."""
         codec = _codec(tensor)
         tables = [self._tables[id(table)] for table in codec.tables(tensor)]
+        begins = accumulate((align_up(part.nbytes, DEVICE_ALIGNMENT) for part in data), initial=0)
         with self._lock:  # what is copied to a landing waits for what was unpacked from there before
             landing = self._landings[0]
             self._landings.rotate(1)
-            landed = [landing.memory[begin : begin + part.nbytes] for begin, part in _side_by_side(data)]
+            landed = [landing.memory[begin : begin + part.nbytes] for begin, part in zip(begins, data, strict=False)]
             copied = self._link.copy([*zip(data, landed, strict=True)], after=landing.free or after)
             landing.free = self._link.unpack(
-                partial(_unpack, tensor, block, tables),
+                lambda landed, target: codec.unpack_on_device(tensor, block, landed, tables, target),
                 landed,
                 target,
                 after=(copied, after),
@@ -136,26 +138,3 @@ def crosses_packed(source: object, unpacker: DeviceUnpacker | None) -> TypeGuard
 def _codec(tensor: PackedTensor) -> DeviceCodec:
     assert isinstance(tensor.codec, DeviceCodec)
     return tensor.codec
-
-
-def _unpack(
-    tensor: PackedTensor,
-    block: PackedBlock,
-    tables: Sequence[torch.Tensor],
-    data: Sequence[torch.Tensor],
-    target: torch.Tensor,
-) -> None:
-    _codec(tensor).unpack_on_device(tensor, block, data, tables, target)
-
-
-def _in_memory(block: PackedBlock) -> list[torch.Tensor]:
-    """Return the bytes of ``block``, which lie in memory, where they lie."""
-    return [span.file.tensor_of(span) for span in block.spans if isinstance(span.file, MemoryFile)]
-
-
-def _side_by_side(data: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield ``data`` with where each lies in a landing."""
-    begin = 0
-    for part in data:
-        yield begin, part
-        begin += align_up(part.nbytes, DEVICE_ALIGNMENT)
