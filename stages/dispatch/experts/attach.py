@@ -205,7 +205,7 @@ def _have_wait(each: _Mixed, experts: RoutedExperts, transport: Transport) -> No
     device = transport.devices.torch_device(each.computes)
     for place in each.places:
         have_wait_for(place, transport.stored, device, ExpertStack, StackUse(experts, place.attribute))
-        transport.stack.callback(place.restore)
+        transport.stack.callback(place.come_home)
 
 
 def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Callable[[], None]]:

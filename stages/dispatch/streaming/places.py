@@ -105,12 +105,6 @@ class TensorPlace:
         if now is not None:
             self.settle(rebuild(now, now.detach().to(device)))
 
-    def restore(self) -> None:
-        """Put back what was there before anything was streamed, as far as it was kept; else what waits stays."""
-        waiting = self.before
-        if self.now is waiting and isinstance(waiting, WaitingTensor) and waiting.kept is not None:
-            self.settle(bring_home(waiting))
-
 
 def places_in(module: nn.Module, prefix: str = "") -> Iterator[TensorPlace]:
     """Yield the places of the parameters and buffers of ``module`` itself, named behind ``prefix``."""

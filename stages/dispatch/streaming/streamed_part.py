@@ -156,7 +156,7 @@ def _places(
         place = place_of(model, tensor, has_data=at is None, at=at)
         if serving == "rows" and isinstance(at, PackedTensor) and can_be_looked_up(at):
             have_wait_for(place, stored, torch.device("cpu"), PackedTable, at)
-            stack.callback(place.restore)
+            stack.callback(place.come_home)
         elif isinstance(at, PackedTensor):  # it is brought: in a map it can't be used
             places["direct"].append(place)
         else:  # where loading found that it doesn't rest packed, it lies on the host as it is used

@@ -249,7 +249,7 @@ class Streamer:
                 for place in part.places:
                     computes = plan.parts[parent(place.name)].execution
                     have_wait(place, self._stored, self._devices.torch_device(computes))
-                    self._stack.callback(place.restore)
+                    self._stack.callback(place.come_home)
                 self._stream(part)
         blocked: dict[str, list[StreamedPart]] = {}
         for part in parts:
@@ -261,7 +261,7 @@ class Streamer:
             device = self._devices.torch_device(blocks[0].computes)
             rows = RowBlocks(blocks, self._acquire, self._release)
             have_wait_for(whole, self._stored, device, BlockedWeight, rows)
-            self._stack.callback(whole.restore)
+            self._stack.callback(whole.come_home)
 
     def _stream(self, part: StreamedPart) -> None:
         """Bring ``part`` in before, and let it go after, each call of a module that uses it."""
