@@ -32,8 +32,7 @@ from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
 from offstage.stages.inference.cost import Metrics, expert_uses, run_metrics
 from offstage.stages.inference.inputs import InferenceInputs
 from offstage.stages.inference.progress import Progress, Row, say_earlier
-from offstage.stages.inference.repeats import RESERVED, Outputs, Pass
-from offstage.stages.inference.timed_repeats import TimedRepeat
+from offstage.stages.inference.repeats import RESERVED, Outputs, Pass, TimedRepeat
 from offstage.stages.machine.probes import read_speed
 from offstage.stages.machine.processor import ProcessorMeter
 from offstage.stages.plan import plan as plans
