@@ -161,12 +161,6 @@ def pins(given: ForwardOptions, asked: Mapping[str, Any]) -> dict[Path, str]:
     return digests | ({Path(given.inputs): asked["inputs"]} if given.inputs else {})
 
 
-def check_unchanged(key: str, file: Path, pinned: Mapping[Path, str]) -> None:
-    """Raise a ``ConfigError`` if ``file`` is ``pinned`` to another content than it has."""
-    if file in pinned and hash_of(file) != pinned[file]:
-        raise ConfigError(f"{key}: {str(file)!r} has changed since the run began; run it again")
-
-
 def hash_of(file: Path) -> str:
     """Return the SHA-256 of what ``file`` holds, in hex; of a file that stays as it is, always the same one."""
     with named(file):

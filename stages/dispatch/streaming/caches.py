@@ -22,6 +22,7 @@ from offstage.stages.dispatch.transfer.part_layout import (
     Source,
     lay_out,
     lay_out_reads,
+    read_lengths,
 )
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
 from offstage.stages.dispatch.transfer.ring import Ring, alignment_of, ring_parts, slot_bytes
@@ -158,7 +159,10 @@ def _pin_buffers(sources: Mapping[DeviceId, Sequence[Sequence[Source]]], transpo
     """
     apart = [device for device in sources if device != CPU]
     lengths = [
-        length for device in apart for part in sources[device] for length in transport.read_lengths(device, part)
+        length
+        for device in apart
+        for part in sources[device]
+        for length in read_lengths(part, as_at_rest=device in transport.unpackers)
     ]
     staging_bytes = sum(transport.plan.reserves.get(device, 0) for device in apart)
     buffers = buffers_for(lengths, transport.link(apart[0]), staging_bytes=staging_bytes) if apart else None
