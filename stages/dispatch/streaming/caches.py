@@ -53,12 +53,14 @@ def open_caches(parts: Sequence[StreamedPart], transport: Transport) -> list[Wei
             mover,
             _order_of(mine, plan),
             staging_bytes=plan.staging_bytes if mover.link.in_place else plan.reserves.get(device, 0),
-            callers=_callers(mine),
+            # of blocks of rows, which are never in use together, the largest stands for all
+            callers={number: part.callers for number, part in enumerate(mine) if not part.rows.start},
             lists=_listed_experts(mine, plan),
         )
         for number, part in enumerate(mine):
             part.cache, part.number = cache, number
-            part.position = _position_of(part, positions)
+            position = positions.get(part.module, (0,))  # blocks of rows follow each other in the call of their module
+            part.position = position if part.whole is None else (*position, part.rows.start)
         transport.stack.callback(cache.close)
         caches.append(cache)
     return caches
@@ -146,12 +148,6 @@ def _order_of(parts: Sequence[StreamedPart], plan: DispatchPlan) -> list[int]:
     return order
 
 
-def _position_of(part: StreamedPart, positions: Mapping[str, Position]) -> Position:
-    """Return when ``part`` comes in a pass: of blocks of rows one after another, inside the call of their module."""
-    position = positions.get(part.module, (0,))
-    return position if part.whole is None else (*position, part.rows.start)
-
-
 def _pin_buffers(sources: Mapping[DeviceId, Sequence[Sequence[Source]]], transport: Transport) -> PinnedBuffers | None:
     """Return the buffers that all links read by way of; null where none reads.
 
@@ -200,11 +196,3 @@ def _listed_experts(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[s
         if part.name in plan.parts and (expert := plan.parts[part.name].listed_expert):
             lists.setdefault(parent(expert), {}).setdefault(expert, []).append(number)
     return {name: [*experts.values()] for name, experts in lists.items()}
-
-
-def _callers(parts: Sequence[StreamedPart]) -> dict[int, tuple[str, ...]]:
-    """Return the modules whose calls use each of ``parts``, by its number.
-
-    Of blocks of rows, which are never in use together, the largest stands for all, and its weight for what calls it.
-    """
-    return {number: part.callers for number, part in enumerate(parts) if not part.rows.start}
