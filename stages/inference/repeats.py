@@ -168,12 +168,31 @@ def take_repeats(
     gives other ``results`` (tokens, scores) than are ``expected``, those of ``artifact``.
     """
     store, all_repeats = Store(cache), list(repeats)
+
+    def run(title: str) -> TimedRepeat:
+        repeat, outputs = again(title)
+        difference = first_difference(expected, outputs)
+        if difference is not None:
+            raise DisagreementError(
+                f"measure.repeats: {title} gave other {results} than there were before ({difference}); metrics "
+                "of different answers can't be compared: look in the model's code for what outlives a call, or in the "
+                "machine for what changes its arithmetic, and set outputs to a new folder to begin anew"
+            )
+        return repeat
+
+    def take(title: str, folder: Path) -> TimedRepeat:
+        while session.passes < measure.warmup:
+            run(f"warm-up {session.passes + 1} of {measure.warmup}")
+        repeat = run(title)
+        write_text(folder / FILE_NAME, json.dumps(repeat.stored()) + "\n")
+        return repeat
+
     with ExitStack() as stack:
         stack.callback(store.release)
-        passes = _Passes(session, stack, expected, results)
+        again = stack.enter_context(session.repeating())
         while missing := lacking(all_repeats, measure):
-            take = partial(passes.repeat, f"repeat {measure.repeats - missing + 1} of {measure.repeats}", measure)
-            entry, taken, _ = store.obtain(REPEATS, _key(artifact, len(all_repeats)), take)
+            title = f"repeat {measure.repeats - missing + 1} of {measure.repeats}"
+            entry, taken, _ = store.obtain(REPEATS, _key(artifact, len(all_repeats)), partial(take, title))
             all_repeats.append(taken or read_repeat(entry.json(FILE_NAME), is_earlier=True))
     return all_repeats
 
@@ -181,33 +200,6 @@ def take_repeats(
 def measured_memory(stored: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """Return what devices held at most, as an artifact has it ``stored``; and what was reserved on accelerators."""
     return {name: stored[name] for name in ("measured", RESERVED) if name in stored}
-
-
-class _Passes:
-    """Passes of ``session`` whose ``results`` must be ``expected``."""
-
-    def __init__(self, session: ModelSession[Any], stack: ExitStack, expected: Outputs, results: str) -> None:
-        self._session, self._expected, self._results = session, expected, results
-        self._pass = stack.enter_context(session.repeating())
-
-    def repeat(self, title: str, measure: MeasureConfig, folder: Path) -> TimedRepeat:
-        """Return the next pass that counts, written into ``folder``; those that warm up come before."""
-        while self._session.passes < measure.warmup:
-            self._run(f"warm-up {self._session.passes + 1} of {measure.warmup}")
-        repeat = self._run(title)
-        write_text(folder / FILE_NAME, json.dumps(repeat.stored()) + "\n")
-        return repeat
-
-    def _run(self, title: str) -> TimedRepeat:
-        repeat, outputs = self._pass(title)
-        difference = first_difference(self._expected, outputs)
-        if difference is not None:
-            raise DisagreementError(
-                f"measure.repeats: {title} gave other {self._results} than there were before ({difference}); metrics "
-                "of different answers can't be compared: look in the model's code for what outlives a call, or in the "
-                "machine for what changes its arithmetic, and set outputs to a new folder to begin anew"
-            )
-        return repeat
 
 
 def with_metrics(
