@@ -57,11 +57,6 @@ class PinnedBuffers:
         for begin in range(0, count * size, size):
             self._free.put(Buffer(self._memory[begin : begin + size]))
 
-    @property
-    def bytes(self) -> int:
-        """How much memory is pinned."""
-        return self._memory.nbytes
-
     @contextmanager
     def lend(self) -> Iterator[Buffer]:
         """Lend the buffer whose copy is the oldest, once that is done."""
