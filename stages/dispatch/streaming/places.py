@@ -167,7 +167,8 @@ class Newcomers:
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` where there is one."""
-        if self._modules and self._is_as_seen(self._there()):
+        there = self._there()
+        if self._modules and len(there) == len(self._seen) and all(map(is_, there, self._seen)):
             return
         for name, tensor in self._without_data():
             if id(tensor) not in self._known:
@@ -186,9 +187,6 @@ class Newcomers:
         """Return what the modules hold that were there the last time: modules, and parameters."""
         tables = chain(map(_SUBMODULES, self._modules), map(_PARAMETERS, self._modules))
         return [*chain.from_iterable(map(_VALUES, tables))]
-
-    def _is_as_seen(self, tensors: Sequence[object]) -> bool:
-        return len(tensors) == len(self._seen) and all(map(is_, tensors, self._seen))
 
     def _without_data(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and value of every parameter that is on meta and waits nowhere."""
