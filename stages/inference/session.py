@@ -205,11 +205,8 @@ def save_result(
     If there is a trace, ``trace.json`` is written beside it.
     """
     ends = {"metrics": metrics, "measured": dict(measured), "experts": expert_uses(dispatched)}
-    ends |= (
-        {RESERVED: reserved}
-        if (reserved := _of_accelerators(torch.cuda.max_memory_reserved, dispatched.devices.reserved))
-        else {}
-    )
+    reserved = _of_accelerators(torch.cuda.max_memory_reserved, dispatched.devices.reserved)
+    ends |= {RESERVED: reserved} if reserved else {}
     write_text(file, json.dumps({**(content or {}), **ends}, allow_nan=False) + "\n")
     if dispatched.streamer.trace is not None:
         dispatched.streamer.trace.save(file.with_name(TRACE_NAME))
