@@ -54,7 +54,7 @@ def calls(
     ``ConfigError``, which names the key and the value, for what can't be made a call.
     """
     source = ModelSource.of(model)
-    texts = read_texts(given) if given.texts or given.texts_file else {}
+    texts = read_texts(given)
     if asked is not None and texts and [*texts.values()] != [_as_text(one) for one in asked["texts"]]:
         raise ConfigError(f"{KEY}.texts_file: {given.texts_file!r} has changed since the run began; run it again")
     pinned = {} if asked is None else pins(given, asked)
