@@ -113,6 +113,7 @@ class WeightCache:
             self.experts.begin_pass()
         self._schedule.begin_pass()
         self._forget_failed()
+        self._ask_ahead()
         self._expect_anew()
 
     def end_pass(self) -> None:
