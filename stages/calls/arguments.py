@@ -16,7 +16,7 @@ import torch
 
 from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.regular_files import read_object
-from offstage.stages.calls.options import KEY, ForwardOptions, Text, check_unchanged, files_of, pins, read_texts
+from offstage.stages.calls.options import KEY, ForwardOptions, Text, files_of, hash_of, pins, read_texts
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inputs.audio import read_audio
@@ -54,7 +54,7 @@ def calls(
     ``ConfigError``, which names the key and the value, for what can't be made a call.
     """
     source = ModelSource.of(model)
-    texts = read_texts(given) if given.texts or given.texts_file else {}
+    texts = read_texts(given)
     if asked is not None and texts and [*texts.values()] != [_as_text(one) for one in asked["texts"]]:
         raise ConfigError(f"{KEY}.texts_file: {given.texts_file!r} has changed since the run began; run it again")
     pinned = {} if asked is None else pins(given, asked)
@@ -105,7 +105,8 @@ def _of_tensors(given: ForwardOptions, source: ModelSource, pinned: Pins) -> Ite
 def _tensors_of(given: ForwardOptions, pinned: Pins) -> Tensors:
     key, file = f"{KEY}.inputs", Path(str(given.inputs))
     tensors = read_tensors(key, file)
-    check_unchanged(key, file, pinned)
+    if file in pinned and hash_of(file) != pinned[file]:
+        raise ConfigError(f"{key}: {str(file)!r} has changed since the run began; run it again")
     return tensors
 
 

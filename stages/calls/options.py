@@ -96,7 +96,7 @@ def check_options(given: ForwardOptions) -> Iterator[Fault]:
 def _file_faults(given: ForwardOptions) -> Iterator[Fault]:
     checks: list[Callable[[], object]] = [
         *([lambda: read_heads(f"{KEY}.inputs", Path(str(given.inputs)))] if given.inputs else []),
-        *([lambda: read_texts(given)] if given.texts or given.texts_file else []),
+        lambda: read_texts(given),
         *(partial(check_image, name, path) for name, path in files_of(given, "images").items()),
         *(partial(read_media, name, path) for name, path in files_of(given, "audio").items()),
     ]
@@ -114,10 +114,13 @@ def files_of(given: ForwardOptions, kind: Literal["images", "audio"]) -> dict[st
 
 
 def read_texts(given: ForwardOptions) -> dict[str, Text]:
-    """Return the texts, each by where it stands; a ``ConfigError`` for what is none. All are texts, or all are pairs.
+    """Return the texts, each by where it stands; a ``ConfigError`` for what is none. All are texts, or all are pairs,
+    or there are none.
 
     A ``.jsonl`` file has a text or a pair a line, any other one text a line; blank lines are passed over.
     """
+    if not (given.texts or given.texts_file):
+        return {}
     listed = {f"{KEY}.texts[{index}]": text for index, text in enumerate(given.texts or ())}
     texts = {name: _text(name, text) for name, text in (listed or _FILE.read(given.texts_file)).items()}
     first = next(iter(texts.values()))
@@ -129,8 +132,7 @@ def read_texts(given: ForwardOptions) -> dict[str, Text]:
 
 def count_rows(given: ForwardOptions) -> int:
     """Return how many texts, images or sounds there are; 0 where only the shapes of ``inputs`` tell."""
-    texts = len(read_texts(given)) if given.texts or given.texts_file else 0
-    return max(texts, len(given.images or ()), len(given.audio or ()))
+    return max(len(read_texts(given)), len(given.images or ()), len(given.audio or ()))
 
 
 def identity(given: ForwardOptions, *, values: bool) -> dict[str, object]:
@@ -147,8 +149,8 @@ def identity(given: ForwardOptions, *, values: bool) -> dict[str, object]:
         file = Path(given.inputs)
         heads = {name: [head.dtype, list(head.shape)] for name, head in read_heads(f"{KEY}.inputs", file).items()}
         content["inputs"] = hash_of(file) if values else heads
-    if given.texts or given.texts_file:
-        content["texts"] = [text if isinstance(text, str) else list(text) for text in read_texts(given).values()]
+    if texts := read_texts(given):
+        content["texts"] = [text if isinstance(text, str) else list(text) for text in texts.values()]
     for kind in ("images", "audio"):
         content[kind] = [hash_of(file) for file in files_of(given, kind).values()]
     return content
@@ -159,12 +161,6 @@ def pins(given: ForwardOptions, asked: Mapping[str, Any]) -> dict[Path, str]:
     files = [*files_of(given, "images").values(), *files_of(given, "audio").values()]
     digests = dict(zip(files, (*asked["images"], *asked["audio"]), strict=True))
     return digests | ({Path(given.inputs): asked["inputs"]} if given.inputs else {})
-
-
-def check_unchanged(key: str, file: Path, pinned: Mapping[Path, str]) -> None:
-    """Raise a ``ConfigError`` if ``file`` is ``pinned`` to another content than it has."""
-    if file in pinned and hash_of(file) != pinned[file]:
-        raise ConfigError(f"{key}: {str(file)!r} has changed since the run began; run it again")
 
 
 def hash_of(file: Path) -> str:

@@ -166,7 +166,7 @@ class DiskStore(ActivationStore[FileRegion]):
         after, copied = self._out.computed(), None
         for begin in range(0, source.nbytes, BLOCK_BYTES):
             part, shared = source[begin : begin + BLOCK_BYTES], SharedBuffer(self._leaving, 1)
-            buffer, _ = shared.take()
+            buffer = shared.take()
             copied = self._out.copy([(part, buffer.tensor[: part.nbytes])], after=after)
             buffer.note_copy(self._out, copied)
             write = partial(_write, region, begin, buffer, length=align_up(part.nbytes), trace=trace)
@@ -197,7 +197,7 @@ class DiskStore(ActivationStore[FileRegion]):
         self, region: FileRegion, begin: int, target: torch.Tensor, after: Event, trace: Trace | None
     ) -> Event:
         """Read a block and have it copied to ``target``; return when it is. Runs in a thread that reads."""
-        with self._coming.lend() as (buffer, _):
+        with self._coming.lend() as buffer:
             _read(region, begin, buffer.memory[: align_up(target.nbytes)].data, trace)
             copied = self._back.copy([(buffer.tensor[: target.nbytes], target)], after=after)
             buffer.note_copy(self._back, copied)

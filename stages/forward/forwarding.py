@@ -13,7 +13,7 @@ from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.calls.arguments import calls
 from offstage.stages.calls.call import answer
-from offstage.stages.calls.options import ForwardOptions, count_rows, read_texts
+from offstage.stages.calls.options import count_rows, read_texts
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
@@ -44,13 +44,14 @@ class ForwardSession(ModelSession[ForwardInputs]):
         tensors = joined.tensors()
         described = [_told(name, tensor) for name, tensor in tensors.items()]
         config = read_object(ModelSource.of(self.inputs.model).folder / "config.json")
+        texts = [text if isinstance(text, str) else " | ".join(text) for text in read_texts(self.inputs.given).values()]
         rows: Metrics = {"rows": sum(map(len, together)), "rows_per_second": cost.results_per_second}
         return PassResult(
             outputs=described,
             metrics={"forward_seconds": cost.seconds, "forwards": cost.forwards, **rows, **cost.metrics()},
             content={
                 "outputs": described,
-                "labels": say(tensors, config, _texts(self.inputs.given)),
+                "labels": say(tensors, config, texts),
                 "together": together,
             },
             files={OUTPUTS: tensors},
@@ -68,11 +69,6 @@ class ForwardSession(ModelSession[ForwardInputs]):
                 together.append(list(call.rows))
                 bar.update(len(call.rows))
         return cost, joined, together
-
-
-def _texts(given: ForwardOptions) -> list[str]:
-    texts = read_texts(given) if given.texts or given.texts_file else {}
-    return [text if isinstance(text, str) else " | ".join(text) for text in texts.values()]
 
 
 def _told(name: str, tensor: torch.Tensor) -> dict[str, Any]:

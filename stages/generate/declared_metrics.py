@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offstage.pipeline.metrics import Metric
 from offstage.stages.inference.declared_metrics import LOADING, REPEATS, STREAMING, WHOLE_RUN, earlier, links
-from offstage.stages.inference.timed_repeats import PERCENTILES
+from offstage.stages.inference.repeats import PERCENTILES
 
 FIRST_TOKEN, BETWEEN_TOKENS = "time_to_first_token_seconds", "time_between_tokens_seconds"
 SECONDS = "decode_seconds_per_token"

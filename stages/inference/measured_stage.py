@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from offstage.pipeline.measure import read_measure
 from offstage.pipeline.stage import Artifact, Context, Report, SourceFiles, Stage
 from offstage.stages.inference.inputs import InferenceInputs, inference_sources
-from offstage.stages.inference.repeats import kept_repeats, lacking, measured_memory, take_repeats, with_metrics
-from offstage.stages.inference.timed_repeats import TimedRepeat
+from offstage.stages.inference.repeats import (
+    TimedRepeat,
+    kept_repeats,
+    lacking,
+    measured_memory,
+    take_repeats,
+    with_metrics,
+)
 
 if TYPE_CHECKING:  # sessions come with torch, which a run that is served from the cache does without
     from offstage.stages.inference.session import ModelSession

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,7 @@ class Batch:
 
 def make_batch(ids: Sequence[Sequence[int]], *, pad: int, side: str) -> Batch:
     """Return ``ids`` as one batch, padded with ``pad`` on ``side`` ("left" for decoders, "right" for encoders)."""
-    longest = max(map(len, ids))
-    tokens = torch.full((len(ids), longest), pad, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, sequence in enumerate(ids):
-        place = slice(longest - len(sequence), None) if side == "left" else slice(0, len(sequence))
-        tokens[row, place] = torch.tensor(sequence)
-        mask[row, place] = 1
+    rows = [torch.tensor(sequence, dtype=torch.long) for sequence in ids]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side=side)
+    mask = pad_sequence([*map(torch.ones_like, rows)], batch_first=True, padding_side=side)
     return Batch(tokens, mask)

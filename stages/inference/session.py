@@ -32,8 +32,7 @@ from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
 from offstage.stages.inference.cost import Metrics, expert_uses, run_metrics
 from offstage.stages.inference.inputs import InferenceInputs
 from offstage.stages.inference.progress import Progress, Row, say_earlier
-from offstage.stages.inference.repeats import RESERVED, Outputs, Pass
-from offstage.stages.inference.timed_repeats import TimedRepeat
+from offstage.stages.inference.repeats import RESERVED, Outputs, Pass, TimedRepeat
 from offstage.stages.machine.probes import read_speed
 from offstage.stages.machine.processor import ProcessorMeter
 from offstage.stages.plan import plan as plans
@@ -206,11 +205,8 @@ def save_result(
     If there is a trace, ``trace.json`` is written beside it.
     """
     ends = {"metrics": metrics, "measured": dict(measured), "experts": expert_uses(dispatched)}
-    ends |= (
-        {RESERVED: reserved}
-        if (reserved := _of_accelerators(torch.cuda.max_memory_reserved, dispatched.devices.reserved))
-        else {}
-    )
+    reserved = _of_accelerators(torch.cuda.max_memory_reserved, dispatched.devices.reserved)
+    ends |= {RESERVED: reserved} if reserved else {}
     write_text(file, json.dumps({**(content or {}), **ends}, allow_nan=False) + "\n")
     if dispatched.streamer.trace is not None:
         dispatched.streamer.trace.save(file.with_name(TRACE_NAME))

@@ -173,8 +173,8 @@ def test_the_buffers_for_reads_are_no_more_than_the_plan_knows_of(setup: Callabl
     stage = setup(LAYOUTS["disk"])
     buffers = stage.streamer._caches[0]._mover._buffers
     assert buffers is not None
-    assert 0 < buffers.bytes <= stage.reserve
-    assert buffers.bytes % 4096 == 0
+    assert 0 < buffers._memory.nbytes <= stage.reserve
+    assert buffers._memory.nbytes % 4096 == 0
 
 
 @everywhere

@@ -76,19 +76,17 @@ class _HostParameters(ModelHook):
                 if parameter.is_contiguous():
                     parameter.data = block.hold(parameter.data)
             pin(open_link(Devices(), device_id(self.device)), block.memory)  # until the last of them is gone
+        chosen = {id(parameter) for parameter in self._chosen}
+        places = (place for owner in module.modules() for place in places_in(owner))
+        self._places = [place for place in places if id(place.before) in chosen]
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bind a copy of each parameter on the device, under all its names."""
-        on_host = {id(parameter) for parameter in self._chosen}
-        copies: dict[int, torch.Tensor] = {}
-        for place in [place for owner in module.modules() for place in places_in(owner)]:
-            own = place.before
-            if id(own) in on_host:
-                if id(own) not in copies:
-                    copies[id(own)] = rebuild(own, own.detach().to(self.device, non_blocking=True))
-                place.bind(copies[id(own)])
-                self._places.append(place)
+        copies = {id(own): rebuild(own, own.detach().to(self.device, non_blocking=True)) for own in self._chosen}
+        for place in self._places:
+            if place.now is place.before:
+                place.bind(copies[id(place.before)])
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -100,7 +98,6 @@ class _HostParameters(ModelHook):
         """Bind the module's own tensors again."""
         for place in self._places:
             place.leave()
-        self._places.clear()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Put the parameters back where they were."""

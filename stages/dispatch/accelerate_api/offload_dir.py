@@ -48,15 +48,12 @@ def locate_weights(
     sources: dict[str, TensorSource] = {}
     for spec in wanted:
         by_row = plan.serving.get(spec.name) == "experts"
-        at = tuple(_extents(stored, _known_name(spec.name, skeleton, stored), spec, folder=folder, by_row=by_row))
+        names = (spec.name, *skeleton.names_of(spec.name))  # the folder may have it by that of a twin
+        known = next((name for name in names if name in stored.index), spec.name)
+        at = tuple(_extents(stored, known, spec, folder=folder, by_row=by_row))
         rows = locate_rows(at, spec.shape, spec.dtype) if spec.name in experts else ()
         sources[spec.name] = TensorSource(spec, spec.name, DISK, "in_place" if len(at) == 1 else "by_expert", at, rows)
     return DiskWeights(sources)
-
-
-def _known_name(name: str, skeleton: Skeleton, stored: OffloadedWeightsLoader) -> str:
-    """Return the name that the folder has ``name`` by: its own, or that of a twin."""
-    return next((other for other in (name, *skeleton.names_of(name)) if other in stored.index), name)
 
 
 def _extents(

@@ -77,7 +77,6 @@ class EngineHook(AlignDevicesHook):
         super().__init__(execution_device, io_same_device=True, skip_keys=skip_keys)
         self.streamer: Streamer | None = None
         self._away: list[TensorPlace] = []
-        self._returning: list[tuple[TensorPlace, torch.device]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: all but the engine, which is one model's; what waits in the copy reads itself."""
@@ -97,7 +96,8 @@ class EngineHook(AlignDevicesHook):
         home = place.before.device
         place.settle(tensor)
         if returns and home.type != "meta":
-            self._returning.append((place, home))
+            self.original_devices[place.name] = home
+            self._moved.append(place)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Take the engine off and bring everything back."""
@@ -107,12 +107,9 @@ class EngineHook(AlignDevicesHook):
         for place in self._away:
             place.come_home()
             if isinstance(place.now, WaitingTensor):
-                place.now.source.reported = resolve_device(
-                    self.execution_device
-                )  # what is added to it now is to have data
-        for place, home in self._returning:
-            place.move(home)
-        self._away, self._returning = [], []
+                # what is added to it now is to have data
+                place.now.source.reported = resolve_device(self.execution_device)
+        self._away = []
         return super().detach_hook(module)
 
 

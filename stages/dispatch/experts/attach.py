@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait_for
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
-from offstage.stages.dispatch.transfer.part_layout import RowSource
+from offstage.stages.dispatch.transfer.part_layout import RowSource, read_lengths
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.empty_init.skeleton import ExpertsSpec
 from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
@@ -91,7 +91,7 @@ def attach_experts(
             members,
             kind,
             _share(plan.slots.get(computes, 0), kind, members, mixed),
-            together=max(_wanted(each.spec, plan.pass_tokens) for each in members),
+            together=max(round(wanted(each.spec.count, each.spec.per_token, plan.pass_tokens)) for each in members),
             transport=transport,
         )
         routed.pools.append(pool)
@@ -99,9 +99,15 @@ def attach_experts(
             experts = RoutedExperts(pool, each.number, [*each.rows], saved, wait_for=wait_for, position=each.position)
             routed.uses[each.spec.module] = pool.uses[each.number]
             routed.layers.append(experts)
-            _have_wait(each, experts, transport)
-            for handle in _hook(model, each.spec.module, experts):
-                transport.stack.callback(handle)
+            device = transport.devices.torch_device(computes)
+            for place in each.places:  # stacks that bring their own rows
+                have_wait_for(place, transport.stored, device, ExpertStack, StackUse(experts, place.attribute))
+                transport.stack.callback(place.come_home)
+            module = model.get_submodule(each.spec.module)
+            before = module.register_forward_pre_hook(uncompiled(experts.begin), with_kwargs=True)
+            after = module.register_forward_hook(uncompiled(experts.end), always_call=True)
+            transport.stack.callback(before.remove)
+            transport.stack.callback(after.remove)
 
 
 def _open_slots(
@@ -126,7 +132,7 @@ def _open_slots(
     rows = [row for each in members for stack_rows in each.rows.values() for row in stack_rows]
     places = [place for row in rows for place in ((row,) if isinstance(row, torch.Tensor) else row)]
     passing = [place for place in places if not link.in_place or isinstance(place, Extent)]
-    lengths = transport.read_lengths(device, passing)
+    lengths = read_lengths(passing, as_at_rest=device in transport.unpackers)
     buffers = PinnedBuffers(link, count=bounce_buffers(max(lengths)), size=max(lengths)) if lengths else None
     if buffers is not None:
         transport.stack.callback(buffers.close)
@@ -161,11 +167,6 @@ def _beyond(rows: Sequence[RowSource]) -> int:
     return places[0].begin % TENSOR_ALIGNMENT if follow and len(places) == len(rows) else 0
 
 
-def _wanted(spec: ExpertsSpec, tokens: int) -> int:
-    """Return how many of a module's experts a pass of so many ``tokens`` is expected to use."""
-    return round(wanted(spec.count, spec.per_token, tokens))
-
-
 def _mixed(plan: DispatchPlan, places: Mapping[str, Sequence[TensorPlace]], stored: DiskWeights) -> Iterator[_Mixed]:
     positions = part_positions(plan)
     for number, (name, stacks) in enumerate(places.items()):
@@ -198,19 +199,3 @@ def _share(slot_bytes: int, kind: Kind, members: Sequence[_Mixed], mixed: Sequen
 def _rows(place: TensorPlace, stored: DiskWeights) -> Sequence[RowSource]:
     """Return where each row of the stack in ``place`` waits."""
     return stored.rows[place.name] if place.host is None else place.host.detach().unbind(0)
-
-
-def _have_wait(each: _Mixed, experts: RoutedExperts, transport: Transport) -> None:
-    """Put stacks that bring their own rows into the model."""
-    device = transport.devices.torch_device(each.computes)
-    for place in each.places:
-        have_wait_for(place, transport.stored, device, ExpertStack, StackUse(experts, place.attribute))
-        transport.stack.callback(place.restore)
-
-
-def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Callable[[], None]]:
-    """Have ``experts`` know when the module ``name`` is called, and with what."""
-    module = model.get_submodule(name)
-
-    yield module.register_forward_pre_hook(uncompiled(experts.begin), with_kwargs=True).remove
-    yield module.register_forward_hook(uncompiled(experts.end), always_call=True).remove

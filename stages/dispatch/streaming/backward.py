@@ -60,13 +60,10 @@ class BackwardOrder:
 
     def _bring(self, part: StreamedPart, index: int, waiting: WaitingTensor, saved: _Saved | None) -> torch.Tensor:
         with self._hold():
-            return self._lend(part, index, waiting, saved)
-
-    def _lend(self, part: StreamedPart, index: int, waiting: WaitingTensor, saved: _Saved | None) -> torch.Tensor:
-        if part.cache is None:  # the hooks are gone: it is read from where it waits
-            return waiting.now(waiting.source.device)
-        if saved is not None and saved is not self._asking:
-            self._asking = saved
-            for device, order in saved.items():
-                self._caches[device].turn(order)
-        return part.cache.lend(part.number)[index]
+            if part.cache is None:  # the hooks are gone: it is read from where it waits
+                return waiting.now(waiting.source.device)
+            if saved is not None and saved is not self._asking:
+                self._asking = saved
+                for device, order in saved.items():
+                    self._caches[device].turn(order)
+            return part.cache.lend(part.number)[index]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from offstage.stages.checkpoints.packed import AtRest, rows_of
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.listed_slots import ListedSlots
 from offstage.stages.dispatch.experts.slot_memory import ExpertLayer, SlotRegions
-from offstage.stages.dispatch.streaming.places import TensorPlace
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.transport import Transport
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
@@ -23,6 +22,7 @@ from offstage.stages.dispatch.transfer.part_layout import (
     Source,
     lay_out,
     lay_out_reads,
+    read_lengths,
 )
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
 from offstage.stages.dispatch.transfer.ring import Ring, alignment_of, ring_parts, slot_bytes
@@ -41,8 +41,10 @@ def open_caches(parts: Sequence[StreamedPart], transport: Transport) -> list[Wei
     All bring ahead at once, each within the reserve of its device; those behind a link read by way of the same buffers.
     """
     caches, plan = [], transport.plan
-    positions, computing = part_positions(plan), _by_device(parts)
-    sources = {device: _sources(mine, transport.stored.extents) for device, mine in computing.items()}
+    positions, computing = part_positions(plan), defaultdict[DeviceId, list[StreamedPart]](list)
+    for part in parts:
+        computing[part.computes].append(part)
+    sources = {device: [part.sources for part in mine] for device, mine in computing.items()}
     buffers = _pin_buffers(sources, transport)
     for device, mine in computing.items():
         mover = transport.mover(device, [source for part in sources[device] for source in part], buffers)
@@ -51,12 +53,14 @@ def open_caches(parts: Sequence[StreamedPart], transport: Transport) -> list[Wei
             mover,
             _order_of(mine, plan),
             staging_bytes=plan.staging_bytes if mover.link.in_place else plan.reserves.get(device, 0),
-            callers=_callers(mine),
+            # of blocks of rows, which are never in use together, the largest stands for all
+            callers={number: part.callers for number, part in enumerate(mine) if not part.rows.start},
             lists=_listed_experts(mine, plan),
         )
         for number, part in enumerate(mine):
             part.cache, part.number = cache, number
-            part.position = _position_of(part, positions)
+            position = positions.get(part.module, (0,))  # blocks of rows follow each other in the call of their module
+            part.position = position if part.whole is None else (*position, part.rows.start)
         transport.stack.callback(cache.close)
         caches.append(cache)
     return caches
@@ -131,14 +135,6 @@ def _lay_out_all(
     return layouts, max(1, *(layout.size for layout in layouts), min(staging_bytes, whole))
 
 
-def _by_device(parts: Sequence[StreamedPart]) -> dict[DeviceId, list[StreamedPart]]:
-    """Return ``parts`` by the device that computes them."""
-    groups: dict[DeviceId, list[StreamedPart]] = {}
-    for part in parts:
-        groups.setdefault(part.computes, []).append(part)
-    return groups
-
-
 def _order_of(parts: Sequence[StreamedPart], plan: DispatchPlan) -> list[int]:
     """Return the numbers of ``parts`` in the order of a pass: those of one module as its call uses them."""
     by_module: dict[str, list[int]] = {}
@@ -152,28 +148,6 @@ def _order_of(parts: Sequence[StreamedPart], plan: DispatchPlan) -> list[int]:
     return order
 
 
-def _position_of(part: StreamedPart, positions: Mapping[str, Position]) -> Position:
-    """Return when ``part`` comes in a pass: of blocks of rows one after another, inside the call of their module."""
-    position = positions.get(part.module, (0,))
-    return position if part.whole is None else (*position, part.rows.start)
-
-
-def _at_rest(part: StreamedPart, place: TensorPlace, extents: Mapping[str, AtRest]) -> AtRest:
-    """Return where ``place`` lies on disk, or those rows of it that ``part`` has."""
-    source = extents[place.name]
-    rows = source if part.whole is None else rows_of(source, part.rows.start, part.rows.stop)
-    assert rows is not None, place.name
-    return rows
-
-
-def _sources(parts: Sequence[StreamedPart], extents: Mapping[str, AtRest]) -> list[list[Source]]:
-    """Return where the tensors of each of ``parts`` wait."""
-    return [
-        [_at_rest(part, place, extents) if place.host is None else place.host for place in part.places]
-        for part in parts
-    ]
-
-
 def _pin_buffers(sources: Mapping[DeviceId, Sequence[Sequence[Source]]], transport: Transport) -> PinnedBuffers | None:
     """Return the buffers that all links read by way of; null where none reads.
 
@@ -181,7 +155,10 @@ def _pin_buffers(sources: Mapping[DeviceId, Sequence[Sequence[Source]]], transpo
     """
     apart = [device for device in sources if device != CPU]
     lengths = [
-        length for device in apart for part in sources[device] for length in transport.read_lengths(device, part)
+        length
+        for device in apart
+        for part in sources[device]
+        for length in read_lengths(part, as_at_rest=device in transport.unpackers)
     ]
     staging_bytes = sum(transport.plan.reserves.get(device, 0) for device in apart)
     buffers = buffers_for(lengths, transport.link(apart[0]), staging_bytes=staging_bytes) if apart else None
@@ -219,11 +196,3 @@ def _listed_experts(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[s
         if part.name in plan.parts and (expert := plan.parts[part.name].listed_expert):
             lists.setdefault(parent(expert), {}).setdefault(expert, []).append(number)
     return {name: [*experts.values()] for name, experts in lists.items()}
-
-
-def _callers(parts: Sequence[StreamedPart]) -> dict[int, tuple[str, ...]]:
-    """Return the modules whose calls use each of ``parts``, by its number.
-
-    Of blocks of rows, which are never in use together, the largest stands for all, and its weight for what calls it.
-    """
-    return {number: part.callers for number, part in enumerate(parts) if not part.rows.start}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,10 +82,10 @@ def _refusing(refusal: str) -> Callable[..., NoReturn]:
 
 
 def _have_subclass(model: nn.Module, body: Mapping[str, Any]) -> None:
-    """Have ``model`` be of a subclass of its class that passes for that, with ``body`` and what copies it."""
+    """Have ``model`` be of a subclass of its class that passes for that, with ``body``."""
     kind = type(model)
     named = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__}
-    model.__class__ = type(kind.__name__, (kind,), {**_copies(kind), **body, **named, _MARK: kind})
+    model.__class__ = type(kind.__name__, (kind,), {**body, **named, _MARK: kind})
 
 
 def is_guarded(model: nn.Module) -> bool:
@@ -173,29 +174,17 @@ class _ApplyOfPart:
         return _ApplyOfPart(memo[id(self._part())], None)
 
 
-def _reduce_ex(self: nn.Module, protocol: SupportsIndex, /) -> NoReturn:
-    """Stand in for what ``pickle`` and ``torch.save`` call: no pickle holds the files and threads that serve it."""
+def _reduce_ex(self: nn.Module, protocol: SupportsIndex, /) -> Any:
+    """Stand in for what ``pickle`` and ``torch.save`` call: no pickle holds the files and threads that serve it.
+
+    So do copies, which share them.
+    """
+    if sys._getframe(1).f_globals.get("__name__") == copy.__name__:
+        return vars(type(self))[_MARK].__reduce_ex__(self, protocol)
     raise TypeError(
         "this model can't be pickled while it is dispatched: save it with its save_pretrained(folder), or save what "
         "get_state_dict_offloaded_model(model) returns"
     )
-
-
-def _copies(kind: type[nn.Module]) -> dict[str, Any]:
-    """Return the methods by which the models of a guarded subclass of ``kind`` are copied, though not pickled."""
-    return {name: _copy for name in ("__copy__", "__deepcopy__") if not hasattr(kind, name)}
-
-
-def _copy(self: nn.Module, memo: dict[int, Any] | None = None) -> Any:
-    """Copy the model as its own class has it; deep, with a ``memo``."""
-    kind: Any = vars(type(self))[_MARK]
-    make, arguments, state, *_ = kind.__reduce_ex__(self, 4)
-    twin: Any = make(*arguments)
-    if memo is not None:
-        memo[id(self)] = twin
-        state = copy.deepcopy(state, memo)
-    twin.__setstate__(state)
-    return twin
 
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **options: Any) -> Any:

@@ -252,9 +252,12 @@ class Lockstep(Turns):
             self._going.append(whole)
 
     def _resume(self, member: Member, go: Callable[[], object] | None = None) -> None:
-        """Let ``member`` go on until it waits again or is done. Raises what its task raises."""
+        """Let ``member`` go on until it waits again or is done, with what is its own in place. Raises what its task
+        raises.
+        """
         random = RandomState.current()
-        self._take_up(member)
+        self._state.enter(member.written)
+        member.random.restore()
         self._current = member
         try:
             (go or member.thread.switch)()
@@ -265,7 +268,8 @@ class Lockstep(Turns):
                 self._members.remove(member)
                 self._ended(member.name)
                 self._outside.restore()
-            self._put_down(member, is_over=is_over)
+            member.random = RandomState.current()
+            self._state.leave(member.written, is_over=is_over)
             random.restore()
         if member.divides:
             member.divides = False
@@ -292,16 +296,6 @@ class Lockstep(Turns):
         member.wants = wants
         with self._outside.in_place():
             member.thread.parent.switch()
-
-    def _take_up(self, member: Member) -> None:
-        """Put in place what is ``member``'s own, whose turn it is."""
-        self._state.enter(member.written)
-        member.random.restore()
-
-    def _put_down(self, member: Member, *, is_over: bool = False) -> None:
-        """Keep what is ``member``'s own, whose turn ends, the last one if all of it ``is_over``."""
-        member.random = RandomState.current()
-        self._state.leave(member.written, is_over=is_over)
 
     def _mine(self) -> Member:
         if self._current is None or greenlet.getcurrent() is not self._current.thread:

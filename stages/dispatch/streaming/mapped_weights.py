@@ -7,7 +7,7 @@ forward touches one row a token: the system reads the pages that are touched and
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -16,7 +16,6 @@ from offstage.pipeline.errors import named
 from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.streaming.places import TensorPlace
 from offstage.stages.machine.aligned_memory import align_down, tensor_in
@@ -49,8 +48,8 @@ class MappedFile(DirectFile):
 class MappedWeights:
     """The maps of one model's shards, whose files are closed with ``stack``."""
 
-    def __init__(self, extents: Mapping[str, AtRest], stack: ExitStack) -> None:
-        self._extents, self._stack = extents, stack
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
         self._files: dict[ShardFile, MappedFile] = {}
 
     def use(self, places: Sequence[TensorPlace], *, looked_up: bool) -> list[MappedFile]:
@@ -60,10 +59,9 @@ class MappedWeights:
         """
         files = []
         for place in places:
-            extent = self._extents[place.name]
-            assert isinstance(extent, Extent), place.name
-            files.append(self._open(extent.file))
-            place.host = files[-1].tensor(extent, mmap.MADV_RANDOM if looked_up else mmap.MADV_WILLNEED)
+            assert isinstance(place.at, Extent), place.name
+            files.append(self._open(place.at.file))
+            place.host = files[-1].tensor(place.at, mmap.MADV_RANDOM if looked_up else mmap.MADV_WILLNEED)
         return list(dict.fromkeys(files))
 
     def _open(self, file: ShardFile) -> MappedFile:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -37,22 +36,6 @@ _DECODED_AT_ONCE = 16
 _QUEUE = "queue"
 _OF_PASSES = ("pass", "after")
 """What calls are named after that no lockstep has: the pass that they make, or the one that they come after."""
-
-
-@dataclass(slots=True)
-class _CallNames:
-    """What calls of the model were called so far, alike on all hosts: those that came to a queue by their numbers,
-    those that went together by the run of them, others by the passes that they made.
-    """
-
-    queued: Iterator[int] = field(default_factory=count)
-    runs: int = 0
-    passes: int = 0
-
-    def next_run(self) -> str:
-        """Return the name of the calls that go together now."""
-        self.runs += 1
-        return str(self.runs - 1)
 
 
 class ModelPasses:
@@ -81,7 +64,8 @@ class ModelPasses:
         self.lock = PassLock(model)
         self.turns: Turns = ALONE
         self.borders: Borders | None = None
-        self._names = _CallNames()
+        # What calls are called, alike on all hosts: those of a queue, those that went together, others by their pass.
+        self._queued, self._runs, self._passes = count(), count(), 0
         self._copies: list[LargeCopies] = []  # of buffers, which no call needs now
 
     def hook(self) -> Iterator[Callable[[], None]]:
@@ -106,7 +90,7 @@ class ModelPasses:
     def _call(self) -> str:
         """Return what names the call under way, alike on all hosts; one that is no lockstep's by its pass."""
         inside, after = _OF_PASSES
-        return self.turns.call or f"{inside if self._depth else after}.{self._names.passes}"
+        return self.turns.call or f"{inside if self._depth else after}.{self._passes}"
 
     def fail_call(self, error: Exception, call: str | None = None) -> None:
         """Have ``call``, by default the one under way, fail on all hosts that compute it, by ``error``."""
@@ -124,7 +108,7 @@ class ModelPasses:
             return Grouping()
         wire = self.borders.wire
         if is_queue:
-            return Grouping(None, self._names.queued)
+            return Grouping(None, self._queued)
         return Grouping(wire.hosts if wire.shares else None)
 
     def go_together(self, tasks: Iterable[Task | None], *, size: int, is_queue: bool = False) -> Lockstep:
@@ -138,7 +122,7 @@ class ModelPasses:
             self.turns.divide((task for task in tasks if task is not None), size=size)
             return self.turns
         with self.lock.hold():
-            name = _QUEUE if is_queue else self._names.next_run()
+            name = _QUEUE if is_queue else str(next(self._runs))
             group = self.turns = Lockstep(
                 size, self._state(), grouping=self._grouping(is_queue=is_queue), begin=self._begin, name=name,
                 failed=lambda call, error: self.fail_call(error, call), ended=self._end_call,
@@ -211,8 +195,8 @@ class ModelPasses:
             self._take_back()
         if self.turns is ALONE and not self._depth:
             for what in _OF_PASSES:
-                self._end_call(f"{what}.{self._names.passes}")
-            self._names.passes += 1
+                self._end_call(f"{what}.{self._passes}")
+            self._passes += 1
         self._depth += 1
         for begin in self._begin:
             begin()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.dispatch.streaming.waiting_tensor import (
     WaitingSource,
     WaitingTensor,
@@ -33,7 +34,7 @@ class TensorPlace:
 
     ``before`` stands there between uses, ``bound`` in a use, null where there is none; ``version`` counts the writes to
     it by then. A tensor that somebody else puts there is left alone. Of one that streams, ``host`` has the data where
-    that waits on the host; null where it waits on disk.
+    that waits on the host, and ``at`` is where it rests in one piece on disk.
     """
 
     name: str
@@ -41,6 +42,7 @@ class TensorPlace:
     attribute: str
     before: torch.Tensor
     host: torch.Tensor | None = None
+    at: AtRest | None = None
     bound: torch.Tensor | None = field(default=None, repr=False)
     version: int = 0
     module: nn.Module | None = field(default=None, repr=False)
@@ -103,12 +105,6 @@ class TensorPlace:
         if now is not None:
             self.settle(rebuild(now, now.detach().to(device)))
 
-    def restore(self) -> None:
-        """Put back what was there before anything was streamed, as far as it was kept; else what waits stays."""
-        waiting = self.before
-        if self.now is waiting and isinstance(waiting, WaitingTensor) and waiting.kept is not None:
-            self.settle(bring_home(waiting))
-
 
 def places_in(module: nn.Module, prefix: str = "") -> Iterator[TensorPlace]:
     """Yield the places of the parameters and buffers of ``module`` itself, named behind ``prefix``."""
@@ -146,13 +142,15 @@ def writes_to(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def place_of(model: nn.Module, name: str, *, has_data: bool = False) -> TensorPlace:
-    """Return the place of the tensor ``name`` of ``model``, which ``has_data`` that waits on the host."""
+def place_of(model: nn.Module, name: str, *, has_data: bool = False, at: AtRest | None = None) -> TensorPlace:
+    """Return the place of the tensor ``name`` of ``model``, which ``has_data`` that waits on the host, or rests ``at``
+    a place on disk.
+    """
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
     waiting = table[attribute]
-    return TensorPlace(name, table, attribute, waiting, data_of(waiting) if has_data else None, module=module)
+    return TensorPlace(name, table, attribute, waiting, data_of(waiting) if has_data else None, at, module=module)
 
 
 class Newcomers:
@@ -169,7 +167,8 @@ class Newcomers:
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` where there is one."""
-        if self._modules and self._is_as_seen(self._there()):
+        there = self._there()
+        if self._modules and len(there) == len(self._seen) and all(map(is_, there, self._seen)):
             return
         for name, tensor in self._without_data():
             if id(tensor) not in self._known:
@@ -188,9 +187,6 @@ class Newcomers:
         """Return what the modules hold that were there the last time: modules, and parameters."""
         tables = chain(map(_SUBMODULES, self._modules), map(_PARAMETERS, self._modules))
         return [*chain.from_iterable(map(_VALUES, tables))]
-
-    def _is_as_seen(self, tensors: Sequence[object]) -> bool:
-        return len(tensors) == len(self._seen) and all(map(is_, tensors, self._seen))
 
     def _without_data(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and value of every parameter that is on meta and waits nowhere."""

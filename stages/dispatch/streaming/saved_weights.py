@@ -14,6 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -51,34 +53,6 @@ class _Call:
     lent: Sequence[_Lent] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """What is saved in the place of a view: where it is in what ``bring`` brings, in bytes."""
-
-    bring: Bring
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def unpack(self) -> torch.Tensor:
-        whole = self.bring()
-        begin = (whole.storage_offset() * whole.itemsize + self.offset) // self.dtype.itemsize
-        view = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return view.set_(whole.untyped_storage(), begin, self.shape, self.stride)
-
-
-@dataclass(frozen=True, slots=True)
-class _HandedOn:
-    """What the pair around ours made of a tensor."""
-
-    restore: Callable[[Any], torch.Tensor]
-    packed: Any
-
-    def unpack(self) -> torch.Tensor:
-        return self.restore(self.packed)
-
-
 class ReferencedTensor:
     """What autograd holds in place of a tensor that is none of ours to move: itself, cut off from the graph.
 
@@ -106,9 +80,6 @@ def changed(saved: int, version: int) -> RuntimeError:
     )
 
 
-_Packed = _Note | ReferencedTensor | _HandedOn
-
-
 class SavedWeights:
     """The pair of hooks of one model, and what is lent to the calls under way."""
 
@@ -129,7 +100,7 @@ class SavedWeights:
         around: Pair | None = _innermost(True)
         pushes = around is None or around[0] != self._pack
         if pushes:
-            _push(self._pack, _unpack)
+            _push(self._pack, call)
             self._around.append(around)
         self._calls.append(_Call(owner, pushes))
         return True
@@ -149,8 +120,8 @@ class SavedWeights:
         ``save`` is called where it is saved, and returns what brings it.
         """
         begin, alive = tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
-        call = self._calls[-1]
-        call.lent = [*call.lent, _Lent(begin, begin + tensor.nbytes, alive, save)]
+        latest = self._calls[-1]
+        latest.lent = [*latest.lent, _Lent(begin, begin + tensor.nbytes, alive, save)]
 
     def recover(self) -> None:
         """Take back what calls left that an interrupt ended.
@@ -170,26 +141,32 @@ class SavedWeights:
         self._around.clear()
         self._calls.clear()
 
-    def _pack(self, tensor: torch.Tensor) -> _Packed:
+    def _pack(self, tensor: torch.Tensor) -> Bring:
         lent = self._lent(tensor)
         if lent is not None:
-            return _Note(lent.save(), tensor.data_ptr() - lent.begin, tensor.shape, tensor.stride(), tensor.dtype)
+            offset = tensor.data_ptr() - lent.begin
+            return partial(_view, lent.save(), offset, tensor.shape, tensor.stride(), tensor.dtype)
         around = self._around[-1] if self._around else None
         if around is None or isinstance(tensor, WaitingTensor):  # which holds no data
-            return ReferencedTensor(tensor)
-        return _HandedOn(around[1], around[0](tensor))
+            return ReferencedTensor(tensor).unpack
+        pack, unpack = around
+        return partial(unpack, pack(tensor))
 
     def _lent(self, tensor: torch.Tensor) -> _Lent | None:
         """Return what was lent that ``tensor`` is a view of."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return None
         begin = tensor.data_ptr()
-        for call in reversed(self._calls):
-            for lent in call.lent:
+        for under_way in reversed(self._calls):
+            for lent in under_way.lent:
                 if lent.begin <= begin < lent.end and lent.alive() is not None:
                     return None if tensor.is_conj() or tensor.is_neg() else lent
         return None
 
 
-def _unpack(packed: _Packed) -> torch.Tensor:
-    return packed.unpack()
+def _view(bring: Bring, offset: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the view that begins ``offset`` bytes into what ``bring`` brings: what was saved in its place says so."""
+    whole = bring()
+    begin = (whole.storage_offset() * whole.itemsize + offset) // dtype.itemsize
+    view = torch.empty(0, dtype=dtype, device=whole.device)
+    return view.set_(whole.untyped_storage(), begin, shape, stride)

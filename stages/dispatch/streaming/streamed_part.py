@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.packed import PackedTensor, rows_of
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from offstage.stages.dispatch.streaming.mapped_weights import MappedFile, MappedWeights
 from offstage.stages.dispatch.streaming.packed_table import PackedTable, can_be_looked_up
 from offstage.stages.dispatch.streaming.places import TensorPlace, have_wait_for, place_of
 from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
+from offstage.stages.dispatch.transfer.part_layout import Source
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.row_products import row_ranges
@@ -69,6 +70,12 @@ class StreamedPart:
         """Whether calls in lockstep use it one after another: what lies in memory anyway needs no turns."""
         return self.brought or self.streamed_bytes > 0
 
+    @property
+    def sources(self) -> list[Source]:
+        """Where the tensors wait."""
+        sources = [place.at if place.host is None else place.host for place in self.places]
+        return [source for source in sources if source is not None]
+
     def on_host(self) -> list[torch.Tensor]:
         """Return the tensors where they lie in memory, or in maps of what the files were."""
         for file in self.files:
@@ -98,8 +105,7 @@ def streamed_parts(
     """Yield the parts that are bound for each use, those that are used in maps of their shards mapped until ``stack``
     is closed. What several modules have brought together is yielded last.
     """
-    extents = stored.extents
-    maps = MappedWeights(extents, stack)
+    maps = MappedWeights(stack)
     groups: dict[str, StreamedPart] = {}
     for name, part in plan.parts.items():
         apart = devices.is_apart(part.execution)
@@ -119,7 +125,7 @@ def streamed_parts(
         for looked_up, mapped in ((False, places["map"]), (True, places["rows"])):
             if mapped:
                 files = maps.use(mapped, looked_up=looked_up)
-                count = 0 if looked_up else sum(extents[place.name].bytes for place in mapped)
+                count = 0 if looked_up else sum(place.at.bytes for place in mapped if place.at is not None)
                 yield StreamedPart(name, mapped, CPU, part.callers, brought=False, files=files, streamed_bytes=count)
     yield from groups.values()
 
@@ -131,7 +137,8 @@ def _row_parts(whole: TensorPlace, rows: int, computes: DeviceId) -> Iterator[St
         # A parameter as the whole is: kernels are chosen by whether a weight requires gradients, too.
         shape = (len(block), *whole.before.shape[1:])
         waiting = rebuild(whole.before, torch.empty(shape, dtype=whole.before.dtype, device="meta"))
-        place = TensorPlace(whole.name, {"block": waiting}, "block", waiting, host)
+        at = None if whole.at is None else rows_of(whole.at, block.start, block.stop)
+        place = TensorPlace(whole.name, {"block": waiting}, "block", waiting, host, at)
         name = f"{whole.name}[{block.start}:{block.stop}]"
         yield StreamedPart(name, [place], computes, (whole.name,), whole=whole, rows=block)
 
@@ -146,10 +153,10 @@ def _places(
         # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
         if serving == "experts" or not (apart or serving in ("copy", "packed") or at is not None):
             continue
-        place = place_of(model, tensor, has_data=at is None)
+        place = place_of(model, tensor, has_data=at is None, at=at)
         if serving == "rows" and isinstance(at, PackedTensor) and can_be_looked_up(at):
             have_wait_for(place, stored, torch.device("cpu"), PackedTable, at)
-            stack.callback(place.restore)
+            stack.callback(place.come_home)
         elif isinstance(at, PackedTensor):  # it is brought: in a map it can't be used
             places["direct"].append(place)
         else:  # where loading found that it doesn't rest packed, it lies on the host as it is used

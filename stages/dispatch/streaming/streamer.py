@@ -155,7 +155,10 @@ class Streamer:
             self._hook(plan, host)
             self._newcomers = Newcomers(model)
             self._stack.callback(self._newcomers.forget)
-            self._prepare_passes()
+            # no more is on a byte's way than has to be
+            self._at_begin += [self._newcomers.check, self.routed.begin_pass, self._backward.begin_pass]
+            self._at_begin += [cache.begin_pass for cache in self._caches]
+            self._at_end += [self._backward.end_pass, *(cache.end_pass for cache in self._caches)]
             undo.pop_all()
         _streamers[model] = weakref.ref(self)
 
@@ -222,7 +225,13 @@ class Streamer:
             waiting.setdefault(plan.parts[name].execution, []).extend(places)
         self._transport.pin(waiting, host)
         self._transport.open_unpackers(waiting)
-        self._bring(brought)
+        self._caches += open_caches(brought, self._transport)
+        for cache in self._caches:
+            if cache.experts is not None:
+                self.routed.uses |= cache.experts.uses_by_module
+        self._stack.callback(self._backward.forget)
+        for part in brought:
+            self._stack.callback(setattr, part, "cache", None)
         attach_experts(
             self.routed, self._model, experts, self._transport, saved=self._saved, wait_for=self.passes.wait_for
         )
@@ -232,16 +241,6 @@ class Streamer:
         for unhook in self.passes.hook():
             self._stack.callback(unhook)
 
-    def _bring(self, parts: Sequence[StreamedPart]) -> None:
-        """Have ``parts`` be brought ahead of use, each to the device that computes it."""
-        self._caches += open_caches(parts, self._transport)
-        for cache in self._caches:
-            if cache.experts is not None:
-                self.routed.uses |= cache.experts.uses_by_module
-        self._stack.callback(self._backward.forget)
-        for part in parts:
-            self._stack.callback(setattr, part, "cache", None)
-
     def _have_wait(self, parts: Sequence[StreamedPart], plan: DispatchPlan) -> None:
         """Have all of ``parts`` wait: for calls, or as blocks of rows for the products of the weight that they are."""
         for part in parts:
@@ -249,8 +248,10 @@ class Streamer:
                 for place in part.places:
                     computes = plan.parts[parent(place.name)].execution
                     have_wait(place, self._stored, self._devices.torch_device(computes))
-                    self._stack.callback(place.restore)
-                self._stream(part)
+                    self._stack.callback(place.come_home)
+                for caller in part.callers:  # before whose call it is brought in, and after it let go
+                    module = self._model.get_submodule(caller)
+                    self._hook_call(module, partial(self._acquire, part), partial(self._release, part))
         blocked: dict[str, list[StreamedPart]] = {}
         for part in parts:
             if part.whole is not None:
@@ -261,13 +262,7 @@ class Streamer:
             device = self._devices.torch_device(blocks[0].computes)
             rows = RowBlocks(blocks, self._acquire, self._release)
             have_wait_for(whole, self._stored, device, BlockedWeight, rows)
-            self._stack.callback(whole.restore)
-
-    def _stream(self, part: StreamedPart) -> None:
-        """Bring ``part`` in before, and let it go after, each call of a module that uses it."""
-        for caller in part.callers:
-            module = self._model.get_submodule(caller)
-            self._hook_call(module, partial(self._acquire, part), partial(self._release, part))
+            self._stack.callback(whole.come_home)
 
     def _hook_call(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Have ``before`` be called before all else that a call of ``module`` does, and ``after`` however it ends.
@@ -345,12 +340,6 @@ class Streamer:
         """Return whether what was written into ``place`` is not in what waits, so that the next use would lack it."""
         source = self._stored[place.name] if place.host is None else place.host
         return place.bound is not None and not torch.equal(place.bound.detach().to(source.device), source.detach())
-
-    def _prepare_passes(self) -> None:
-        """Note what each pass calls as it begins and as it ends: no more is on a byte's way than has to be."""
-        self._at_begin += [self._newcomers.check, self.routed.begin_pass, self._backward.begin_pass]
-        self._at_begin += [cache.begin_pass for cache in self._caches]
-        self._at_end += [self._backward.end_pass, *(cache.end_pass for cache in self._caches)]
 
     def _recover(self) -> None:
         """Take everything back from a pass that was interrupted."""

@@ -15,7 +15,7 @@ from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, op
 from offstage.stages.dispatch.transfer.link import Link, pin
 from offstage.stages.dispatch.transfer.links import HostLink, open_link
 from offstage.stages.dispatch.transfer.mover import Mover
-from offstage.stages.dispatch.transfer.part_layout import Source, read_lengths
+from offstage.stages.dispatch.transfer.part_layout import Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
@@ -74,10 +74,6 @@ class Transport:
             traffic=self.traffic,
             trace=self.trace.of(device) if self.trace is not None else None,
         )
-
-    def read_lengths(self, device: DeviceId, sources: Iterable[Source]) -> list[int]:
-        """Return the bytes of each read that brings ``sources`` to ``device``, and of each piece that is unpacked."""
-        return read_lengths(sources, as_at_rest=device in self.unpackers)
 
     def pin(self, waiting: Mapping[DeviceId, Sequence[TensorPlace]], host: HostBlock | None) -> None:
         """Have what waits on the host wait in memory that the accelerators copy from by themselves, whichever it is.

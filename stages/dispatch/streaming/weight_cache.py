@@ -111,11 +111,10 @@ class WeightCache:
             self.release(lent)
         if self.experts is not None:
             self.experts.begin_pass()
-        changed = self._schedule.begin_pass()
-        if self._forget_failed() or changed:
-            self._ask_ahead()  # what is there already stays
-        self._forget_unwanted()
+        self._schedule.begin_pass()
+        self._forget_failed()
         self._ask_ahead()
+        self._expect_anew()
 
     def end_pass(self) -> None:
         """Say that the model's forward has ended well: its parts are expected in the order in which it used them."""
@@ -197,9 +196,14 @@ class WeightCache:
     def _expect_anew(self) -> None:
         """Ask for what comes next; of what was brought for another order, what comes last or never makes room first."""
         self._ask_ahead()  # what is there already stays
-        places = {part: place for place, part in reversed([*enumerate(self._schedule.expected())])}
-        for part in sorted(self._entries, key=lambda part: places.get(part, len(places)), reverse=True):
-            if not self._entries[part].users and not self._schedule.wanted(part):
+        unwanted = [
+            part for part, entry in self._entries.items() if not entry.users and not self._schedule.wanted(part)
+        ]
+        if unwanted:
+            places = {part: place for place, part in reversed([*enumerate(self._schedule.expected())])}
+            unwanted.sort(key=lambda part: places.get(part, len(places)), reverse=True)
+        for part in unwanted:
+            if not self._schedule.wanted(part):
                 self._drop(part)
                 self._ask_ahead()
 
@@ -233,18 +237,10 @@ class WeightCache:
         """Give ``part`` up; its region is free once no thread fills it."""
         self._mover.abandon(self._entries.pop(part).transfer)
 
-    def _forget_failed(self) -> bool:
-        """Give up what was brought ahead and failed: by now it may be mended. Return whether there was such."""
+    def _forget_failed(self) -> None:
+        """Give up what was brought ahead and failed: by now it may be mended."""
         failed = [part for part, entry in self._entries.items() if entry.transfer.has_failed and not entry.users]
         for part in failed:
             self._drop(part)
         if failed:
             self._schedule.ask_again()
-        return bool(failed)
-
-    def _forget_unwanted(self) -> None:
-        """Give up what was brought ahead and is not expected any more."""
-        for part in [
-            part for part, entry in self._entries.items() if not entry.users and not self._schedule.wanted(part)
-        ]:
-            self._drop(part)

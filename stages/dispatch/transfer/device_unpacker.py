@@ -8,10 +8,10 @@ first, what waits in memory is copied from where it is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from typing import TypeGuard
 
 import torch
@@ -27,7 +27,7 @@ from offstage.stages.checkpoints.device_codec import (
 from offstage.stages.checkpoints.open_files import OpenFiles
 from offstage.stages.checkpoints.packed import MemoryFile, PackedBlock, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_block
-from offstage.stages.dispatch.transfer.link import Event, Link, Moved, Order, pin
+from offstage.stages.dispatch.transfer.link import Event, Link, Moved, pin
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.machine.aligned_memory import align_up, buffer_bytes
 from offstage.stages.units import DEVICE_ALIGNMENT
@@ -50,7 +50,7 @@ class DeviceUnpacker:
         landing = max(landing_bytes(block) for tensor in tensors for block in tensor.codec.blocks(tensor))
         sizes = [align_up(table.nbytes, DEVICE_ALIGNMENT) for table in tables.values()]
         memory = link.memory(LANDINGS * landing + sum(sizes))
-        self._landings = [_Landing(memory.lend(place * landing, landing)[0]) for place in range(LANDINGS)]
+        self._landings = deque(_Landing(memory.lend(place * landing, landing)[0]) for place in range(LANDINGS))
         self._staged = buffer_bytes(sum(sizes))
         self._unpin = pin(link, self._staged) if tables else lambda: None
         self._tables: dict[int, torch.Tensor] = {}
@@ -63,7 +63,7 @@ class DeviceUnpacker:
             )  # before all blocks, so nobody else waits
             self._tables[key] = table_memory.view(table.dtype)
             begin += size
-        self._number, self._lock = 0, threading.Lock()
+        self._lock = threading.Lock()
 
     def bring(
         self,
@@ -79,17 +79,16 @@ class DeviceUnpacker:
 
         Runs in a thread that reads: from ``files``, by way of ``buffers``.
         """
-        if all(isinstance(span.file, MemoryFile) for span in block.spans):
-            return self._pass_on(tensor, block, _in_memory(block), target(), after=after)[0]
+        in_memory = [span.file.tensor_of(span) for span in block.spans if isinstance(span.file, MemoryFile)]
+        if len(in_memory) == len(block.spans):
+            return self._pass_on(tensor, block, in_memory, target(), after=after)[0]
         assert buffers is not None
-        with buffers.lend() as (buffer, waited):
+        with buffers.lend() as buffer:
             parts, stored = read_block(files, block, buffer.memory)
             data = [torch.from_numpy(part) for part in parts]
-            unpacking, copied = self._pass_on(
-                tensor, block, data, target(), after=after, stored=stored, waited_seconds=waited
-            )
+            unpacking, copied = self._pass_on(tensor, block, data, target(), after=after)
             buffer.note_copy(self._link, copied)
-        return unpacking
+        return unpacking._replace(stored_bytes=stored)
 
     def _pass_on(
         self,
@@ -99,31 +98,24 @@ class DeviceUnpacker:
         target: torch.Tensor,
         *,
         after: Event,
-        stored: int = 0,
-        waited_seconds: float = 0.0,
     ) -> tuple[Moved, Event]:
         """Have ``data`` copied to a landing and unpacked from there; with it, return when the copies are done."""
         codec = _codec(tensor)
         tables = [self._tables[id(table)] for table in codec.tables(tensor)]
-        with self._next() as landing:
-            landed = [landing.memory[begin : begin + part.nbytes] for begin, part in _side_by_side(data)]
+        begins = accumulate((align_up(part.nbytes, DEVICE_ALIGNMENT) for part in data), initial=0)
+        with self._lock:  # what is copied to a landing waits for what was unpacked from there before
+            landing = self._landings[0]
+            self._landings.rotate(1)
+            landed = [landing.memory[begin : begin + part.nbytes] for begin, part in zip(begins, data, strict=False)]
             copied = self._link.copy([*zip(data, landed, strict=True)], after=landing.free or after)
             landing.free = self._link.unpack(
-                partial(_unpack, tensor, block, tables),
+                lambda landed, target: codec.unpack_on_device(tensor, block, landed, tables, target),
                 landed,
                 target,
                 after=(copied, after),
                 scratch_bytes=block_scratch(codec, tensor, block),
             )
-            moved = Moved(self._number, landing.free, sum(map(len, data)), stored, waited_seconds, Order.UNPACKING)
-            return moved, copied
-
-    @contextmanager
-    def _next(self) -> Iterator[_Landing]:
-        """Lend the landing whose turn it is. The lock makes the order of the numbers that of the unpacking."""
-        with self._lock:
-            self._number += 1
-            yield self._landings[self._number % len(self._landings)]
+            return Moved(landing.free, sum(map(len, data))), copied
 
     def close(self) -> None:
         """Free the memory, once the link is closed; closing again does nothing."""
@@ -146,26 +138,3 @@ def crosses_packed(source: object, unpacker: DeviceUnpacker | None) -> TypeGuard
 def _codec(tensor: PackedTensor) -> DeviceCodec:
     assert isinstance(tensor.codec, DeviceCodec)
     return tensor.codec
-
-
-def _unpack(
-    tensor: PackedTensor,
-    block: PackedBlock,
-    tables: Sequence[torch.Tensor],
-    data: Sequence[torch.Tensor],
-    target: torch.Tensor,
-) -> None:
-    _codec(tensor).unpack_on_device(tensor, block, data, tables, target)
-
-
-def _in_memory(block: PackedBlock) -> list[torch.Tensor]:
-    """Return the bytes of ``block``, which lie in memory, where they lie."""
-    return [span.file.tensor_of(span) for span in block.spans if isinstance(span.file, MemoryFile)]
-
-
-def _side_by_side(data: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield ``data`` with where each lies in a landing."""
-    begin = 0
-    for part in data:
-        yield begin, part
-        begin += align_up(part.nbytes, DEVICE_ALIGNMENT)

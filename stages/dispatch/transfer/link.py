@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,27 +31,12 @@ Event = object | None
 """A moment in the order of an accelerator's work; each link knows its own kind."""
 
 
-class Order(IntEnum):
-    """One of the orders of a link's work, beside computing: each is a stream of an accelerator."""
-
-    COPYING = 0
-    URGENT = 1
-    UNPACKING = 2
-
-
 class Moved(NamedTuple):
-    """What a job has brought, or asked a link for: when it is ``done``, and what it took.
+    """What a job has brought, or asked a link for: when it is ``done``, null where it is, and what it took."""
 
-    ``number`` is its place in the ``order`` of what it asked for: who follows the last one of an order follows all of
-    that. Negative: there is nothing to follow.
-    """
-
-    number: int = -1
     done: Event = None
     copied_bytes: int = 0
     stored_bytes: int = 0
-    waited_seconds: float = 0.0
-    order: Order = Order.COPYING
 
 
 class Link(Protocol):

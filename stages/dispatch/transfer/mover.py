@@ -9,13 +9,11 @@ was asked for before its region was taken, and so the last use of what was there
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 
 import torch
 
@@ -25,7 +23,7 @@ from offstage.stages.checkpoints.open_files import untraced
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
 from offstage.stages.checkpoints.packed_reads import FileReader, ThreadBuffers, largest_at_rest
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
-from offstage.stages.dispatch.transfer.link import Event, Link, Moved, Order
+from offstage.stages.dispatch.transfer.link import Event, Link, Moved
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
@@ -35,8 +33,6 @@ from offstage.stages.machine.operator_threads import let_idle_teams_sleep
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.units import CPU, DeviceId
 
-_ORDERS = (Order.COPYING, Order.URGENT)
-"""The order of copies, and that of those that are awaited."""
 _Job = tuple[Callable[[], Moved], SharedBuffer | None]
 """What a thread does, and the buffer that it shares with others that do so."""
 
@@ -93,7 +89,6 @@ class Mover:
         files = {file for source in on_disk for file in files_of(source)}
         buffers_at_rest = ThreadBuffers(largest_at_rest(pieces))
         self._reader = FileReader(files, buffers_at_rest, traced=trace.span if trace else untraced)
-        self._order, self._ordering = count(), threading.Lock()
         traces = trace is not None and not link.in_place
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
 
@@ -158,11 +153,11 @@ class Mover:
         The region is not touched before the read is there, so that the traceback of one that fails holds no memory.
         """
         assert self._buffers is not None
-        with self._buffers.lend() as (buffer, waited):
+        with self._buffers.lend() as buffer:
             self._reader.read(chunk, buffer.memory.data[: chunk.length])
             moved = self._copy([(buffer.tensor[chunk.skipped : chunk.wanted], begin)], transfer, after)
             buffer.note_copy(self.link, moved.done)
-        return moved._replace(stored_bytes=chunk.wanted, waited_seconds=waited)
+        return moved._replace(stored_bytes=chunk.wanted)
 
     def _pass_on_packed(
         self, source: PackedTensor, block: PackedBlock, transfer: Transfer, begin: int, after: Event
@@ -194,28 +189,19 @@ class Mover:
 
         The last one has all of it copied on to ``begin`` in the region.
         """
-        buffer, waited = shared.take()
+        buffer = shared.take()
         stored = self._reader.unpack(tensor, block, buffer.memory[: tensor.bytes])
         moved = Moved()
         if shared.fill():
             moved = self._copy([(buffer.tensor[: tensor.bytes], begin)], transfer, after)
             buffer.note_copy(self.link, moved.done)
-        return moved._replace(stored_bytes=stored, waited_seconds=waited)
+        return moved._replace(stored_bytes=stored)
 
     def _copy(self, data: Iterable[tuple[torch.Tensor, int]], transfer: Transfer, after: Event) -> Moved:
-        """Ask for copies of ``data``, each to where it begins in the region.
-
-        The lock makes the order of the numbers that of the copies, where they are done later.
-        """
+        """Ask for copies of ``data``, each to where it begins in the region."""
         pieces = [(source, _bytes(transfer, begin, source.nbytes)) for source, begin in data]
         size, began = sum(source.nbytes for source, _ in pieces), time.perf_counter()
-        if after is None:
-            self.link.copy(pieces, after=None)
-            moved = Moved(copied_bytes=size)
-        else:
-            with self._ordering:
-                done = self.link.copy(pieces, after=after, urgent=transfer.is_awaited)
-                moved = Moved(next(self._order), done, size, order=_ORDERS[transfer.is_awaited])
+        moved = Moved(self.link.copy(pieces, after=after, urgent=transfer.is_awaited), size)
         self._watch("copy", began, moved)
         return moved
 
@@ -253,21 +239,13 @@ class Mover:
         )
 
     def _follow(self, moves: Sequence[Moved]) -> None:
-        """Have computing follow the last of each order in the ``moves`` that brought something.
-
-        What was read and copied counts from then on, and how long reads waited.
-        """
-        last: dict[Order, Moved] = {}
+        """Have computing follow all ``moves``; what was read and copied counts from then on."""
         for moved in moves:
             self.traffic.storage_bytes += moved.stored_bytes
             if not self.link.in_place:
                 self.traffic.link_bytes += moved.copied_bytes
-                self.traffic.link_seconds += moved.waited_seconds
-            before = last.get(moved.order)
-            if moved.number >= 0 and (before is None or moved.number > before.number):
-                last[moved.order] = moved
-        for moved in last.values():
-            self.link.follow(moved.done)
+            if moved.done is not None:
+                self.link.follow(moved.done)
 
     def abandon(self, transfer: Transfer) -> None:
         """Give up what is under way; its region is free once no thread fills it. Whoever waited for it was told.

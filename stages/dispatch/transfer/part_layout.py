@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -40,12 +40,12 @@ class PlacedTensor:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
-        return _dtype(self.source)
+        return self.source.dtype if isinstance(self.source, torch.Tensor) else torch_dtype(self.source.dtype)
 
     @cached_property
     def bytes(self) -> int:
         """The tensor's size in use."""
-        return _bytes(self.source)
+        return self.source.nbytes if isinstance(self.source, torch.Tensor) else self.source.bytes
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class PlacedTensor:
     @property
     def rest_bytes(self) -> int:
         """The tensor's size as it rests."""
-        return _rest_bytes(self.source)
+        return self.source.nbytes if isinstance(self.source, torch.Tensor) else rest_bytes(self.source)
 
     def view(self, region: torch.Tensor) -> torch.Tensor:
         """Return the tensor, where it lies in ``region``."""
@@ -101,18 +101,17 @@ def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
     Then too each begins where kernels read it at full width, up to those of a size that is no multiple of that, which
     come last, wide ones first: other kernels would have other last bits.
     """
+    pieces = [PlacedTensor(source, 0) for source in sources]
     for alignment in (DEVICE_ALIGNMENT, 1):
         whole = max(alignment, _VECTOR_BYTES)
-        order = sorted(
-            range(len(sources)), key=lambda i: (_bytes(sources[i]) % whole != 0, -_dtype(sources[i]).itemsize)
-        )
+        order = sorted(range(len(pieces)), key=lambda i: (pieces[i].bytes % whole != 0, -pieces[i].dtype.itemsize))
         begins, size = {}, 0
         for place in order:
             begins[place] = align_up(size, alignment)
-            size = begins[place] + _bytes(sources[place])
+            size = begins[place] + pieces[place].bytes
         if size <= link_room:
             break
-    return PartLayout(tuple(PlacedTensor(source, begins[place]) for place, source in enumerate(sources)), size)
+    return PartLayout(tuple(replace(piece, begin=begins[place]) for place, piece in enumerate(pieces)), size)
 
 
 def lay_out_reads(sources: Sequence[AtRest]) -> PartLayout:
@@ -157,15 +156,3 @@ def _read_lengths(source: Source, *, as_at_rest: bool) -> list[int]:
     if as_at_rest and can_unpack(source):
         return [count for block in source.codec.blocks(source) if (count := room_at_rest(block))]
     return [align_up(piece.bytes) for _, piece in in_pieces(source)]
-
-
-def _bytes(source: Source) -> int:
-    return source.nbytes if isinstance(source, torch.Tensor) else source.bytes
-
-
-def _rest_bytes(source: Source) -> int:
-    return source.nbytes if isinstance(source, torch.Tensor) else rest_bytes(source)
-
-
-def _dtype(source: Source) -> torch.dtype:
-    return source.dtype if isinstance(source, torch.Tensor) else torch_dtype(source.dtype)

@@ -8,7 +8,6 @@ many links: it need only cover the reads that are under way and the copies that 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -58,19 +57,13 @@ class PinnedBuffers:
         for begin in range(0, count * size, size):
             self._free.put(Buffer(self._memory[begin : begin + size]))
 
-    @property
-    def bytes(self) -> int:
-        """How much memory is pinned."""
-        return self._memory.nbytes
-
     @contextmanager
-    def lend(self) -> Iterator[tuple[Buffer, float]]:
-        """Lend the buffer whose copy is the oldest, once that is done; with it the seconds that this took."""
-        began = time.perf_counter()
+    def lend(self) -> Iterator[Buffer]:
+        """Lend the buffer whose copy is the oldest, once that is done."""
         buffer = self._free.get()
         try:
             buffer.wait()
-            yield buffer, time.perf_counter() - began
+            yield buffer
         finally:
             self._free.put(buffer)
 
@@ -105,13 +98,12 @@ class SharedBuffer:
         self._taking, self._counting = threading.Lock(), threading.Lock()
         self._lent = ExitStack()
 
-    def take(self) -> tuple[Buffer, float]:
-        """Return the buffer, and the seconds that the caller waited for it."""
-        began = time.perf_counter()
+    def take(self) -> Buffer:
+        """Return the buffer, once there is one."""
         with self._taking:
             if self._buffer is None:
-                self._buffer, _ = self._lent.enter_context(self._buffers.lend())
-        return self._buffer, time.perf_counter() - began
+                self._buffer = self._lent.enter_context(self._buffers.lend())
+        return self._buffer
 
     def fill(self) -> bool:
         """Say that a job has filled its part; return whether that was the last one missing."""

@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from queue import SimpleQueue
@@ -31,12 +30,8 @@ class Urgency(Enum):
     CERTAIN = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Reading:
-    """Something to do, and what comes of it."""
-
-    work: Callable[[], Any]
-    future: Future[Any]
+_Reading = tuple[Callable[[], Any], Future[Any]]
+"""Something to do, and what comes of it."""
 
 
 class ReadingThreads:
@@ -72,7 +67,7 @@ class ReadingThreads:
         with self._choosing:
             if self._closed:
                 raise RuntimeError("nothing is read any more: the process ends")
-            self._jobs[urgency].append(_Reading(partial(work, *given), future))
+            self._jobs[urgency].append((partial(work, *given), future))
             if self._resting:
                 self._resting[-1].put(None)
                 self._resting.pop()
@@ -94,7 +89,7 @@ class ReadingThreads:
         """
         wake: SimpleQueue[None] = SimpleQueue()
         while (job := self._next(wake)) is not None:
-            work, future = job.work, job.future
+            work, future = job
             del job
             if not future.set_running_or_notify_cancel():
                 del work, future

@@ -19,9 +19,7 @@ class LinkTraffic:
     stall_seconds: float = 0.0
 
 
-_SUMS = (
-    "streamed_bytes", "storage_bytes", "link_bytes", "stall_seconds", "link_seconds", "expert_hits", "expert_misses",
-)  # fmt: skip
+_SUMS = ("streamed_bytes", "storage_bytes", "link_bytes", "stall_seconds", "expert_hits", "expert_misses")
 
 
 @dataclass(slots=True)
@@ -30,18 +28,16 @@ class Traffic:
 
     ``streamed_bytes`` were brought to where they compute, counted as they rest, ``storage_bytes`` of them read from
     storage; ``link_bytes`` were copied to an accelerator for it, as they crossed the link. Forwards waited
-    ``stall_seconds``; reads waited ``link_seconds``, summed over the threads, until the link had taken what was read
-    before. ``overflow_bytes`` is the most that lay outside the staging memory at once. Experts that tokens were routed
-    to lay in a slot ``expert_hits`` times, counted once a call of their layer, and were brought ``expert_misses``
-    times. ``links`` has what fell to each device that computes something of what streams. What accelerators have waited
-    is known later: ``late`` counts what is known by now.
+    ``stall_seconds``. ``overflow_bytes`` is the most that lay outside the staging memory at once. Experts that tokens
+    were routed to lay in a slot ``expert_hits`` times, counted once a call of their layer, and were brought
+    ``expert_misses`` times. ``links`` has what fell to each device that computes something of what streams. What
+    accelerators have waited is known later: ``late`` counts what is known by now.
     """
 
     streamed_bytes: int = 0
     storage_bytes: int = 0
     link_bytes: int = 0
     stall_seconds: float = 0.0
-    link_seconds: float = 0.0
     overflow_bytes: int = 0
     expert_hits: int = 0
     expert_misses: int = 0

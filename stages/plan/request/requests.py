@@ -253,7 +253,7 @@ def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Req
     """
     given = read(ForwardOptions, forward)
     try:
-        texts = read_texts(given).values() if given.texts or given.texts_file else ()
+        texts = read_texts(given).values()
         rows = count_rows(given)
     except ConfigError:
         return Request(length=0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offstage.stages.dispatch.transfer.link import CopyBack, Moved, Order, Piece
+from offstage.stages.dispatch.transfer.link import CopyBack, Moved, Piece
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.pinned_buffers import Buffer
 from offstage.stages.finetune import disk_store
@@ -22,7 +22,7 @@ from tests.stages.dispatch.transfer.test_late_orders import faults as of_parts
 
 PARTS, MODELS = (6, 56, 59, 82, 86, 102, 119, *range(60)), (30, 0, 6, 32, 35, 54, *range(1, 40))
 """Cases of single parts, and of whole models. Those first that find what few do."""
-_lend, _unpack, _copy, _follow = LateMemory.lend, LateLink.unpack, LateLink.copy, Mover._follow
+_lend, _unpack, _copy, _arrive = LateMemory.lend, LateLink.unpack, LateLink.copy, Transfer.arrive
 _write = disk_store._write
 Mutation = tuple[object, str, Callable[..., Any]]
 
@@ -56,9 +56,10 @@ def hand_on_early(self: Mover, transfer: Transfer) -> None:
     transfer.region = None
 
 
-def follow_only_what_was_ahead(self: Mover, moves: Sequence[Moved]) -> None:
+def follow_only_what_was_ahead(self: Transfer) -> list[Moved]:
     """Have computing begin before what it awaits has come, by the stream for what is urgent."""
-    _follow(self, [moved for moved in moves if moved.order != Order.URGENT])
+    moves = _arrive(self)
+    return [moved._replace(done=None) for moved in moves] if self.is_awaited else moves
 
 
 def take_as_back(self: CopyBack) -> None:
@@ -94,7 +95,7 @@ def watch_the_tensor(self: LateMemory, begin: int, length: int) -> tuple[torch.T
 
 MUTATIONS: Mapping[str, Mutation] = {
     "computing doesn't wait for a copy": (Mover, "_follow", follow_nothing),
-    "computing doesn't wait for the urgent stream": (Mover, "_follow", follow_only_what_was_ahead),
+    "computing doesn't wait for the urgent stream": (Transfer, "arrive", follow_only_what_was_ahead),
     "an awaited copy doesn't wait for computing": (LateLink, "copy", hurry),
     "a copy doesn't wait for computing": (LateLink, "computed", come_at_once),
     "unpacking is on a stream that waits for nothing": (LateLink, "unpack", unpack_beside),

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from offstage.pipeline.measure import MeasureConfig
-from offstage.stages.inference.repeats import counted, lacking
-from offstage.stages.inference.timed_repeats import TimedRepeat, combined_metrics, percentiles, read_repeat
+from offstage.stages.inference.repeats import TimedRepeat, combined_metrics, counted, lacking, percentiles, read_repeat
 
 
 def repeat(seconds: float = 1.0, **given: Any) -> TimedRepeat:
