@@ -120,7 +120,7 @@ class LateModel:
         ):
             target, folder = ("disk", self.folder) if isinstance(store, LateDisk) else ("host", None)
             settings = devices.ledger(0), folder
-            history_of(self.tag).store((target, torch.device("cpu")), settings, partial(lambda kept: kept, store))
+            history_of(self.tag).stores[target, torch.device("cpu")] = settings, store
 
     def play(self) -> None:
         """Call the model in one of the ways, with other routes each time."""
