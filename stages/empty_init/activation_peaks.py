@@ -188,7 +188,7 @@ def weigh_call(
     ``weigh``.
     """
     classes = set(blocks)
-    rehearsed = _rehearsed(model, classes, lambda: answered(partial(_tally, model, call, classes, False, None)))
+    rehearsed = _rehearsed(model, classes, lambda: answered(partial(_tally, model, call, classes)))
     if rehearsed is None:
         return Weighed()
     run, stands_for = rehearsed
@@ -259,16 +259,17 @@ def _run_probe(model: nn.Module, blocks: set[str], number: int) -> _Forward:
     sequences, length = _PROBES[number]
     follows = partial(call_with_next_token, sequences=sequences, length=length) if number < _DECODED else None
     call = partial(call_with_tokens, sequences=sequences, length=length)
-    return answered(partial(_tally, model, call, blocks, True, follows))
+    return answered(partial(_tally, model, call, blocks, caches=True, follows=follows))
 
 
 def _tally(
     model: nn.Module,
     call: Callable[..., object],
     blocks: set[str],
-    caches: bool,
-    follows: Callable[..., object] | None,
     decides: bool,
+    *,
+    caches: bool = False,
+    follows: Callable[..., object] | None = None,
 ) -> _Forward:
     """Return what is alive after each operator of one forward, with its kernel, and what it leaves.
 

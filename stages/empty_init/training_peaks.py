@@ -56,7 +56,7 @@ def rehearse_step(
     """
     with unchanged_buffers(model), torch.random.fork_rng(devices=()):
         try:
-            return answered(partial(_rehearse, model, call, loss, accumulates, smallest))
+            return answered(partial(_rehearse, model, call, loss, accumulates=accumulates, smallest=smallest))
         finally:
             Faking.cache_clear()
 
@@ -104,7 +104,7 @@ class _Moments:
 
 
 def _rehearse(
-    model: nn.Module, call: Call, loss: Loss | None, accumulates: bool, smallest: int, decides: bool
+    model: nn.Module, call: Call, loss: Loss | None, decides: bool, *, accumulates: bool, smallest: int
 ) -> RehearsedStep:
     """Return what the step takes, see ``rehearse_step``; one that ``decides`` runs code too that asks for values."""
     moments = _Moments(LiveStorages())
