@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from offstage.pipeline.environment import allowed_cores
 from offstage.stages.machine import kernels
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_speeds
 from offstage.stages.machine.own_process import measure_apart
 from offstage.stages.machine.probes import READERS, READING_THREADS
 from offstage.stages.machine.rates import DECODING_NAME, coarse_rate
@@ -39,31 +38,27 @@ each is measured."""
 _KEPT_AS: Mapping[Work, str] = {"unpacking": "unpacking to memory", "multiplying": "multiplying"}
 
 
-def codec_rates(folder: Path, work: Work, names: Collection[str]) -> dict[str, int]:
+def codec_rates(folder: Path, work: Work, names: Collection[str]) -> tuple[dict[str, int], bool]:
     """Return the rates of the codecs ``names``, coarsely: as kept in ``folder``, or measured now and kept there, all in
-    one process of their own.
+    one process of their own; and whether others disturbed that.
 
     Of ``unpacking`` they are of bytes in use, and of all reading threads together, as many as compute at once on this
     machine's cores; of ``multiplying``, of bytes at rest that products with one row read. Those of which no sample can
     be made, or that have no product, aren't among them.
     """
     if not names:
-        return {}
+        return {}, False
     from offstage.stages.checkpoints.codecs import loops  # a run that has nothing packed needs no numpy to plan
 
     loops.build()
     machine = f"{loops.identity()}; numpy {metadata.version('numpy')}; {kernels.identity()}"
-    apart = lru_cache(partial(measure_apart, "checkpoints.codec_rates", work, *names, beside=2 * BYTES))
+    keys = {name: f"{_KEPT_AS[work]} {name}; {machine}" for name in names}
 
-    def probe(name: str) -> int | None:
-        return (apart() or {}).get(name)
+    def measured(lacking: Collection[str]) -> dict[str, int]:
+        return measure_apart("checkpoints.codec_rates", work, *lacking, beside=2 * BYTES) or {}
 
-    figures = {
-        name: KeptFigure(DECODING_NAME, f"{_KEPT_AS[work]} {name}; {machine}", partial(probe, name), of_user=True)
-        for name in names
-    }
-    rates = {name: figure.get(folder) for name, figure in figures.items()}
-    return {name: coarse_rate(rate) for name, rate in rates.items() if rate}
+    rates, disturbed = kept_speeds(folder, DECODING_NAME, keys, measured, of_user=True)
+    return {name: coarse_rate(rate) for name, rate in rates.items() if rate}, disturbed
 
 
 def mean_rate(rates: Mapping[str, int], used_bytes: Mapping[str, int]) -> int | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offstage.pipeline.environment import allowed_cores
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_figure
 from offstage.stages.machine.own_process import measure_apart
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def local_kernels(folder: Path) -> Kernels:
     Where the system doesn't tell a process its peak they are ``NOMINAL``.
     """
     apart = partial(measure_apart, "machine.kernels", here=measure)
-    measured = KeptFigure(FILE_NAME, identity(), apart, NOMINAL, of_user=True).get(folder)
+    measured = kept_figure(folder, FILE_NAME, identity(), apart, nominal=NOMINAL, of_user=True)
     return {kernel: tuple(factors) for kernel, factors in measured.items()}
 
 

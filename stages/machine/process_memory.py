@@ -26,7 +26,7 @@ from offstage.pipeline.stage import MEASURED
 from offstage.stages.machine.expandable_segments import try_out
 from offstage.stages.machine.hardware import driver_free_bytes
 from offstage.stages.machine.host_memory import PROCESS_BYTES
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_figure
 from offstage.stages.machine.own_process import measure_apart
 
 FILE_NAME = "process_memory.json"
@@ -104,8 +104,8 @@ def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
 def _find(folder: Path, accelerator: str) -> ProcessMemory:
     nominal = NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL
     probe = partial(_measure_apart, accelerator)
-    figure = KeptFigure(FILE_NAME, _key(accelerator), probe, asdict(nominal), of_user=True)
-    return ProcessMemory(**figure.get(folder))
+    figure = kept_figure(folder, FILE_NAME, _key(accelerator), probe, nominal=asdict(nominal), of_user=True)
+    return ProcessMemory(**figure)
 
 
 def _key(accelerator: str) -> str:

@@ -20,6 +20,10 @@ from offstage.pipeline.memory_cgroups import read_lines
 
 CONTENDED_SHARE = 0.1
 """Where at least this share of the time that its threads were ready to run was taken by others, a process was kept."""
+SHARED_PART = 0.1
+"""Where others computed for at least this part of what all cores could have, they took of memory and caches too."""
+_SEEN_SECONDS = 0.05
+"""The least that the system's account of cores tells from nothing: it has steps of a hundredth of a second."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _WORKING = slice(0, 3)  # user, nice and system; interrupts belong to nobody
 _STOLEN = 7
@@ -31,7 +35,7 @@ class ProcessorUse:
 
     ``cpu_seconds`` are those of all threads of this process together, and so are ``waited_seconds``, in which they were
     ready to run and didn't. ``others_seconds`` is what all other processes computed on the cores that this one may run
-    on, ``stolen_seconds`` what a hypervisor took of these.
+    on, but those that it started and that ended meanwhile; ``stolen_seconds`` is what a hypervisor took of these.
     """
 
     wall_seconds: float
@@ -55,6 +59,16 @@ class ProcessorUse:
         """Whether others took so much that figures of speed say more of them; null where nobody knows."""
         return None if self.taken_share is None else self.taken_share >= CONTENDED_SHARE
 
+    @property
+    def is_shared(self) -> bool | None:
+        """Whether others computed so much that it tells in whatever is measured, be there cores enough for all; null
+        where nobody knows.
+        """
+        if self.others_seconds is None or not self.wall_seconds:
+            return None
+        others = self.others_seconds + (self.stolen_seconds or 0.0)
+        return others >= max(SHARED_PART * self.wall_seconds * len(allowed_cores()), _SEEN_SECONDS)
+
     def as_record(self) -> dict[str, float | bool | None]:
         """Return it as a record holds it."""
         rounded = {name: _rounded(getattr(self, name)) for name in (*self.__dataclass_fields__, "taken_share")}
@@ -65,6 +79,7 @@ class ProcessorUse:
 class _Account:
     wall: float
     cpu: float
+    ended: float
     waits: Mapping[str, tuple[int, int]]
     cores: tuple[float, float] | None
 
@@ -88,7 +103,8 @@ class ProcessorMeter:
             before = {thread: count for thread, (_, count) in then.waits.items()}
             waited = sum(count - before.get(thread, 0) for thread, (_, count) in now.waits.items()) / 1e9
         if then.cores is not None and now.cores is not None:
-            others, stolen = max(0.0, now.cores[0] - then.cores[0] - cpu), now.cores[1] - then.cores[1]
+            own = cpu + now.ended - then.ended
+            others, stolen = max(0.0, now.cores[0] - then.cores[0] - own), now.cores[1] - then.cores[1]
         return ProcessorUse(
             wall_seconds=now.wall - then.wall,
             cpu_seconds=cpu,
@@ -102,9 +118,16 @@ def _now(root: Path) -> _Account:
     return _Account(
         time.perf_counter(),
         time.process_time(),
+        _of_ended(),
         _waits(root / "proc/self/task"),
         _cores(root / "proc/stat"),
     )
+
+
+def _of_ended() -> float:
+    """Return the processor's seconds of all processes that this one started, and that ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _waits(tasks: Path) -> dict[str, tuple[int, int]]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from offstage.stages.machine import decoding_probe, probes, product_probe
 from offstage.stages.machine.decoding_probe import narrow_speed
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_speeds
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.own_process import measure_apart, measure_together
 from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape, kept_as, memory_bytes, named
@@ -26,7 +26,7 @@ from offstage.stages.units import DeviceId, parse_size
 _log = logging.getLogger("offstage")
 
 FILE_NAME = "rates.json"
-DECODING_NAME, PRODUCTS_NAME = "decoding.json", "products.json"
+DECODING_NAME = "decoding.json"
 _NO_SHAPES: Mapping[Shape, float] = MappingProxyType({})
 _STEPS_AN_OCTAVE = 16
 
@@ -44,7 +44,7 @@ class Rates:
     ``multiplying`` is how fast products read weights that they multiply quantised, as these rest; null: as others.
     ``root`` is what all links bring together, where they share one; null: each brings what it can.
     ``apart`` has the rates of each accelerator's own link and memory, by their names, where they are unlike; empty: all
-    are as ``host_to_device`` and ``device`` say.
+    are as ``host_to_device`` and ``device`` say. ``disturbed`` says that others computed while one was measured.
     """
 
     storage: int = 10**9
@@ -58,6 +58,7 @@ class Rates:
     multiplying: int | None = None
     root: int | None = None
     apart: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    disturbed: bool = field(default=False, compare=False)
 
     def link_of(self, device: DeviceId) -> int:
         """Return what the link of ``device`` brings; ``host_to_device`` where it has none of its own."""
@@ -78,7 +79,7 @@ class Rates:
         return {name: getattr(self, name) for name in RATES if getattr(self, name) is not None}
 
 
-RATES = tuple(each.name for each in fields(Rates) if each.name != "apart")
+RATES = tuple(each.name for each in fields(Rates) if each.compare and each.name != "apart")
 """The rates of a machine, by name."""
 OPTIONAL_RATES = tuple(each.name for each in fields(Rates) if each.default is None)
 """Those that may be null."""
@@ -135,67 +136,50 @@ def local_rates(
     little else, how many of them the host makes is measured in a moment, and how fast it reads is nominal; that of
     others is how fast it reads such ``weights``, of which so many bytes are ``read`` by shape.
     """
-    wanted: dict[str, tuple[str, Callable[[], int | None]]] = {}
-    if sample is not None:
-        wanted["storage"] = f"storage {sample.stat().st_dev} past caches", lambda: probes.read_speed(sample)
-    if accelerators:
-        measured_apart = lru_cache(partial(measure_apart, "machine.probes"))
-        for name in (*DEVICE_RATES, "launches"):
-            wanted[name] = f"{name} {accelerators[0]}", partial(_of, measured_apart, name)
-    given = _read(pinned or {})
-    wanted = {name: probe for name, probe in wanted.items() if name not in given}
-    speeds = {name: KeptFigure(FILE_NAME, key, probe).get(folder) for name, (key, probe) in wanted.items()}
+    given, found = _read(pinned or {}), list[tuple[dict[str, int], bool]]()
+    if sample is not None and "storage" not in given:
+        keys = {"storage": f"storage {sample.stat().st_dev} past caches"}
+        found.append(kept_speeds(folder, FILE_NAME, keys, lambda _: {"storage": probes.read_speed(sample)}))
+    if lacking := [name for name in (*DEVICE_RATES, "launches") if accelerators and name not in given]:
+        keys = {name: f"{name} {accelerators[0]}" for name in lacking}
+        found.append(kept_speeds(folder, FILE_NAME, keys, lambda _: measure_apart("machine.probes") or {}))
     if not given.keys() >= ({"calls"} if light else {"host", "calls"}):
-        speeds |= light_rates(folder) if light else host_rates(folder, weights, {} if "host" in given else read)
-    measured: dict[str, Any] = {name: coarse_rate(speed) for name, speed in speeds.items() if speed}
-    return replace(Rates(), **{**measured, **given})
+        found.append(light_rates(folder) if light else host_rates(folder, weights, {} if "host" in given else read))
+    speeds = {name: coarse_rate(speed) for figures, _ in found for name, speed in figures.items() if speed}
+    return replace(Rates(), **{**speeds, **given, "disturbed": any(disturbed for _, disturbed in found)})
 
 
-def _of(measured_apart: Callable[[], dict[str, int] | None], name: str) -> int | None:
-    return (measured_apart() or {}).get(name)
-
-
-def host_rates(folder: Path, weights: HostWeights, read: Mapping[Shape, float]) -> dict[str, int]:
+def host_rates(folder: Path, weights: HostWeights, read: Mapping[Shape, float]) -> tuple[dict[str, int], bool]:
     """Return how fast the host decodes with such ``weights``, by name: as ``folder`` or this user keeps it, or as it is
-    measured now, in one process for all that isn't kept.
+    measured now, in one process for all that isn't kept; and whether others disturbed it.
 
     It hangs on what chooses the kernels, and on how many threads run them. So many bytes are ``read`` by shape: by what
     products read of each the host reads all of them; where nothing is said of shapes, as a decoder of its own does.
     None where it can't be measured.
     """
-
-    @lru_cache
-    def measured() -> tuple[dict[str, int] | None, dict[str, int]]:
-        lacking = [shape for shape, figure in products.items() if not figure.is_kept(folder)]
-        return _measured_apart(weights, lacking, decodes=not decoder.is_kept(folder))
-
-    def product(shape: Shape) -> int | None:
-        return measured()[1].get(named(shape))
-
-    key = f"decoder of {weights.name}; {identity()}"
-    decoder = KeptFigure(DECODING_NAME, key, lambda: measured()[0], nominal={}, of_user=True)
-    products = {
-        shape: KeptFigure(PRODUCTS_NAME, kept_as(shape, weights), partial(product, shape), of_user=True)
-        for shape in read
-    }
-    rates = dict(decoder.get(folder))
-    by_shape = {shape: figure.get(folder) for shape, figure in products.items()}
-    if by_shape and all(by_shape.values()):
-        rates["host"] = round(sum(read.values()) / sum(count / by_shape[shape] for shape, count in read.items()))
-    return rates
+    decoder = f"decoder of {weights.name}; {identity()}"
+    keys: dict[Shape | None, str] = {None: decoder, **{shape: kept_as(shape, weights) for shape in read}}
+    figures, disturbed = kept_speeds(folder, DECODING_NAME, keys, partial(_measured_apart, weights), of_user=True)
+    rates = dict(figures.get(None, {}))
+    if read and figures.keys() >= read.keys():
+        rates["host"] = round(sum(read.values()) / sum(count / figures[shape] for shape, count in read.items()))
+    return rates, disturbed
 
 
-def _measured_apart(
-    weights: HostWeights, shapes: Sequence[Shape], *, decodes: bool
-) -> tuple[dict[str, int] | None, dict[str, int]]:
-    """Return the figures of a decoder of such ``weights``, if one ``decodes``, and the rates of ``shapes``."""
+def _measured_apart(weights: HostWeights, lacking: Collection[Shape | None]) -> dict[Shape | None, Any]:
+    """Return the figures of products of the shapes that are ``lacking``, and where null is among them those of a
+    decoder, by all of these.
+    """
     _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
-    asked = [decoding_probe.question(weights)] * decodes + [product_probe.question(weights, shapes)] * bool(shapes)
-    answers = iter(measure_together(asked, beside=memory_bytes() * 5 // 4))
-    return next(answers) if decodes else None, (next(answers) if shapes else None) or {}
+    shapes = [shape for shape in lacking if shape is not None]
+    asked = [decoding_probe.question(weights)] * (None in lacking)
+    asked += [product_probe.question(weights, shapes)] * bool(shapes)
+    answers = measure_together(asked, beside=memory_bytes() * 5 // 4)
+    speeds = (answers[-1] if shapes else None) or {}
+    return {None: answers[0] if None in lacking else None, **{shape: speeds.get(named(shape)) for shape in shapes}}
 
 
-def light_rates(folder: Path) -> dict[str, int]:
+def light_rates(folder: Path) -> tuple[dict[str, int], bool]:
     """Return how many ``calls`` and ``loops`` the host makes in decoding with a narrow model: as kept, or measured in
     this process.
 
@@ -203,8 +187,10 @@ def light_rates(folder: Path) -> dict[str, int]:
     run imports too.
     """
     key = f"narrow decoder beside reading; {identity()}"
-    measured = partial(narrow_speed, Rates().host)
-    return dict(KeptFigure(DECODING_NAME, key, measured, nominal={}, of_user=True).get(folder))
+    figures, disturbed = kept_speeds(
+        folder, DECODING_NAME, {"narrow": key}, lambda _: {"narrow": narrow_speed(Rates().host)}, of_user=True
+    )
+    return dict(figures.get("narrow", {})), disturbed
 
 
 def coarse_rate(speed: int) -> int:

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_figure
 from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.own_process import measure_apart
 
@@ -54,12 +54,12 @@ def exact_dtypes(folder: Path, dtypes: Iterable[str]) -> frozenset[str]:
     keep for so many shapes, some 70 MB of bfloat16, would stay in this one, and no plan counts it. It does where memory
     is too short for a second process.
     """
-    return frozenset(dtype for dtype in dtypes if _figure(dtype).get(folder) is True)
+    return frozenset(dtype for dtype in dtypes if _is_exact(folder, dtype))
 
 
-def _figure(dtype: str) -> KeptFigure:
+def _is_exact(folder: Path, dtype: str) -> bool:
     apart = partial(measure_apart, "machine.row_products", dtype, here=partial(measure, dtype))
-    return KeptFigure(FILE_NAME, f"{dtype}; {identity()}", apart, of_user=True)
+    return kept_figure(folder, FILE_NAME, f"{dtype}; {identity()}", apart, of_user=True) is True
 
 
 def measure(dtype: str) -> bool:

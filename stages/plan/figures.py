@@ -187,7 +187,9 @@ def machine_rates(
         sizes: Counter[str] = Counter()
         for name, codec in codecs.items() if rate not in pinned else ():
             sizes[codec] += outline.sizes[name]
-        mean = mean_rate(codec_rates(cache / MEASURED, work, sizes), sizes)
+        measured, disturbed = codec_rates(cache / MEASURED, work, sizes)
+        rates = replace(rates, disturbed=rates.disturbed or disturbed)
+        mean = mean_rate(measured, sizes)
         means |= {} if mean is None else {rate: coarse_rate(mean)}
     return replace(rates, dequantising=means["dequantising"], multiplying=means["multiplying"])
 

@@ -193,7 +193,7 @@ def gather_inputs(
         packing=packing,
         plain=plain,
         kernel_identity=identity() if outline.exact else "",
-        notes=(*notes, *_assumed_of_host(config)),
+        notes=(*notes, *_assumed_of_host(config), *_disturbed(rates)),
     )
 
 
@@ -284,6 +284,16 @@ def _assumed_of_host(config: Config) -> tuple[str, ...]:
         return ()
     size = format_bytes(PROCESS_BYTES)
     return (f"hardware.host is described: a process is taken to hold {size} there, its kernels what the widest do",)
+
+
+def _disturbed(rates: Rates) -> tuple[str, ...]:
+    """Return in words that others had a part of the machine while its ``rates`` were measured."""
+    if not rates.disturbed:
+        return ()
+    return (
+        "this machine's speeds were measured while other processes computed, and predictions may be off: the first run "
+        "that finds it idle an hour later measures again",
+    )
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: MemoryNeeds) -> dict[str, int]:

@@ -22,7 +22,7 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.shard_files import opened_shard, read_into
 from offstage.stages.empty_init.skeleton import PackedSpec
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_figure
 from offstage.stages.machine.probes import READERS, READING_THREADS
 from offstage.stages.plan.options import StorageConfig
 from offstage.stages.plan.outline import Outline
@@ -62,7 +62,7 @@ def possible_packing(
     probe, shares = partial(_shares, checkpoint, dtypes), None
     if cache is not None:
         key = fingerprint([_STRETCHES, _ELEMENTS, dtypes, identity(checkpoint)])
-        shares = KeptFigure(FILE_NAME, key, probe).get(cache / MEASURED)
+        shares = kept_figure(cache / MEASURED, FILE_NAME, key, probe)
     return dict(zip(dtypes, shares or probe(), strict=True))
 
 

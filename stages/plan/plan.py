@@ -220,7 +220,8 @@ class Plan(TensorTable):
     @property
     def known_rates(self) -> Rates:
         """The rates that it was made with."""
-        return Rates(**self.rates, apart={device: one.rates for device, one in self.devices.items() if one.rates})
+        given: dict[str, Any] = dict(self.rates)
+        return Rates(**given, apart={device: one.rates for device, one in self.devices.items() if one.rates})
 
     @property
     def staging_bytes(self) -> int:

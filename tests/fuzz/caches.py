@@ -11,7 +11,7 @@ import torch
 from offstage.pipeline.cache import housekeeping
 from offstage.pipeline.cache.block_sums import find_store_damage
 from offstage.pipeline.cache.store import Store
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_figure
 from offstage.stages.shard_load.offload_folder import OffloadedWeightsLoader, offload_state_dict
 from offstage.stages.shard_load.offload_store import StoredTensor, open_store
 from tests.fuzz.formats import RIGHT, Format, files_of, require
@@ -65,7 +65,7 @@ def _make_figures(folder: Path) -> None:
 
 def _figures(folder: Path) -> dict[str, Any]:
     return {
-        key: KeptFigure(f"{name}.json", key, lambda kept=figure: kept).get(folder)
+        key: kept_figure(folder, f"{name}.json", key, lambda kept=figure: kept)
         for name, figures in (("rates", RATES), ("kernels", KERNELS))
         for key, figure in figures.items()
     }

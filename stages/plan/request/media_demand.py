@@ -23,7 +23,7 @@ from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
 from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
 from offstage.stages.inputs.media_files import media_libraries
 from offstage.stages.inputs.prompts import Prompt, prompt_inputs, read_prompts
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_figure
 from offstage.stages.plan.request.geometry import encoder_rows_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def media_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[
     key = fingerprint([_VERSION, list(prompts.values()), asked, skeleton, text_identity(model), media_libraries()])
     probe = partial(_measure, prompts, given, model, live)
     try:
-        figure = KeptFigure(FILE_NAME, key, probe).get(cache / MEASURED)
+        figure = kept_figure(cache / MEASURED, FILE_NAME, key, probe)
     except ConfigError:
         return None
     return None if figure is None else decode(MediaDemand, figure)

@@ -26,7 +26,7 @@ from offstage.stages.empty_init.step_peaks import TrainingPeaks
 from offstage.stages.inputs.finetune_options import FinetuneOptions
 from offstage.stages.machine.hardware import Hardware
 from offstage.stages.machine.host_memory import TRAINING_BYTES
-from offstage.stages.machine.kept_figures import KeptFigure
+from offstage.stages.machine.kept_figures import kept_figure
 from offstage.stages.machine.kernels import Kernels
 from offstage.stages.plan.budgets import rooms
 from offstage.stages.plan.memory_needs import MemoryNeeds, compute_dtype
@@ -90,7 +90,7 @@ def training_demand(config: Config, cache: Path, *, skeleton: str, live: Callabl
     asked |= {"accumulates": options.gradient_accumulation > 1, "window": window, "adapted": adapted}
     key = fingerprint([VERSION, asked, skeleton])
     probe = partial(_rehearse, options, live, window=window, adapted=adapted)
-    figure = KeptFigure(FILE_NAME, key, probe).get(cache / MEASURED) or probe()
+    figure = kept_figure(cache / MEASURED, FILE_NAME, key, probe) or probe()
     kept = _KEPT[options.optimizer] + (options.lora is not None)
     return replace(decode(TrainingDemand, figure), kept=kept, made=_MADE[options.optimizer])
 

@@ -14,17 +14,17 @@ from offstage.stages.checkpoints.codec_rates import codec_rates, mean_rate
 
 def test_a_rate_is_measured_once_and_kept_by_the_codecs_name(tmp_path: Path) -> None:
     names = ["zstd", "mxfp4", "q4_k", "int4"]
-    rates = codec_rates(tmp_path, "unpacking", names)
+    rates, _ = codec_rates(tmp_path, "unpacking", names)
     assert list(rates) == names
     assert all(10**7 < rate < 10**12 for rate in rates.values()), "bytes in use a second, of a few cores"
     kept = json.loads(tmp_path.joinpath("decoding.json").read_text())
-    assert codec_rates(tmp_path, "unpacking", ["zstd"]) == {"zstd": rates["zstd"]}
+    assert codec_rates(tmp_path, "unpacking", ["zstd"])[0] == {"zstd": rates["zstd"]}
     assert json.loads(tmp_path.joinpath("decoding.json").read_text()) == kept
 
 
 def test_a_codec_without_a_sample_has_no_rate(tmp_path: Path) -> None:
-    assert codec_rates(tmp_path, "unpacking", ["unheard of"]) == {}
-    assert codec_rates(tmp_path, "unpacking", []) == {}
+    assert codec_rates(tmp_path, "unpacking", ["unheard of"]) == ({}, False)
+    assert codec_rates(tmp_path, "unpacking", []) == ({}, False)
     assert not list(tmp_path.glob("decoding.json"))
 
 
@@ -47,7 +47,7 @@ def test_to_plan_what_is_not_packed_neither_numpy_nor_torch_is_imported() -> Non
 
 def test_a_codec_with_products_has_a_rate_of_these_and_others_have_none(tmp_path: Path) -> None:
     names = ["q8_0", "fp8", "awq4"]
-    rates = codec_rates(tmp_path, "multiplying", [*names, "zstd", "unheard of"])
+    rates, _ = codec_rates(tmp_path, "multiplying", [*names, "zstd", "unheard of"])
     assert list(rates) == names
     assert all(10**7 < rate < 10**12 for rate in rates.values()), "bytes at rest a second, of a few cores"
-    assert codec_rates(tmp_path, "multiplying", ["fp8"]) == {"fp8": rates["fp8"]}
+    assert codec_rates(tmp_path, "multiplying", ["fp8"])[0] == {"fp8": rates["fp8"]}

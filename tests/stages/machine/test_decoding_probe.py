@@ -15,7 +15,6 @@ from offstage.stages.machine.kernels import identity
 from offstage.stages.machine.product_probe import OF_FILES, HostWeights
 from offstage.stages.machine.rates import (
     DECODING_NAME,
-    PRODUCTS_NAME,
     Rates,
     coarse_rate,
     host_rates,
@@ -28,6 +27,7 @@ SPEED = '[{"host": 18000000000, "calls": 12345, "loops": 600}]'
 @pytest.fixture(autouse=True)
 def _of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setattr("offstage.stages.machine.processor.SHARED_PART", 9.0)  # whoever else computes, nobody disturbs
 
 
 def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, printed: str) -> Path:
@@ -138,9 +138,9 @@ def test_one_rate_stands_for_all_that_is_read_by_the_seconds_of_each_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(tmp_path, monkeypatch, SPEED)
-    write_sealed(tmp_path / PRODUCTS_NAME, {key("64x64"): 10**9, key("128x64"): 3 * 10**9})
-    assert host_rates(tmp_path, OF_FILES, READ)["host"] == 400 / (100 / 10**9 + 300 / (3 * 10**9))
-    assert host_rates(tmp_path, OF_FILES, {})["host"] == 18 * 10**9
+    write_sealed(tmp_path / DECODING_NAME, {key("64x64"): 10**9, key("128x64"): 3 * 10**9})
+    assert host_rates(tmp_path, OF_FILES, READ)[0]["host"] == 400 / (100 / 10**9 + 300 / (3 * 10**9))
+    assert host_rates(tmp_path, OF_FILES, {})[0]["host"] == 18 * 10**9
 
 
 def test_a_decoder_and_all_shapes_that_are_not_kept_are_measured_in_one_process(
@@ -150,10 +150,12 @@ def test_a_decoder_and_all_shapes_that_are_not_kept_are_measured_in_one_process(
     asked = answer(tmp_path, monkeypatch, f"{SPEED[:-1]}, {shapes}]")
     host = round(400 / (100 / 20 + 300 / 40) * 10**9)
     for name in ("one", "another"):
-        assert host_rates(tmp_path / name, OF_FILES, READ) == {"host": host, "calls": 12345, "loops": 600}
-        assert read_sealed(tmp_path / name / PRODUCTS_NAME) == {key("64x64"): 20 * 10**9, key("128x64"): 40 * 10**9}
+        assert host_rates(tmp_path / name, OF_FILES, READ) == ({"host": host, "calls": 12345, "loops": 600}, False)
+        kept = read_sealed(tmp_path / name / DECODING_NAME)
+        assert (kept.pop(key("64x64")), kept.pop(key("128x64"))) == (20 * 10**9, 40 * 10**9)
+        assert [*kept] == [f"decoder of {OF_FILES.name}; {identity()}"]
     decoder, products = ["machine.decoding_probe", "bfloat16", "8"], ["machine.product_probe", "bfloat16", "8"]
     assert questions(asked) == [[decoder, [*products, "64x64", "128x64"]]]
     answer(tmp_path, monkeypatch, '[{"9x9": 10000000000}]')
-    assert host_rates(tmp_path / "one", OF_FILES, {(9, 9): 1.0, (64, 64): 1.0})["host"] == round(2 / 0.15 * 10**9)
+    assert host_rates(tmp_path / "one", OF_FILES, {(9, 9): 1.0, (64, 64): 1.0})[0]["host"] == round(2 / 0.15 * 10**9)
     assert questions(asked)[1:] == [[[*products, "9x9"]]], "of what was lacking alone"

@@ -49,6 +49,27 @@ def test_what_others_took_is_what_was_waited_for_and_never_more_than_they_worked
     assert use.is_contended is (share >= CONTENDED_SHARE)
 
 
+@pytest.mark.parametrize(
+    ("wall", "others", "stolen", "shared"),
+    [(2.0, 0.0, 0.0, False), (2.0, 0.3, 0.0, True), (2.0, 0.1, 0.15, True), (0.001, 0.0001, 0.0, False)],
+)
+def test_a_machine_is_shared_where_others_compute_a_tenth_of_what_it_could(
+    wall: float, others: float, stolen: float, shared: bool
+) -> None:
+    cores = len(allowed_cores())
+    assert ProcessorUse(wall, 0.0, None, others * cores, stolen * cores).is_shared is shared
+    assert ProcessorUse(wall, 0.0).is_shared is None
+
+
+def test_what_a_process_started_that_ended_is_none_of_the_others(tmp_path: Path) -> None:
+    meter = ProcessorMeter(write(tmp_path, waits=None, worked=100))
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    used = os.times()
+    write(tmp_path, waits=None, worked=700)
+    ended = 6.0 - meter.use().others_seconds
+    assert 0.02 < ended <= used.children_user + used.children_system + time.process_time()
+
+
 def test_threads_are_summed_and_those_that_began_meanwhile_count_from_their_beginning(tmp_path: Path) -> None:
     meter = ProcessorMeter(write(tmp_path, waits={1: (10**9, 10**9), 2: (5, 0)}, worked=100))
     write(tmp_path, waits={1: (2 * 10**9, 3 * 10**9), 3: (7, 10**9)}, worked=900, stolen=10)
