@@ -256,7 +256,7 @@ def test_what_products_cost_is_told_beside_the_limit() -> None:
     assert products.memory_rate() > 1e8
 
 
-@pytest.mark.parametrize("name", ["q8_0", "int4", "nf4", "mxfp4", "gptq3", "awq4"])
+@pytest.mark.parametrize("name", ["q8_0", "int4", "nf4", "mxfp4", "gptq3", "awq4", "float32"])
 def test_products_are_timed_in_each_kind_of_format(name: str) -> None:
     speeds = importlib.import_module("tests.benchmarks.product_speeds").speeds(name, 1)
     assert len(speeds) == 3

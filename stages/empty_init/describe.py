@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 
+from offstage.stages.checkpoints.codecs.ordered_linear import OrderedLinear
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.empty_init.activation_peaks import Weighed, weigh
 from offstage.stages.empty_init.experts import describe_experts, find_expert_lists, guess_expert_lists
@@ -77,7 +78,8 @@ def _called_once(model: nn.Module, seen: Rehearsal | None) -> tuple[str, ...]:
 
 
 def _module(name: str, module: nn.Module) -> ModuleSpec:
-    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward  # and nothing else
+    forwards = nn.Linear.forward, OrderedLinear.forward
+    is_linear = isinstance(module, nn.Linear) and type(module).forward in forwards  # and nothing else
     codec = str(module.kind) if getattr(module, "multiplies_packed", False) else None
     return ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding), is_linear, codec)
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.codecs.loops import LANES
+from offstage.stages.checkpoints.codecs.ordered_linear import OrderedLinear
 from offstage.stages.checkpoints.codecs.packed_matrices import (
     UPPER,
     PackedMatrix,
@@ -244,7 +245,8 @@ def keep_packed(
     linear layers are given, in the ``compute_dtype``, and that of bfloat16 in ``tiles``.
 
     Others are loaded as ever: those in formats without products, those tied to what isn't of the two kinds, and those
-    whose weights the model's class has in a dtype of its own, which its code looks at.
+    whose weights the model's class has in a dtype of its own, which its code looks at. In float32 they are multiplied
+    in the same order.
     """
     entries, named = open_reader(checkpoint).entries, dict(model.named_parameters(remove_duplicate=False))
     stacks: dict[str, dict[str, Sequence[Stack]]] = defaultdict(dict)
@@ -276,6 +278,9 @@ def keep_packed(
         experts = model.get_submodule(place)
         if is_interface(experts) and _are_all_of(experts, stacks_here):
             model.set_submodule(place, PackedExperts(experts, stacks_here, how))
+    for each in model.modules():
+        if type(each) is nn.Linear and each.weight.dtype == torch.float32 and each.in_features % LANES == 0:
+            each.__class__ = OrderedLinear
     if not any(isinstance(module, PackedLinear | PackedExperts) for module in packed_modules(model).values()):
         raise ConfigError(
             f"{KEY}: 'fused' is of no use, no linear layer of {checkpoint.path} rests in a format with products, in "

@@ -716,6 +716,13 @@ INLINE void add_values(int way, Lanes *lanes, Lanes values, const void *given) {
     add_shared(way, lanes, values, shared_at(way, given));
 }
 
+/* Float32 as it is: blocks of a run. */
+INLINE void add_f32(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
+    Shared these = shared_at(way, given);
+#pragma GCC unroll 4
+    for (int row = 0; row < some; row++, block += apart) add_shared(way, lanes + row, values_at((const float *)block), these);
+}
+
 INLINE void add_q8_0(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
     Shared these = shared_at(way, given);
 #pragma GCC unroll 4
@@ -854,17 +861,21 @@ typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks,
     ONE_OF_MANY(way, q8_0, 32, 34)    \
     ONE_OF_MANY(way, q4_k, 256, 144)  \
     ONE(way, q5_k, 256, 176)          \
-    ONE_OF_MANY(way, q6_k, 256, 210)
+    ONE_OF_MANY(way, q6_k, 256, 210)  \
+    ONE_OF_MANY(way, f32, 32, 128)
 
 #define SIDE_FUNCTIONS(way)           \
     MANY_ROWS(way, q8_0, 32, 34)      \
     MANY_ROWS(way, q4_k, 256, 144)    \
-    MANY_ROWS(way, q6_k, 256, 210)
+    MANY_ROWS(way, q6_k, 256, 210)    \
+    MANY_ROWS(way, f32, 32, 128)
 
 #define ROWS_OF(way)                                                                                       \
     [way] = {row_of_q4_0_##way, row_of_q4_1_##way, row_of_q5_0_##way, row_of_q5_1_##way,                   \
-             row_of_q8_0_##way, row_of_q4_k_##way, row_of_q5_k_##way, row_of_q6_k_##way}
-#define SIDES_OF(way) [way] = {0, 0, 0, 0, rows_of_q8_0_##way, rows_of_q4_k_##way, 0, rows_of_q6_k_##way}
+             row_of_q8_0_##way, row_of_q4_k_##way, row_of_q5_k_##way, row_of_q6_k_##way,                   \
+             row_of_f32_##way}
+#define SIDES_OF(way)                                                                                      \
+    [way] = {0, 0, 0, 0, rows_of_q8_0_##way, rows_of_q4_k_##way, 0, rows_of_q6_k_##way, rows_of_f32_##way}
 
 ROW_FUNCTIONS(FLOATS)
 SIDE_FUNCTIONS(FLOATS)
@@ -873,19 +884,20 @@ WITH_PAIRS(ROW_FUNCTIONS(PAIRS))
 WITH_PAIRS(SIDE_FUNCTIONS(PAIRS))
 WITH_PAIRS(ROW_FUNCTIONS(KEPT_PAIRS))
 
-static const RowProduct ROW[WAYS][8] = {
+static const RowProduct ROW[WAYS][9] = {
     ROWS_OF(FLOATS), ROWS_OF(KEPT), WITH_PAIRS(ROWS_OF(PAIRS), ROWS_OF(KEPT_PAIRS))
 };
 
 /* By SIDE rows; null: one after the other. */
-static const RowProduct ROWS[KEPT][8] = {SIDES_OF(FLOATS), WITH_PAIRS(SIDES_OF(PAIRS))};
+static const RowProduct ROWS[KEPT][9] = {SIDES_OF(FLOATS), WITH_PAIRS(SIDES_OF(PAIRS))};
 
 /* How many values a block has, and how many bytes. */
 typedef struct {
     int64_t values, bytes;
 } Format;
 
-static const Format FORMAT[] = {{32, 18}, {32, 20}, {32, 22}, {32, 24}, {32, 34}, {256, 144}, {256, 176}, {256, 210}};
+static const Format FORMAT[] = {{32, 18},   {32, 20},   {32, 22},   {32, 24}, {32, 34},
+                                {256, 144}, {256, 176}, {256, 210}, {32, 128}};
 
 #define STORE(dtype, type)                                                                                    \
     INLINE void store_##dtype(const float *restrict values, void *restrict made, int64_t count) {             \

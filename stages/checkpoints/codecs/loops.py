@@ -33,6 +33,8 @@ _OF_EIGHT_BITS = ("fp8", "int8")
 FORMATS_OF_LOOPS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
 """Those of ggml's formats that there are loops for."""
 FORMAT_NUMBERS = {name: at for at, name in enumerate(FORMATS_OF_LOOPS)}
+PLAIN_NUMBER = len(FORMATS_OF_LOOPS)
+"""That of float32 as it is, whose products are made as theirs are."""
 LANES = 32
 """In how many sums, side by side, each number of a product is added up."""
 SCALE_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e8m0fnu": 4, "uint8": 5}

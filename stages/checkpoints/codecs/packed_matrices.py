@@ -39,6 +39,7 @@ from offstage.stages.checkpoints.codecs.product_loops import (
     Product,
     ggml_product,
     grouped_product,
+    plain_product,
     scaled_product,
 )
 from offstage.stages.checkpoints.codecs.scaled_codes import PackedScales, ScaledCodes, byte_scales, value_table
@@ -230,8 +231,34 @@ class GroupedMatrix:
         return grouped_product(compiled, packed, rows=self.rows, columns=self.columns, layout=layout)
 
 
-PackedMatrix = GgmlMatrix | ScaledMatrix | GroupedMatrix
-_KINDS: Mapping[str, type[PackedMatrix]] = {"ggml": GgmlMatrix, "scaled": ScaledMatrix, "grouped": GroupedMatrix}
+@dataclass(frozen=True, slots=True)
+class PlainMatrix:
+    """Rows of float32 that rest as they are in use, in whole runs of columns."""
+
+    rows: int
+    columns: int
+    beside: ClassVar[tuple[str, ...]] = ()
+    reordered: ClassVar[bool] = False
+
+    def values(self, parts: list[Tensor], begin: int, end: int) -> Tensor:
+        """Return the values [end - begin, columns] of rows."""
+        return parts[0][begin:end]
+
+    def places(self) -> None:
+        """Return null: rows are in order."""
+
+    def product(self, compiled: Loops, parts: list[Tensor]) -> Product:
+        """Return the product with the contiguous ``parts``, where they lie, by the loops."""
+        return plain_product(compiled, _bytes(parts[0]))
+
+
+PackedMatrix = GgmlMatrix | ScaledMatrix | GroupedMatrix | PlainMatrix
+_KINDS: Mapping[str, type[PackedMatrix]] = {
+    "ggml": GgmlMatrix,
+    "scaled": ScaledMatrix,
+    "grouped": GroupedMatrix,
+    "plain": PlainMatrix,
+}
 
 
 def packed_matrix(source: AtRest) -> PackedMatrix | None:

@@ -21,6 +21,7 @@ from offstage.stages.checkpoints.codecs.loops import (
     DTYPE_NUMBERS,
     FORMAT_NUMBERS,
     LANES,
+    PLAIN_NUMBER,
     SCALE_NUMBERS,
     WAY_NUMBERS,
     Bytes,
@@ -166,6 +167,16 @@ def ggml_product(compiled: Loops, packed: Bytes, *, kind: str, places: Places | 
     laid = pointers(packed, None, None, None, None, None)
     work = LoopArguments(*laid, FORMAT_NUMBERS[kind], DTYPE_NUMBERS["float32"], rows, blocks)
     return Product(compiled, work, _GGML, rows=rows, columns=blocks * form.elements, tables={"places": places})
+
+
+def plain_product(compiled: Loops, values: Bytes) -> Product:
+    """Return the product with ``values`` [rows, bytes], float32 in whole runs of columns."""
+    rows, columns = len(values), values.shape[1] // 4
+    assert values.shape[1] == columns * 4
+    assert columns % LANES == 0
+    laid = pointers(values, None, None, None, None, None)
+    work = LoopArguments(*laid, PLAIN_NUMBER, DTYPE_NUMBERS["float32"], rows, columns // LANES)
+    return Product(compiled, work, _GGML, rows=rows, columns=columns)
 
 
 def scaled_product(compiled: Loops, codes: Bytes, scales: Bytes, *, rows: int, layout: ScaleLayout) -> Product:

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from offstage.stages.checkpoints.codecs.ordered_linear import linear_in_order
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 Use = Callable[[StreamedPart], None]
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+_LINEAR: tuple[Any, ...] = (functional.linear, linear_in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,10 @@ class RowBlocks:
     acquire: Use
     release: Use
 
-    def multiply(self, left: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``left`` (…, columns) times all rows, each with its ``bias`` (rows): of shape (…, rows)."""
+    def multiply(self, linear: Linear, left: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``left`` (…, columns) times all rows, each with its ``bias`` (rows), by the function ``linear``: of
+        shape (…, rows).
+        """
         rows = sum(len(part.rows) for part in self.parts)
         product = left.new_empty((*left.shape[:-1], rows))
         for part in self.parts:
@@ -39,7 +44,7 @@ class RowBlocks:
             self.acquire(part)
             try:
                 (block,) = part.bound
-                product[..., within] = functional.linear(left, block, None if bias is None else bias[within])
+                product[..., within] = linear(left, block, None if bias is None else bias[within])
                 del block  # its memory is free once nothing views it
             finally:
                 self.release(part)
@@ -53,11 +58,11 @@ class BlockedWeight(WaitingTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.linear:
+        if func in _LINEAR:
             given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
             left, weight, bias = given["input"], given["weight"], given.get("bias")
             if isinstance(weight, BlockedWeight) and weight._may_multiply(left, bias):
-                return weight.use.multiply(left, bias)
+                return weight.use.multiply(func, left, bias)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _may_multiply(self, left: torch.Tensor, bias: torch.Tensor | None) -> bool:

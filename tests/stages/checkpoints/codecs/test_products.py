@@ -18,9 +18,11 @@ from offstage.stages.checkpoints.codecs.compressed_tensors import fold_compresse
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
+from offstage.stages.checkpoints.codecs.ordered_linear import linear_in_order
 from offstage.stages.checkpoints.codecs.packed_matrices import (
     GgmlMatrix,
     PackedMatrix,
+    PlainMatrix,
     ScaledMatrix,
     as_text,
     packed_matrix,
@@ -122,7 +124,12 @@ def codes(
     return make
 
 
+def as_in_use(_folder: Path, rows: int, columns: int) -> Weight:
+    return PlainMatrix(rows, columns), [given_rows(rows, columns)]
+
+
 WEIGHTS: Mapping[str, tuple[Make, int, int]] = {
+    "float32": (as_in_use, 75, COLUMNS),
     **{kind: (of_ggml(kind), 75, COLUMNS) for kind in FORMATS_OF_LOOPS},
     "q8_0 in long rows": (of_ggml("q8_0"), 50, 2112),
     "fp8 in blocks": (codes("fp8", (16, 128)), 75, COLUMNS),
@@ -215,6 +222,29 @@ def test_what_is_given_may_be_rounded_for_the_product(name: str, dtype: torch.dt
     wanted = by_operators(given.bfloat16().float(), parts, matrix_text, way=way_of_bfloat16()).to(dtype)
     assert same_bits(product, wanted)
     assert not same_bits(product, multiply_packed(given, parts, matrix_text))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_weight_that_is_not_packed_is_multiplied_in_the_same_order() -> None:
+    given, weight, bias = given_rows(7, 96), given_rows(40, 96), given_rows(1, 40)[0]
+    wanted = by_operators(given, [weight], as_text(PlainMatrix(40, 96)), bias)
+    for count in (1, 2):
+        with in_threads(count):
+            assert same_bits(linear_in_order(given.view(7, 1, 96), weight, bias).view(7, 40), wanted)
+            assert same_bits(linear_in_order(given[:1], weight[8:24], bias[8:24]), wanted[:1, 8:24])
+
+
+@pytest.mark.parametrize("why", ["no loops", "gradients", "another dtype", "autocast"])
+def test_else_it_is_multiplied_as_ever(why: str, request: pytest.FixtureRequest) -> None:
+    if why != "no loops":
+        request.getfixturevalue("compiled")
+    kind = torch.bfloat16 if why == "another dtype" else torch.float32
+    given, weight = given_rows(7, 96, kind), given_rows(40, 96, kind).requires_grad_(why == "gradients")
+    with torch.autocast("cpu", enabled=why == "autocast"):
+        found, wanted = linear_in_order(given, weight), torch.nn.functional.linear(given, weight)
+    assert torch.equal(found, wanted)
+    assert found.requires_grad == (why == "gradients")
+    assert found.dtype == (torch.bfloat16 if why == "autocast" else kind)
 
 
 def test_tiles_are_those_of_operators_where_there_are_no_loops(tmp_path: Path) -> None:

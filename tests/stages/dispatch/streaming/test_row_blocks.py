@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from offstage.pipeline.decoding import decode
+from offstage.stages.checkpoints.codecs.ordered_linear import OrderedLinear
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.streaming.row_blocks import BlockedWeight
 from offstage.stages.dispatch.streaming.streamer import Streamer
@@ -38,9 +39,11 @@ class Head(nn.Module):
         return result
 
 
-def head() -> Head:
+def head(linear: type[nn.Linear] = nn.Linear) -> Head:
     torch.manual_seed(0)
-    return Head().eval().requires_grad_(False)
+    made = Head().eval().requires_grad_(False)
+    made.head.__class__ = linear
+    return made
 
 
 def by_blocks(plan: DispatchPlan, room: int) -> DispatchPlan:
@@ -48,11 +51,13 @@ def by_blocks(plan: DispatchPlan, room: int) -> DispatchPlan:
     return replace(plan, parts={**plan.parts, "head": part}, staging_bytes=room, reserves={0: room})
 
 
-def attached(folder: Path, *, home: str, device: Any, room: int = 3 * BLOCK) -> tuple[Head, Streamer]:
-    """Return a model whose head comes by blocks from ``home`` to ``device``."""
+def attached(
+    folder: Path, *, home: str, device: Any, room: int = 3 * BLOCK, linear: type[nn.Linear] = nn.Linear
+) -> tuple[Head, Streamer]:
+    """Return a model whose head, such a ``linear`` layer, comes by blocks from ``home`` to ``device``."""
     made = Setup(head(), lambda name: home, folder, example=X, execution=lambda module: device)
     made.streamer.remove()
-    model, extents = head(), {}
+    model, extents = head(linear), {}
     if home == "disk":
         extents = to_disk(model, {"head.weight", "head.bias", "body.weight", "body.bias"}, folder / "again", begin=64)
     devices = Devices({0: 10**7})
@@ -74,6 +79,18 @@ def test_a_product_by_blocks_is_that_of_the_whole_and_each_row_comes_once(
     assert streamer.traffic.overflow_bytes == 0
     streamer.remove()
     assert not isinstance(model.head.weight, BlockedWeight)
+
+
+def test_so_is_one_in_the_order_of_products_with_packed_weights(
+    tmp_path: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_cache))
+    model, streamer = attached(tmp_path, home="disk", device="cpu", linear=OrderedLinear)
+    before = streamer.traffic.streamed_bytes
+    with torch.no_grad():
+        assert torch.equal(model(X), head(OrderedLinear)(X))
+    assert streamer.traffic.streamed_bytes - before == sum(p.nbytes for p in model.parameters())
+    assert streamer.traffic.overflow_bytes == 0
 
 
 def test_one_block_alone_has_room_enough(tmp_path: Path) -> None:
