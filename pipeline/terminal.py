@@ -6,13 +6,14 @@ import sys
 from collections.abc import Container, Iterable
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from offstage.pipeline.command_exit import discard_output
+from offstage.pipeline.errors import StorageError, apart
 from offstage.pipeline.peers import own_rank
 
 _WIDTH_OF_FILES = 200
@@ -25,6 +26,16 @@ class Screen(Console):
     def __init__(self, *, soft_wrap: bool = False) -> None:
         width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
         super().__init__(highlight=False, soft_wrap=soft_wrap, width=width)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Show ``objects`` as rich does; raises ``StorageError`` where that can't be written, as on a full disk."""
+        try:
+            super().print(*objects, **options)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            advice = "free some space where it goes, or send it elsewhere"
+            raise StorageError(f"standard output: {error.strerror or error}; {advice}") from apart(error)
 
     def on_broken_pipe(self) -> None:
         """Go on without an output: what is asked for is the run, and its record."""

@@ -168,6 +168,12 @@ def test_a_file_system_that_is_full_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
+def test_an_output_that_is_full_is_named(fresh_folder: Path) -> None:
+    done = shell(fresh_folder, "RUN > /dev/full", *PLAN)
+    one_line(done, 5, "standard output: No space left on device; free some space where it goes")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
 def test_a_log_that_cannot_be_written_is_no_reason_to_end(fresh_folder: Path) -> None:
     fresh_folder.joinpath("here").mkdir()
     fresh_folder.joinpath("here", "run.log").symlink_to("/dev/full")
