@@ -142,7 +142,7 @@ class StartedJob:
         """Do what can be done without waiting: where that is the last of it, the job has its ``code``."""
 
         def step() -> int:
-            with composing(), env_override(dict(self.job.variables)):
+            with env_override(dict(self.job.variables)):
                 next(self._steps, None)
             return 0
 
@@ -154,7 +154,7 @@ class StartedJob:
         with JobFolder(lies) as folder:
             while not folder.taken():
                 yield
-            configure_log(lies, chosen=job.logging, debug=debug)
+            self._configure_log(lies, debug=debug)
             if folder.has_completed(job.known.overrides):
                 code = 0
             else:
@@ -162,6 +162,10 @@ class StartedJob:
         if code == 0:
             require_numbers(RunRecord.load(lies).run)
         self.code = code
+
+    def _configure_log(self, folder: Path, *, debug: bool) -> None:
+        with composing():
+            configure_log(folder, chosen=self.job.logging, debug=debug)
 
     def _run(self, lock: int | None, *, debug: bool) -> Generator[None, None, int]:
         job, here = self.job, chdir(self.job.folder) if self.job.is_current else nullcontext()
@@ -184,7 +188,7 @@ class StartedJob:
             self.process = at_work.process
             while self.process.poll() is None:
                 yield
-            configure_log(record.path.parent, chosen=job.logging, debug=debug)
+            self._configure_log(record.path.parent, debug=debug)
             return at_work.settle()
 
 
