@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(given: argparse.Namespace) -> int:
     root = given.outputs / "cache"
-    if not root.is_dir():
+    if not root.is_dir() and given.work is not _forget:  # the user's own cache is no matter of a folder
         raise ConfigError(f"{root}: no cache here; give the folder that holds it with --outputs")
     with mendable(root):
         work: Callable[[Path, argparse.Namespace], int] = given.work

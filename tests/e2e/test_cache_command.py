@@ -128,6 +128,15 @@ def test_what_was_measured_is_forgotten_in_both_caches_and_measured_again(
     assert here.exists()
 
 
+def test_the_users_own_figures_are_forgotten_where_there_are_no_outputs(cache: Command, tmp_path: Path) -> None:
+    user = tmp_path / "user/offstage/hardware/decoding.json"
+    user.parent.mkdir(parents=True, exist_ok=True)
+    user.write_text("{}")
+    assert cache("forget")[0] == 0
+    assert not user.exists()
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_figures_that_can_t_be_removed_are_named(cache: Command, tmp_path: Path) -> None:
     (tmp_path / "outputs/cache/hardware/decoding.json").mkdir(parents=True)
     code, _, err = cache("forget")
