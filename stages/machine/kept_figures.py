@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,7 +30,7 @@ _File = dict[str, Any]
 
 AGAIN_SECONDS = 3600
 """How long a figure that was disturbed stands at the least."""
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _LOOK_EVERY = 0.5, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class KeptFigures(Generic[Name]):
         lacking = [name for name in names if self.keys[name] not in kept]
         disturbed = {name: kept[apart] for name in lacking if (apart := _apart(self.keys[name])) in kept}
         old = {name for name, figure in disturbed.items() if abs(time.time() - figure["at"]) >= AGAIN_SECONDS}
-        if measures and old and not _is_idle():
+        if measures and old and not _is_idle(int(time.monotonic() // _LOOK_EVERY)):
             old = set()
         return [name for name in lacking if name not in disturbed or name in old]
 
@@ -146,7 +147,9 @@ def _renewed(kept: _File, found: _File, keys: Sequence[str]) -> _File:
     return kept
 
 
-def _is_idle() -> bool:
+@lru_cache(maxsize=1)
+def _is_idle(_period: int) -> bool:
+    """Return whether nobody else computes; in one period a process looks once, however many figures it asks for."""
     meter = ProcessorMeter()
     time.sleep(_LOOK_SECONDS)
     return meter.use().is_shared is False

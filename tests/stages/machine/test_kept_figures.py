@@ -17,7 +17,7 @@ import pytest
 from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
 from offstage.pipeline.environment import allowed_cores
-from offstage.stages.machine.kept_figures import AGAIN_SECONDS, kept_figure, kept_speeds
+from offstage.stages.machine.kept_figures import AGAIN_SECONDS, _is_idle, kept_figure, kept_speeds
 from tests.deadline import deadline
 
 MEASURED = {"host": 10**10}
@@ -94,6 +94,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return what says whether others compute from now on."""
 
     def be(idle: bool) -> None:
+        _is_idle.cache_clear()
         part = ("SHARED_PART", 9.0), ("_SEEN_SECONDS", 0.0)
         for name, value in part if idle else [(name, -1.0) for name, _ in part]:
             monkeypatch.setattr(f"offstage.stages.machine.processor.{name}", value)
