@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.errors import HydraException, OverrideParseException
+from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigCycleDetectedException,
     ConfigTypeError,
@@ -240,14 +242,13 @@ def composing() -> Iterator[None]:
     except ConfigError:
         raise
     except COMPOSING_ERRORS as error:
-        raise ConfigError(one_line(error)) from apart(error)
+        raise ConfigError(_said_of_element(error) or one_line(error)) from apart(error)
     except UnboundLocalError as error:
         if not isinstance(error.__context__, OSError):
             raise
         raise error.__context__ from None  # Hydra closes what it couldn't open
     except (AttributeError, AssertionError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if any(frame.name == "_apply_overrides_to_config" for frame in frames):  # over a null, to add something to it
+        if _frame_of_override(error) is not None:  # over a null, to add something to it
             raise ConfigError(NULL_IN_A_FILE) from apart(error)
         _refuse_file(error)
         raise
@@ -255,7 +256,9 @@ def composing() -> Iterator[None]:
         raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from apart(error)
     except YAMLError as error:
         raise ConfigError(said_of_yaml(error)) from apart(error)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
+        if (said := _said_of_element(error)) is not None:
+            raise ConfigError(said) from apart(error)
         _refuse_file(error)
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         module = str(frame.f_globals.get("__name__", ""))  # what Hydra or logging says no to, it was given
@@ -263,6 +266,32 @@ def composing() -> Iterator[None]:
             raise
         about = "hydra.job_logging: " if module.startswith("logging.") else ""
         raise ConfigError(f"{about}{one_line(error)}") from apart(error)
+
+
+def _frame_of_override(error: BaseException) -> FrameType | None:
+    """Return where Hydra was with the override that ``error`` came of; null where it came of something else."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((frame for frame in frames if frame.f_code.co_name == "_apply_overrides_to_config"), None)
+
+
+def _said_of_element(error: BaseException) -> str | None:
+    """Return what is wrong with an override that goes into a list; null where ``error`` came of something else."""
+    frame = _frame_of_override(error)
+    if frame is None or "override" not in frame.f_locals:
+        return None
+    override, config = frame.f_locals["override"], frame.f_locals["cfg"]
+    parts = str(override.key_or_group).split(".")
+    places = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+    place = next((each for each in places if isinstance(OmegaConf.select(config, each), ListConfig)), None)
+    if place is None:
+        return None
+    if override.is_delete():
+        return f"~{override.key_or_group}: no element is taken out of a list; give the list without it, {place}=[A,B]"
+    count = len(OmegaConf.select(config, place))
+    return (
+        f"{override.input_line}: {place} is a list of {count}, whose elements go by numbers from 0 on; give one that "
+        f"is there, as {place}.0=VALUE, or the whole list, {place}=[A,B]"
+    )
 
 
 def _most_nested(arguments: Sequence[str]) -> str:

@@ -79,6 +79,14 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
                 ["+lab.x=1"],
                 "lab: unknown key; offstage --cfg job shows every key, and variables of your own stand below",
             ),
+            (
+                ["generate.prompts.a=hi"],
+                "offstage: generate.prompts.a=hi: generate.prompts is a list of 1, whose elements go by numbers from 0",
+            ),
+            (["stages.plan.x=1"], "offstage: stages.plan.x=1: stages is a list of "),
+            (["+stages.x=1"], "offstage: +stages.x=1: stages is a list of "),
+            (["stages.70=plan"], "give one that is there, as stages.0=VALUE, or the whole list, stages=[A,B]"),
+            (["~stages.0"], "offstage: ~stages.0: no element is taken out of a list; give the list without it"),
             (["max_memory=[2MB]"], "offstage: max_memory: a list names no device; give each its own size"),
             (["max_memory.cpu=null"], "offstage: max_memory.cpu: null is no size; give one, or leave the key out"),
             (
