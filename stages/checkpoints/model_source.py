@@ -56,7 +56,7 @@ class ModelSource:
         return cls(
             path=str(model.get("path") or ""),
             revision=str(model.get("revision") or DEFAULT_REVISION),
-            tokenizer=model.get("tokenizer") or None,
+            tokenizer=str(model.get("tokenizer") or "") or None,
             trust_remote_code=bool(model.get("trust_remote_code")),
             allow_links=bool(model.get("allow_links")),
         )

@@ -50,6 +50,7 @@ def refused(done: Finished, code: int, *words: str) -> None:
         (["device_map={model: cpu, lm_head: gpu}"], ["device_map", "'gpu' is not a device"]),
         (["device_map=gone.json"], ["device_map", "gone.json"]),
         (["device_map={'bad"], ["device_map"]),
+        (["model.tokenizer={a: 1}"], ["model.tokenizer: {'a': 1} is no text; give a folder that has one, or null"]),
         (["model=pretraind"], ["pretraind"]),
         (["model=module"], ["model._target_: no value"]),
         (["model=module", "model._target_=no.such.Class", f"model.path={TINY}"], ["model._target_", "no.such.Class"]),
