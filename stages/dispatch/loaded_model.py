@@ -49,6 +49,8 @@ PathLike = str | os.PathLike[str]
 _CLOSED = "this model was closed, and its streamed weights are gone; load it again"
 _STAGES = (EmptyInitStage, PlanStage, ShardLoadStage, DispatchStage)
 _ASKING = ("generate", "score")
+_MOST = 2**24
+"""The most sequences, tokens and calls that are planned for."""
 _OPTIONS = {name: default for name, default in MODEL_KEYS.items() if name not in ("kind", "path")}
 """The keys below ``model`` that say what a checkpoint is, with their defaults."""
 
@@ -290,7 +292,7 @@ def load(
     ' layout is not available'
     """
     counts = {"batch_size": batch_size, "max_length": max_length, "max_waiting": max_waiting}
-    raise_faults(list(_faults(max_memory, asks, concurrency, counts)))
+    raise_faults(list(_faults(max_memory, asks, concurrency, cache, counts)))
     keep_little()
     stages: list[Stage[Any]] = [stage() for stage in _STAGES]
     config = _config(stages, located(os.fspath(path_or_hub_id)), options)
@@ -321,8 +323,12 @@ def load(
     return loaded
 
 
-def _faults(max_memory: object, asks: object, concurrency: object, counts: Mapping[str, object]) -> Iterator[Fault]:
+def _faults(
+    max_memory: object, asks: object, concurrency: object, cache: object, counts: Mapping[str, object]
+) -> Iterator[Fault]:
     """Yield what is wrong with the arguments that have no type of the config to be held against."""
+    if not isinstance(cache, str | os.PathLike | None) or "\0" in str(cache):
+        yield Fault("cache", f"{cache!r} is no folder; give the path of one, or null for the user's own")
     if isinstance(max_memory, bool) or not isinstance(max_memory, Mapping | int | str | None):
         yield Fault("max_memory", f"{max_memory!r} {NO_DEVICE}")
     if concurrency not in ("queue", "lockstep"):
@@ -330,8 +336,8 @@ def _faults(max_memory: object, asks: object, concurrency: object, counts: Mappi
     if asks not in _ASKING:
         yield Fault("asks", f"{asks!r} is none of {', '.join(_ASKING)}{closest(str(asks), _ASKING)}")
     for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            yield Fault(name, f"{count!r} is no count; give a whole number from 1")
+        if type(count) is not int or not 1 <= count <= _MOST:
+            yield Fault(name, f"{count!r} is no count; give a whole number from 1 to {_MOST}")
 
 
 def known_options() -> list[str]:

@@ -30,11 +30,11 @@ _NOMINAL = Network(rate=1_200_000_000, latency=0.0002)
 
 
 def host_count(hardware: Mapping[str, Any]) -> int:
-    """Return how many hosts ``hardware`` says that a run is divided among; 1 where it says nothing of them."""
+    """Return how many hosts ``hardware`` says that a run is divided among; 1 where it names none."""
     hosts = hardware.get("hosts")
-    if hosts is None:
-        return 1
-    return started_together() if hosts == AUTO else hosts if isinstance(hosts, int) else len(hosts)
+    if isinstance(hosts, list):
+        return len(hosts)
+    return started_together() if hosts == AUTO else hosts if isinstance(hosts, int) else 1
 
 
 def own_host(hardware: Mapping[str, Any]) -> int:

@@ -181,6 +181,7 @@ def test_a_model_that_streams_nothing_can_be_used_on(checkpoint: Path, plain: nn
         ({"asks": "scoer"}, ConfigError, r"^asks: 'scoer' is none of generate, score \(did you mean 'score'\?\)"),
         ({"batch_size": 0}, ConfigError, "^batch_size: 0 is no count; give a whole number from 1"),
         ({"batch_size": "2"}, ConfigError, "^batch_size: '2' is no count"),
+        ({"hosts": 3.5}, ConfigError, r"^hardware\.hosts: 3\.5 names no hosts; give null for one"),
         ({"dtype": torch.int8}, ConfigError, "dtype: 'int8' is none of"),
         ({"max_memory": {"cpu": "1KB"}}, BudgetError, "the least that works is"),
         ({"revision": "v2"}, ConfigError, "model.revision"),
@@ -189,6 +190,20 @@ def test_a_model_that_streams_nothing_can_be_used_on(checkpoint: Path, plain: nn
 def test_what_cannot_be_followed_is_refused_by_name(options, error, words, checkpoint, cache) -> None:
     with pytest.raises(error, match=words):
         load(checkpoint, cache, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("max_length", 10**30, "10{30} is no count; give a whole number from 1 to 16777216"),
+        ("cache", 3, "3 is no folder; give the path of one, or null"),
+        ("cache", "a\0b", r"'a\\x00b' is no folder"),
+    ],
+)
+def test_so_is_what_has_no_key_of_the_config(name: str, value: object, words: str, checkpoint: Path) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=f"^{name}: {words}"):
+        offstage.load(checkpoint, **options)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
