@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as processors
 
 from offstage.pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
+from offstage.pipeline.plain_data import walk
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG, TOKEN_OPTION, read_generation_config
 from offstage.stages.checkpoints.model_source import ModelSource
@@ -38,6 +39,8 @@ CACHES = ("dynamic", "static", OFFLOADED, QUANTIZED)
 """The values of ``cache_implementation`` that a run can have: all but the third stay where the model computes."""
 
 
+_PLAIN = (Mapping, list, tuple, str, int, float, type(None))
+"""What options are made of, as a record holds them."""
 _COUNTS = {"max_new_tokens": "tokens", "num_beams": "beams", "num_return_sequences": "sequences"}
 _PROCESSORS: Mapping[str, Callable[[Any], object]] = {
     "repetition_penalty": processors.RepetitionPenaltyLogitsProcessor,
@@ -66,6 +69,12 @@ def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None
 
     A ``model`` may have options of its own.
     """
+    strange = [(place, value) for place, value in walk(given.options) if not isinstance(value, _PLAIN)]
+    for place, value in strange:
+        rule = "stands in no record; give Python's own numbers, text, lists or mappings"
+        yield Fault(f"generate.{place}", f"a value of type {type(value).__name__} {rule}")
+    if strange:
+        return
     names = {name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"}
     options, own = given.options, _own_options(model or {})
     for name in (name for name in options if name not in names | own.keys()):
@@ -86,7 +95,7 @@ def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None
         return
     try:
         GenerationConfig(**{name: value for name, value in options.items() if name in names}).validate()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         yield Fault("generate", f"transformers refuses these options: {message}")
 

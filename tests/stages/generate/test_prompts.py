@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -80,6 +81,12 @@ def test_good_prompts_pass() -> None:
         ({"eos_token_id": [1, True]}, "generate.eos_token_id: [1, True] is no token id"),
         ({"eos_token_id": 2**63}, "is no token id"),
         ({"cache_implementation": "nonsense"}, "generate: transformers refuses these options"),
+        ({"watermarking_config": "x"}, "generate: transformers refuses these options: 'str' object has no attribute"),
+        (
+            {"suppress_tokens": torch.tensor([1])},
+            "generate.suppress_tokens: a value of type Tensor stands in no record",
+        ),
+        ({"sequence_bias": {"a": [b"x"]}}, "generate.sequence_bias.a[0]: a value of type bytes stands in no record"),
     ],
 )
 def test_bad_options_are_named(options: dict, words: str) -> None:
