@@ -123,7 +123,7 @@ class BulkReader:
 
     def __enter__(self) -> BulkReader:
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="shard_load")
-        self._buffers = ThreadBuffers(BLOCK_BYTES, private_bytes)
+        self._buffers = ThreadBuffers(BLOCK_BYTES)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -148,7 +148,7 @@ class BulkReader:
         wanted = {file for piece in pieces for file in files_of(piece.extent)}
         largest = largest_at_rest(piece.extent for piece in pieces if isinstance(piece.extent, PackedTensor))
         if largest > self._buffers.size:
-            self._buffers = ThreadBuffers(largest, private_bytes)
+            self._buffers = ThreadBuffers(largest)
         futures: list[Future[int]] = []
         with closing(FileReader(wanted, self._buffers, once=True)) as files:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -104,20 +104,25 @@ def working_bytes(blocks: Iterable[PackedBlock], scratch_bytes: int) -> int:
 
 
 class ThreadBuffers:
-    """A buffer of ``size`` bytes, as ``allocate`` gives them, for each thread that reads.
+    """A buffer of ``size`` bytes for each thread that reads.
 
-    Where that is 0, since all waits in memory as it rests, no memory is taken, and no thread waits for another's.
+    They lie side by side in one memory, so that those that are smaller than a huge page lie in some too. Where the size
+    is 0, since all waits in memory as it rests, no memory is taken, and no thread waits for another's.
     """
 
-    def __init__(self, size: int, allocate: Callable[[int], Bytes] = buffer_bytes) -> None:
-        self.size, self._allocate = size, allocate
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.renew()
 
     def renew(self) -> None:
         """Take other ones, as in a process that was forked, where no thread gives back what it was lent."""
         self._free: SimpleQueue[Bytes] = SimpleQueue()
-        for _ in range(READING_THREADS if self.size else 0):
-            self._free.put(self._allocate(self.size))
+        if not self.size:
+            return
+        apart = align_up(self.size)
+        memory = buffer_bytes(READING_THREADS * apart)
+        for begin in range(0, len(memory), apart):
+            self._free.put(memory[begin : begin + self.size])
 
     @contextmanager
     def lend(self) -> Iterator[Bytes]:
