@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from offstage.stages.checkpoints.packed import PackedTensor, in_memory
 from offstage.stages.checkpoints.packed_reads import FileReader, ThreadBuffers, largest_at_rest
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.machine.aligned_memory import byte_view, private_bytes
+from offstage.stages.machine.aligned_memory import align_up, byte_view, private_bytes
+from offstage.stages.machine.probes import READING_THREADS
 
 RANDOM = np.random.default_rng(0)
 VALUES = tuple(map(float, np.linspace(-1, 1, 16, dtype=np.float32)))
@@ -98,6 +100,17 @@ def brought(reader: FileReader, tensor: PackedTensor) -> tuple[bytes, int]:
     target = private_bytes(tensor.bytes)
     count = sum(reader.unpack(tensor, block, target) for block in tensor.codec.blocks(tensor))
     return target.tobytes(), count
+
+
+@pytest.mark.parametrize("size", [5000, 1_114_112, 5 * 2**20])
+def test_buffers_of_threads_lie_side_by_side_in_whole_huge_pages(size: int) -> None:
+    with ExitStack() as lent:
+        buffers = ThreadBuffers(size)
+        every = [lent.enter_context(buffers.lend()) for _ in range(READING_THREADS)]
+    places = sorted(buffer.ctypes.data for buffer in every)
+    assert {buffer.nbytes for buffer in every} == {size}
+    assert places[0] % 2**21 == 0
+    assert {after - before for before, after in pairwise(places)} == {align_up(size)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
