@@ -48,6 +48,8 @@ like the rest."""
 _CACHED_BYTES = 2**26
 """Of a model of fewer bytes the processor's last cache holds much from one token to the next: how fast memory is read
 says little of it."""
+_TELLING_SHARE = 0.01
+"""What is less of the bytes than this share says nothing of how fast they are: a GGUF file's norms, in float32."""
 _MULTIPLIED_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -187,6 +189,7 @@ def machine_rates(
         sizes: Counter[str] = Counter()
         for name, codec in codecs.items() if rate not in pinned else ():
             sizes[codec] += outline.sizes[name]
+        sizes = Counter({codec: size for codec, size in sizes.items() if size >= _TELLING_SHARE * sizes.total()})
         measured, disturbed = codec_rates(cache / MEASURED, work, sizes)
         rates = replace(rates, disturbed=rates.disturbed or disturbed)
         mean = mean_rate(measured, sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.stage import MEASURED
+from offstage.stages.empty_init.skeleton import PackedSpec
 from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
 from offstage.stages.machine.hardware import Accelerator, Hardware, hardware
 from offstage.stages.machine.host_memory import Host
@@ -73,6 +75,27 @@ def test_of_a_host_calls_alone_are_measured_for_a_model_that_caches_hold(
     write_sealed(tmp_path / MEASURED / DECODING_NAME, known)
     assert machine_rates(given, hardware(given), tmp_path, small).host == NOMINAL.host
     assert machine_rates(given, hardware(given), tmp_path, heavy).host == coarse_rate(3 * 10**9)
+
+
+def test_of_a_codec_that_has_next_to_nothing_of_the_bytes_no_rate_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def rates(_cache: Path, _work: str, names: Collection[str]) -> tuple[dict[str, int], bool]:
+        asked.append([*names])
+        return {"q8_0": 3 * 10**9}, True
+
+    monkeypatch.setattr(figures, "codec_rates", rates)
+    base = outline({"l.0.w": 1000, "l.1.w": 9})
+    tensors = [
+        replace(spec, packed=PackedSpec(codec, spec.bytes // 2, 1))
+        for spec, codec in zip(base.skeleton.tensors, ("q8_0", "f32"), strict=True)
+    ]
+    packed = replace(base, skeleton=replace(base.skeleton, tensors=tuple(tensors)))
+    given = {"hardware": {}, "model": {"kind": "pretrained", "path": str(tmp_path)}, "stages": ["finetune"]}
+    found = machine_rates(given, hardware(given), tmp_path, packed, light=True)
+    assert (asked, found.dequantising, found.disturbed) == ([["q8_0"], []], coarse_rate(3 * 10**9), True)
 
 
 def test_before_a_sweep_the_host_is_measured_by_weights_as_the_model_has_them(tmp_path: Path) -> None:
