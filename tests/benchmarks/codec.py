@@ -100,8 +100,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             if kind == LOSSLESS:
                 measured[name]["first"] = first_run(setting, sides)
             raw = partial(raw_bandwidth, rate=rate)
+            also = {} if kind == LOSSLESS else {packed: options_of(kind, setting, arguments.option)[1]}
             for number in range(arguments.rounds):
-                measured[name]["rounds"].append(run_round(sides, twin, number, work, bandwidth=raw))
+                measured[name]["rounds"].append(run_round(sides, twin, number, work, bandwidth=raw, also=also))
                 keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, measured)
             if kind == LOSSLESS and rate is None:
                 both = options_of(kind, setting, arguments.option)

@@ -23,9 +23,10 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from offstage.stages.units import parse_size
@@ -136,12 +137,14 @@ def run_round(
     work: Path,
     *,
     bandwidth: Callable[[Path], float] = direct_read_bandwidth,
+    also: Mapping[Path, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Run every side once, with the raw ``bandwidth`` of the checkpoint's files measured before and after.
 
-    What plans go by is measured before, in the folder ``work``.
+    What plans go by is measured before, in the folder ``work``: those for other checkpoints that are ``also`` run, with
+    options, too.
     """
-    measure_machine(checkpoint, work)
+    measure_machine({checkpoint: (), **also}, work)
     drop_page_cache()
     raw = [bandwidth(checkpoint)]
     by_side = {}

@@ -240,14 +240,16 @@ def offstage_plan(checkpoint: Path, work: Path, options: Sequence[str]) -> dict[
     return artifact(record, "plan", "plan.json")
 
 
-def measure_machine(checkpoint: Path, work: Path) -> None:
-    """Have plans for ``checkpoint`` go from now on by what this machine does in this hour, kept in the folder ``work``.
+def measure_machine(planned: Mapping[Path, Sequence[str]], work: Path) -> None:
+    """Have plans for checkpoints, each ``planned`` with options, go from now on by what this machine does in this hour,
+    kept in the folder ``work``.
 
     What is kept for the user may be of an hour when others had more of a shared machine.
     """
     os.environ["XDG_CACHE_HOME"] = str(work / "user")
     (user_cache() / MEASURED / DECODING_NAME).unlink(missing_ok=True)
-    offstage_plan(checkpoint, work / "measuring", [])
+    for checkpoint, options in planned.items():
+        offstage_plan(checkpoint, work / "measuring", options)
 
 
 def artifact(record: dict[str, Any], stage: str, name: str) -> dict[str, Any]:
