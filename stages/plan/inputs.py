@@ -290,10 +290,7 @@ def _disturbed(rates: Rates) -> tuple[str, ...]:
     """Return in words that others had a part of the machine while its ``rates`` were measured."""
     if not rates.disturbed:
         return ()
-    return (
-        "this machine's speeds were measured while other processes computed, and predictions may be off: the first run "
-        "that finds it idle an hour later measures again",
-    )
+    return ("this machine's speeds were measured while other processes computed, so predictions may be off",)
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: MemoryNeeds) -> dict[str, int]:

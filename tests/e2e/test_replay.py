@@ -80,6 +80,7 @@ def test_on_the_same_machine_it_is_the_same_and_really_runs_again(
     kept = tmp_path / "outputs" / "cache" / "hardware" / "decoding.json"
     planned = json.loads(run_path.read_text())["stages"][1]["inputs"]["rates"]
     (figures,) = read_sealed(kept).values()
+    figures = figures.get("figure", figures)  # where others computed meanwhile, as another test may
     assert {name: planned[name] for name in figures} == {name: coarse_rate(speed) for name, speed in figures.items()}
     assert again["stages"][1]["inputs"]["rates"] == planned, "it is planned with the rates of then"
     assert not list(tmp_path.glob("outputs/runs/*/*/.cache"))
