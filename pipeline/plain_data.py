@@ -10,6 +10,7 @@ from typing import Any
 LARGEST = 2**64
 """Numbers from here on, and those that are none, stand in no record."""
 _SCALARS = {bool, int, float, str, type(None)}
+_PLAIN = (Mapping, list, tuple, str, int, float, type(None))
 DEEPEST = 50
 """More than any config is nested, and less than a record may be that has it in it."""
 
@@ -71,7 +72,7 @@ def _pieces(node: object, margin: str, step: str) -> Iterator[str]:
 
 
 def unrecordable(data: object) -> Iterator[tuple[str, str]]:
-    """Yield the place of whatever in ``data`` a record in JSON can't hold, and why: bytes, and what is nested too deep.
+    """Yield the place of whatever in ``data`` a record in JSON can't hold, and why: bytes, objects, too deep a nest.
 
     However deep that is: there is no recursion here.
     """
@@ -81,6 +82,9 @@ def unrecordable(data: object) -> Iterator[tuple[str, str]]:
         inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else ()
         if isinstance(node, bytes):
             yield place, f"{node[:20]!r} are bytes, which no record holds; give a text"
+        elif not isinstance(node, _PLAIN):
+            rule = "stands in no record; give Python's own numbers, text, lists or mappings"
+            yield place, f"a value of type {type(node).__name__} {rule}"
         elif inner and depth > DEEPEST:
             yield place.partition(".")[0].partition("[")[0], f"nested more than {DEEPEST} deep; nest it less"
         else:

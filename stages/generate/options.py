@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as processors
 
 from offstage.pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
-from offstage.pipeline.plain_data import walk
+from offstage.pipeline.plain_data import unrecordable
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG, TOKEN_OPTION, read_generation_config
 from offstage.stages.checkpoints.model_source import ModelSource
@@ -38,9 +38,6 @@ PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p",
 CACHES = ("dynamic", "static", OFFLOADED, QUANTIZED)
 """The values of ``cache_implementation`` that a run can have: all but the third stay where the model computes."""
 
-
-_PLAIN = (Mapping, list, tuple, str, int, float, type(None))
-"""What options are made of, as a record holds them."""
 _COUNTS = {"max_new_tokens": "tokens", "num_beams": "beams", "num_return_sequences": "sequences"}
 _PROCESSORS: Mapping[str, Callable[[Any], object]] = {
     "repetition_penalty": processors.RepetitionPenaltyLogitsProcessor,
@@ -69,11 +66,9 @@ def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None
 
     A ``model`` may have options of its own.
     """
-    strange = [(place, value) for place, value in walk(given.options) if not isinstance(value, _PLAIN)]
-    for place, value in strange:
-        rule = "stands in no record; give Python's own numbers, text, lists or mappings"
-        yield Fault(f"generate.{place}", f"a value of type {type(value).__name__} {rule}")
+    strange = [Fault(f"generate.{place}", why) for place, why in unrecordable(given.options)]
     if strange:
+        yield from strange
         return
     names = {name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"}
     options, own = given.options, _own_options(model or {})

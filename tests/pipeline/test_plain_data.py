@@ -47,6 +47,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"vars": {"a": [1, b"x"]}}, "vars.a[1]", "are bytes"),
         ({"vars": {"a": {b"x": 1}}}, "vars.a.b'x'", "are bytes"),
+        ({"vars": {"a": [1, {2}]}}, "vars.a[1]", "a value of type set stands in no record"),
         (nested(DEEPEST + 1), "vars", f"nested more than {DEEPEST} deep"),
         (nested(5_000), "vars", f"nested more than {DEEPEST} deep"),
     ],

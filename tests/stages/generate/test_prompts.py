@@ -86,7 +86,7 @@ def test_good_prompts_pass() -> None:
             {"suppress_tokens": torch.tensor([1])},
             "generate.suppress_tokens: a value of type Tensor stands in no record",
         ),
-        ({"sequence_bias": {"a": [b"x"]}}, "generate.sequence_bias.a[0]: a value of type bytes stands in no record"),
+        ({"sequence_bias": {"a": [b"x"]}}, "generate.sequence_bias.a[0]: b'x' are bytes, which no record holds"),
     ],
 )
 def test_bad_options_are_named(options: dict, words: str) -> None:
