@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.command_exit import INTERRUPTED
@@ -107,6 +107,7 @@ class Peers:
         self.sent_bytes = 0
         self._distributed = distributed
         self._waits: list[Any] = []
+        self._connecting, self._connected = threading.Lock(), None
         self._first_sent: dict[tuple[int, int], int] = {}  # how much of the next message, by host and tag
         self._first_received: dict[tuple[int, int], int] = {}
         self._ending, self._is_over = threading.Lock(), False
@@ -175,9 +176,16 @@ class Peers:
         text = message[_LENGTHS.size : _LENGTHS.size + length]
         return json.loads(bytes(text.numpy())), message[aligned(_LENGTHS.size + length) : whole]
 
-    @cached_property
+    @property
     def _group(self) -> Any:
-        """Those who are connected. All connect at once, and whoever ends meanwhile is missed by the watch alone."""
+        """Those who are connected, once: threads that send and receive ask at the same time."""
+        with self._connecting:
+            if self._connected is None:
+                self._connected = self._connect()
+            return self._connected
+
+    def _connect(self) -> Any:
+        """Return a group of all. All connect at once, and whoever ends meanwhile is missed by the watch alone."""
         self._store.set_timeout(timedelta(seconds=connect_seconds()))
         with self._guarded():
             if not self._distributed.is_initialized():

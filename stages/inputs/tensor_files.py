@@ -122,4 +122,4 @@ def _array(archive: zipfile.ZipFile, name: str) -> Any:
 
     with archive.open(name + _ARRAY) as stream:
         array = npy.read_array(stream, allow_pickle=False)
-    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=None)
+    return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")

@@ -105,7 +105,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if not exists:
                 more["X-Error-Code"] = "EntryNotFound" if in_repository else "RepoNotFound"
             elif file and hub.redirects and not path.startswith(STORE):
-                status, body, more["Location"] = 302, b"", f"{hub.endpoint}{STORE}{name}"
+                more["Location"], more["X-Linked-Size"] = f"{hub.endpoint}{STORE}{name}", str(len(body))
+                status, body = 302, b""
             elif file and "Range" in self.headers:
                 begin, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
                 status, more["Content-Range"] = 206, f"bytes {begin}-{last}/{len(body)}"

@@ -193,9 +193,10 @@ class Interrupted(Faking):
 def work():
     with Interrupted():
         layer, given = torch.nn.Linear(8, 8), torch.ones(2, 8)
-        layer(given).sum().backward()
-    if number:
-        time.sleep(5)  # it may come when that is over
+        summed = layer(given).sum()
+        if number:
+            summed.backward()  # before a fork it may have threads of its own
+            time.sleep(5)  # it may come when that is over
     return 0
 
 def script():

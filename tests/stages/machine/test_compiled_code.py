@@ -22,6 +22,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("needs a C compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled_code, "_in_use", {})  # pytest may name two tests' folders the same
     path = tmp_path / "answer.c"
     path.write_text(SOURCE)
     return path
