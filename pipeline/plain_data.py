@@ -80,11 +80,9 @@ def unrecordable(data: object) -> Iterator[tuple[str, str]]:
     while waiting:
         place, node, depth = waiting.pop()
         inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else ()
-        if isinstance(node, bytes):
-            yield place, f"{node[:20]!r} are bytes, which no record holds; give a text"
-        elif not isinstance(node, _PLAIN):
-            rule = "stands in no record; give Python's own numbers, text, lists or mappings"
-            yield place, f"a value of type {type(node).__name__} {rule}"
+        why = _unrecordable(node)
+        if why:
+            yield place, why
         elif inner and depth > DEEPEST:
             yield place.partition(".")[0].partition("[")[0], f"nested more than {DEEPEST} deep; nest it less"
         else:
@@ -92,6 +90,15 @@ def unrecordable(data: object) -> Iterator[tuple[str, str]]:
             named = [(f"{place}{below.format(key)}", key, value) for key, value in inner]
             waiting += [(inner_place, value, depth + 1) for inner_place, _, value in named]
             waiting += [(inner_place, key, depth + 1) for inner_place, key, _ in named if isinstance(key, bytes)]
+
+
+def _unrecordable(node: object) -> str | None:
+    if isinstance(node, bytes):
+        return f"{node[:20]!r} are bytes, which no record holds; give a text"
+    if not isinstance(node, _PLAIN):
+        rule = "stands in no record; give Python's own numbers, text, lists or mappings"
+        return f"a value of type {type(node).__name__} {rule}"
+    return None
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -21,7 +21,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from offstage.stages.checkpoints.direct_file import Chunk, cut
+from offstage.stages.checkpoints.direct_file import Chunk, cut, whole
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor, files_of, in_pieces
@@ -119,11 +119,11 @@ def _unpack_and_copy(tensor: PackedTensor, target: torch.Tensor, files: FileRead
 
 
 class BulkReader:
-    """Reads pieces with ``READING_THREADS`` threads, each with a buffer of ``BLOCK_BYTES``; a context manager."""
+    """Reads pieces with ``READING_THREADS`` threads, a buffer for each as large as what it reads; a context manager."""
 
     def __enter__(self) -> BulkReader:
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="shard_load")
-        self._buffers = ThreadBuffers(BLOCK_BYTES)
+        self._buffers = ThreadBuffers(0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -146,7 +146,7 @@ class BulkReader:
     def _read_all(self, pieces: Sequence[TensorRead], progress: Callable[[int], object]) -> None:
         """Read ``pieces`` of a few files, in this order."""
         wanted = {file for piece in pieces for file in files_of(piece.extent)}
-        largest = largest_at_rest(piece.extent for piece in pieces if isinstance(piece.extent, PackedTensor))
+        largest = max(map(_buffered_bytes, pieces), default=0)
         if largest > self._buffers.size:
             self._buffers = ThreadBuffers(largest)
         futures: list[Future[int]] = []
@@ -164,6 +164,13 @@ class BulkReader:
 
 def _begin(piece: TensorRead) -> int:
     return piece.extent.begin
+
+
+def _buffered_bytes(piece: TensorRead) -> int:
+    """Return the most of ``piece`` that is in a buffer at a time."""
+    if isinstance(piece.extent, PackedTensor):
+        return largest_at_rest([piece.extent])
+    return 0 if piece.memory is not None else min(BLOCK_BYTES, whole(piece.extent).length)
 
 
 def _jobs(pieces: Iterable[TensorRead]) -> Iterator[Job]:

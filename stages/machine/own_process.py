@@ -19,36 +19,43 @@ _SECONDS = 300
 _PROGRAM = "from offstage.stages.machine.own_process import answer; answer()"
 
 
-def has_room(beside: int = 0) -> bool:
-    """Return whether the host has memory for a second process beside this one, and so many bytes ``beside``."""
-    return host_memory().available_bytes >= 2 * PROCESS_BYTES + beside
+def has_room(beside: int = 0, *, own: int = PROCESS_BYTES) -> bool:
+    """Return whether the host has memory for a second process, so many bytes ``beside``, and what this one comes to
+    hold meanwhile: its ``own`` bytes.
+    """
+    return host_memory().available_bytes >= PROCESS_BYTES + own + beside
 
 
 def measure_apart(
-    module: str, *arguments: str, beside: int = 0, folder: Path | None = None, here: Callable[[], Any] | None = None
+    module: str,
+    *arguments: str,
+    beside: int = 0,
+    own: int = PROCESS_BYTES,
+    folder: Path | None = None,
+    here: Callable[[], Any] | None = None,
 ) -> Any:
     """Return what ``measure`` of ``module``, named below ``stages``, returns of ``arguments`` in a process of its own,
     in ``folder``.
 
-    Null where it fails. Where there is no memory for a second process and so many bytes ``beside``, it is what is found
+    Null where it fails. Where there is no memory for a second process, as ``has_room`` says, it is what is found
     ``here``; null without.
     """
-    if here is not None and not has_room(beside):
+    if here is not None and not has_room(beside, own=own):
         return here()
-    (answer,) = measure_together([(module, *arguments)], beside=beside, folder=folder)
+    (answer,) = measure_together([(module, *arguments)], beside=beside, own=own, folder=folder)
     return answer
 
 
 def measure_together(
-    questions: Sequence[Sequence[str]], *, beside: int = 0, folder: Path | None = None
+    questions: Sequence[Sequence[str]], *, beside: int = 0, own: int = PROCESS_BYTES, folder: Path | None = None
 ) -> Sequence[Any]:
     """Return what ``measure_apart`` does of each of ``questions``, a module and its arguments: all in one process, one
     after the other.
 
-    All are null where one fails, or there is no memory for that process and so many bytes ``beside``.
+    All are null where one fails, or there is no memory for that process.
     """
     nothing = [None] * len(questions)
-    if not has_room(beside):
+    if not has_room(beside, own=own):
         return nothing
     command = [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), json.dumps(questions)]
     try:

@@ -5,6 +5,7 @@ hundreds of megabytes. So the embedded model is run once, in a process of its ow
 With an accelerator it streams to that one, and samples: the driver's context, what the host keeps of the kernels that
 were loaded (about a gigabyte on an H100), and the workspaces of cuBLAS, which lie in the accelerator's own memory.
 Most of its time goes to imports, as most of the time of the run that asks does: it can begin while that one imports.
+Where memory is too short for both at once, under a container's limit, it comes before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from offstage.stages.machine.expandable_segments import try_out
 from offstage.stages.machine.hardware import driver_free_bytes
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kept_figures import kept_figure
-from offstage.stages.machine.own_process import measure_apart
+from offstage.stages.machine.own_process import has_room, measure_apart
 
 FILE_NAME = "process_memory.json"
 
@@ -77,19 +78,24 @@ _begun: dict[tuple[Path, str], Future[ProcessMemory]] = {}
 def begin_process_memory(folder: Path, *, accelerator: str = "") -> None:
     """Have what ``process_memory`` returns be found from now on, in a thread; who asks waits for it.
 
-    A process that ends meanwhile waits for nothing, and the one that is measured ends with it.
+    A process that ends meanwhile waits for nothing, and the one that is measured ends with it. Where there is no room
+    for what this process imports meanwhile, it is found before.
     """
     if (folder, accelerator) in _begun:
         return
-    future = _begun[folder, accelerator] = Future[ProcessMemory]()
+    future = Future[ProcessMemory]()
+    if has_room(_nominal(accelerator).host):
 
-    def find() -> None:
-        try:
-            future.set_result(_find(folder, accelerator))
-        except BaseException as error:  # noqa: BLE001 - who asks has it
-            future.set_exception(error)
+        def find() -> None:
+            try:
+                future.set_result(_find(folder, accelerator))
+            except BaseException as error:  # noqa: BLE001 - who asks has it
+                future.set_exception(error)
 
-    Thread(target=find, daemon=True).start()
+        Thread(target=find, daemon=True).start()
+    else:
+        future.set_result(_find(folder, accelerator))
+    _begun[folder, accelerator] = future
 
 
 def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
@@ -102,10 +108,12 @@ def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
 
 
 def _find(folder: Path, accelerator: str) -> ProcessMemory:
-    nominal = NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL
-    probe = partial(_measure_apart, accelerator)
-    figure = kept_figure(folder, FILE_NAME, _key(accelerator), probe, nominal=asdict(nominal), of_user=True)
-    return ProcessMemory(**figure)
+    probe, nominal = partial(_measure_apart, accelerator), asdict(_nominal(accelerator))
+    return ProcessMemory(**kept_figure(folder, FILE_NAME, _key(accelerator), probe, nominal=nominal, of_user=True))
+
+
+def _nominal(accelerator: str) -> ProcessMemory:
+    return NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL
 
 
 def _key(accelerator: str) -> str:
@@ -131,12 +139,17 @@ def identity(paths: list[str] | None = None) -> str:
 
 
 def _measure_apart(accelerator: str) -> dict[str, int] | None:
-    """Return what ``measure`` does; null where memory is too short for a second process, or where that fails."""
+    """Return what ``measure`` does; null where memory is too short for a second process, or where that fails.
+
+    Before torch is imported here that takes about as much memory as this process will.
+    """
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
+    beside, own = _nominal(accelerator).host, PROCESS_BYTES
+    if "torch" not in sys.modules:
+        beside, own = beside - PROCESS_BYTES // 2, 0
     with TemporaryDirectory(prefix="offstage-") as folder:
-        beside = (NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL).host
         peaks: dict[str, int] | None = measure_apart(
-            "machine.process_memory", accelerator, beside=beside, folder=Path(folder)
+            "machine.process_memory", accelerator, beside=beside, own=own, folder=Path(folder)
         )
         return peaks
 

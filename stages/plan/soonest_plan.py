@@ -38,7 +38,8 @@ from offstage.stages.units import CPU, DeviceId
 STAGING = "staging"
 """What the host's staging memory is called in a plan's ledger, and among the terms of its budget."""
 _WORTH_BLOCKS = 0.01
-"""The share of the host's memory that blocks of rows must save, before a plan by them is made."""
+"""The share of the host's memory that blocks of rows must save, beside products and of what comes at a time, before a
+plan by them is made."""
 _Placed = Callable[[tuple[tuple[DeviceId, int | None], ...], Step, bool], Placement]
 """Places what budgets allow for a step; the last says whether the widest weights come by blocks of rows."""
 _Make = Callable[[Demand], PlanOption]
@@ -111,22 +112,37 @@ def _least_plan(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption:
 def _by_blocks(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | None:
     """Return the plan of which the widest weights come by blocks of rows, null where that leaves no more to weights.
 
-    What products with such a weight take beside it is as much as for a block then, and no longer the widest of all.
+    What products with such a weight take beside it is as much as for a block then, and no longer the widest of all; and
+    no room is kept for all of it.
     A mixture's widest weight has a place before slots are many: what that would take is then left over.
     """
     outline, asked = inputs.outline, demand.allowance
     if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
         return None
-    needed = inputs.needs(demand, least_blocks(outline)).host_bytes
-    if demand.needs.host_bytes - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
+    sizes = least_blocks(outline)
+    needed = inputs.needs(demand, sizes).host_bytes
+    saved = demand.needs.host_bytes - needed + max((size - block for size, block in sizes.items()), default=0)
+    if saved < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
         return None
-    asked = replace(asked.beside("request", needed), by_blocks=True)
-    for spare in range(0, (room := asked.budgets[CPU] or 0) // 2 + 1, max(1, room // 8)):
-        allowance = asked.beside("spare", spare) if spare else asked
+
+    def made(request: int, spare: int) -> tuple[PlanOption, int]:
+        """Return the plan that leaves so much to the ``request``, and how much that takes by it."""
+        allowance = replace(asked.beside("request", request), by_blocks=True)
+        allowance = allowance.beside("spare", spare) if spare else allowance
         option = _at_least(inputs, replace(demand, allowance=allowance), make)
-        if inputs.needs(demand, block_sizes(outline, option.plan.block_rows)).host_bytes <= needed:
-            return option
-    return None
+        return option, inputs.needs(demand, block_sizes(outline, option.plan.block_rows)).host_bytes
+
+    options: list[PlanOption] = []
+    room = asked.beside("request", needed).budgets[CPU] or 0
+    for spare in range(0, room // 2 + 1, max(1, room // 8)):
+        option, taken = made(needed, spare)
+        if taken <= needed:
+            options.append(option)
+            break
+        if not spare:  # what still comes whole takes more than the least block
+            option, more = made(taken, spare)
+            options += [option] if more <= taken else []
+    return min(options, key=lambda option: option.seconds, default=None)
 
 
 def _at_least(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption:

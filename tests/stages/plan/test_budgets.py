@@ -30,15 +30,21 @@ SLOWER = 1.03
 
 
 @cache
-def wide(*, exact: bool = True) -> Outline:
+def wide(*, exact: bool = True, dtype: torch.dtype = torch.bfloat16) -> Outline:
     """Return a Llama of 380 MB in bfloat16, of which the table has 65 MB and the head as much."""
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=10, num_attention_heads=8, vocab_size=32_000
     )
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     outline = Outline(describe(model, no_split=model._no_split_modules))
-    return replace(outline, exact=lambda: ("bfloat16",)) if exact else outline
+    return replace(outline, exact=lambda: ("bfloat16", "float32")) if exact else outline
+
+
+@cache
+def plain() -> Outline:
+    """Return the same in float32, whose products take nothing beside a weight."""
+    return wide(dtype=torch.float32)
 
 
 @cache
@@ -76,7 +82,7 @@ def test_a_budget_is_the_sum_of_its_terms_and_what_they_leave_is_left() -> None:
         assert unused(plan) >= 0
 
 
-@pytest.mark.parametrize("model", [wide, sparse], ids=["dense", "mixture"])
+@pytest.mark.parametrize("model", [wide, plain, sparse], ids=["dense", "float32", "mixture"])
 def test_a_larger_host_is_used_and_no_slower(model: Callable[[], Outline]) -> None:
     plans = [planned(model(), megabytes) for megabytes in CAPS]
     seconds = [plan.forecast["seconds_per_token"] for plan in plans]
