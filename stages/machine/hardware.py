@@ -14,7 +14,7 @@ from typing import Any
 from offstage.pipeline.environment import has_accelerator_driver
 from offstage.pipeline.process_setup import on_one_machine
 from offstage.stages.machine.expandable_segments import are_on
-from offstage.stages.machine.host_memory import Host, host_memory
+from offstage.stages.machine.host_memory import PROCESS_BYTES, Host, host_memory
 from offstage.stages.machine.hosts import host_count
 from offstage.stages.units import CPU, DeviceId, parse_size
 
@@ -69,15 +69,16 @@ class Hardware:
         return devices | {index: device.process_bytes for index, device in enumerate(self.accelerators)}
 
 
-def hardware(config: Mapping[str, Any]) -> Hardware:
+def hardware(config: Mapping[str, Any], *, process_bytes: int = PROCESS_BYTES) -> Hardware:
     """Return the machine that the config's ``hardware`` describes: this one, where ``devices`` is null.
 
-    Processes of one run that share this machine's memory each have their part of it.
+    The process of a run holds ``process_bytes`` by itself. Processes of one run that share this machine's memory each
+    have their part of it.
     """
     described = config.get("hardware") or {}
     devices = described.get("devices")
     size = None if described.get("host") is None else parse_size(described["host"]["memory"])
-    here = host_memory() if size is None else Host(size, size, limit="hardware.host.memory")
+    here = host_memory(process_bytes=process_bytes) if size is None else Host(size, size, limit="hardware.host.memory")
     if size is None and host_count(described) > 1 and (several := on_one_machine()) > 1:
         here = replace(here, available_bytes=here.available_bytes // several)
     return Hardware(local_accelerators() if devices is None else tuple(map(simulated, devices)), here)

@@ -28,9 +28,6 @@ CACHE_LIBRARY_BYTES = {"quanto": 10 * 10**6, "hqq": 10 * 10**6}
 TRAINING_BYTES = 40 * 10**6
 """What it holds besides where it trains: what torch imports for optimizers, and threads of the backward pass."""
 
-_OWN_BYTES = PROCESS_BYTES * 5 // 4
-"""The most that counts as the process itself; a quarter more, since a rehearsal leaves some behind."""
-
 _STEP_BYTES = 16 * 2**20
 """In which a group's bytes are counted: half of it is within the margin that budgets leave."""
 
@@ -50,10 +47,14 @@ class Host:
     limit: str = ""
 
 
-def host_memory(root: Path = Path("/")) -> Host:
-    """Return this machine's host memory. ``root`` is where ``proc`` and ``sys`` lie."""
+def host_memory(root: Path = Path("/"), *, process_bytes: int = PROCESS_BYTES) -> Host:
+    """Return this machine's host memory. ``root`` is where ``proc`` and ``sys`` lie.
+
+    Of what this process holds ``process_bytes`` count as the process itself, and a quarter more, since a rehearsal
+    leaves some behind.
+    """
     system = _table(root / "proc/meminfo")
-    own = min(_table(root / "proc/self/status").get("RssAnon", 0) * 1024, _OWN_BYTES)
+    own = min(_table(root / "proc/self/status").get("RssAnon", 0) * 1024, process_bytes * 5 // 4)
     total, available, limit = system["MemTotal"] * 1024, system["MemAvailable"] * 1024 + own, ""
     for allowed, group, folder in memory_limits(root):
         stat = _table(folder / "memory.stat")

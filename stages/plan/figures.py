@@ -110,7 +110,7 @@ def known_machine(config: Config, cache: Path) -> Hardware:
     if accelerator is None:
         return machine
     measured = process_memory(cache / MEASURED, accelerator=accelerator)
-    machine = hardware(config)  # once more: the process that is measured holds memory meanwhile
+    machine = hardware(config, process_bytes=measured.host)  # once more: what is measured holds memory meanwhile
     threads = 2 if asking(config) == "finetune" else 1
     real = [device for device in machine.accelerators if not device.simulated]
     accelerators = (

@@ -39,8 +39,11 @@ def test_what_the_process_holds_beyond_its_libraries_is_not_available(tmp_path: 
         "proc/self/cgroup": "0::/\n",
         "proc/self/mountinfo": V2,
     }
-    available = host_memory(write(tmp_path, files)).available_bytes
+    root = write(tmp_path, files)
+    available = host_memory(root).available_bytes
     assert 20 * GIB + PROCESS_BYTES < available < 20 * GIB + 2 * PROCESS_BYTES
+    known = host_memory(root, process_bytes=GIB).available_bytes
+    assert 21 * GIB < known < 22 * GIB, "a process with a driver's context holds more by itself"
 
 
 def test_the_tightest_of_nested_groups_counts_in_version_2(tmp_path: Path) -> None:
