@@ -57,7 +57,7 @@ def test_segments_of_an_accelerator_are_taken_to_expand_where_it_was_found_that_
     can: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Hardware((Accelerator("an H100", 10**10, 10**10, simulated=False),), Host(10**10, 10**10))
-    monkeypatch.setattr(figures, "hardware", lambda config: real)
+    monkeypatch.setattr(figures, "hardware", lambda config, **_: real)
     memory = asdict(ProcessMemory(4 * 10**8, 10**7, 10**8, expands=can))
     (tmp_path / MEASURED).mkdir()
     write_sealed(tmp_path / MEASURED / FILE_NAME, {f"{process_identity()} on an H100": memory})
