@@ -13,7 +13,7 @@ def test_it_runs_the_checks_on_push_and_pull_request() -> None:
     assert set(workflow[True]) == {"push", "pull_request"}
     job = workflow["jobs"]["checks"]
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
 
 
