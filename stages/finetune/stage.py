@@ -47,7 +47,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
 
     name = "finetune"
     doing = "trains"
-    version = 1
+    version = 2
     needs: tuple[str, ...] = ("dispatch",)
     config_class = FinetuneConfig
     resumes = (STEPS, STATE)

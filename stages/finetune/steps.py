@@ -16,12 +16,16 @@ import torch
 from torch import nn
 
 from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.kept_memory import return_heap
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.finetune.sequences import derive, pick
 from offstage.stages.inputs.finetune_options import FinetuneOptions
 from offstage.stages.plan.request.training import Parameters, adapt, choose_learning
+
+_NORM_ELEMENTS = 2**16
+"""How much of a gradient is copied at a time for its norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class Trainer:
         """Take the step of that number, the first is 0, and return what it came to; gradients are gone afterwards."""
         count = self._options.gradient_accumulation
         losses = [self._learn(step * count + index, share=1 / count) for index in range(count)]
+        if self._device.type == "cpu":
+            return_heap()  # small activations lay there; what follows takes memory of its own
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm = total_norm(gradients)
         if self._options.clip_norm is not None and norm > self._options.clip_norm:
@@ -128,12 +134,22 @@ def norms_on_host(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     norms, places = dict[torch.device, list[torch.Tensor]](), dict[torch.device, list[int]]()
     for place, gradient in enumerate(gradients):
-        norms.setdefault(gradient.device, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        norms.setdefault(gradient.device, []).append(_norm(gradient))
         places.setdefault(gradient.device, []).append(place)
     all_norms = torch.empty(sum(map(len, places.values())))
     for device, of_device in norms.items():
         all_norms[places[device]] = torch.stack(of_device).to("cpu")
     return all_norms
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the norm of ``gradient`` in float32. One in half precision is copied for that on the host, and torch's sum
+    of its many squares is a thousandth off: piece by piece it is neither.
+    """
+    at_once = not gradient.is_cpu or gradient.dtype == torch.float32
+    pieces = (gradient,) if at_once else torch.split(gradient.reshape(-1), _NORM_ELEMENTS)
+    norms: list[torch.Tensor] = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def make_optimizer(options: FinetuneOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
