@@ -141,7 +141,7 @@ def identity(paths: list[str] | None = None) -> str:
 def _measure_apart(accelerator: str) -> dict[str, int] | None:
     """Return what ``measure`` does; null where memory is too short for a second process, or where that fails.
 
-    Before torch is imported here that takes about as much memory as this process will.
+    Before torch is imported here, this process holds next to nothing, and half as much more than is nominal is enough.
     """
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
     beside, own = _nominal(accelerator).host, PROCESS_BYTES

@@ -135,13 +135,19 @@ def _by_blocks(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | 
     options: list[PlanOption] = []
     room = asked.beside("request", needed).budgets[CPU] or 0
     for spare in range(0, room // 2 + 1, max(1, room // 8)):
-        option, taken = made(needed, spare)
+        try:
+            option, taken = made(needed, spare)
+        except BudgetError:
+            if options:
+                break
+            raise
         if taken <= needed:
             options.append(option)
             break
         if not spare:  # what still comes whole takes more than the least block
-            option, more = made(taken, spare)
-            options += [option] if more <= taken else []
+            with suppress(BudgetError):
+                option, more = made(taken, spare)
+                options += [option] if more <= taken else []
     return min(options, key=lambda option: option.seconds, default=None)
 
 
