@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -69,6 +71,10 @@ class ProcessMemory:
 NOMINAL = ProcessMemory()
 NOMINAL_WITH_ACCELERATOR = ProcessMemory(host=1_400 * 10**6, device=36 * 10**6, context=700 * 10**6)
 """Where it can't be measured: about what it was on an H100, with torch 2.11 and CUDA 13."""
+_WITH_CUDA_BUILD = ProcessMemory(host=460 * 10**6)
+"""The same without an accelerator where torch is built for some: what it was with torch 2.13 for CUDA 13."""
+_BUILT_FOR = re.compile(r"^(cuda|hip)\b.*= *'", re.MULTILINE)
+"""What torch's ``version.py`` says of a build for accelerators."""
 
 
 _begun: dict[tuple[Path, str], Future[ProcessMemory]] = {}
@@ -84,7 +90,7 @@ def begin_process_memory(folder: Path, *, accelerator: str = "") -> None:
     if (folder, accelerator) in _begun:
         return
     future = Future[ProcessMemory]()
-    if has_room(_nominal(accelerator).host):
+    if has_room(nominal(accelerator).host):
 
         def find() -> None:
             try:
@@ -108,12 +114,20 @@ def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
 
 
 def _find(folder: Path, accelerator: str) -> ProcessMemory:
-    probe, nominal = partial(_measure_apart, accelerator), asdict(_nominal(accelerator))
-    return ProcessMemory(**kept_figure(folder, FILE_NAME, _key(accelerator), probe, nominal=nominal, of_user=True))
+    probe, unknown = partial(_measure_apart, accelerator), asdict(nominal(accelerator))
+    return ProcessMemory(**kept_figure(folder, FILE_NAME, _key(accelerator), probe, nominal=unknown, of_user=True))
 
 
-def _nominal(accelerator: str) -> ProcessMemory:
-    return NOMINAL_WITH_ACCELERATOR if accelerator else NOMINAL
+def nominal(accelerator: str = "") -> ProcessMemory:
+    """Return what the process of a run is taken to hold where that can't be measured; torch isn't imported for it."""
+    if accelerator:
+        return NOMINAL_WITH_ACCELERATOR
+    torch = find_spec("torch")
+    with suppress(OSError):
+        if torch is not None and torch.origin is not None:
+            said = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
+            return _WITH_CUDA_BUILD if _BUILT_FOR.search(said) else NOMINAL
+    return NOMINAL
 
 
 def _key(accelerator: str) -> str:
@@ -144,7 +158,7 @@ def _measure_apart(accelerator: str) -> dict[str, int] | None:
     Before torch is imported here, this process holds next to nothing, and half as much more than is nominal is enough.
     """
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
-    beside, own = _nominal(accelerator).host, PROCESS_BYTES
+    beside, own = nominal(accelerator).host, PROCESS_BYTES
     if "torch" not in sys.modules:
         beside, own = beside - PROCESS_BYTES // 2, 0
     with TemporaryDirectory(prefix="offstage-") as folder:

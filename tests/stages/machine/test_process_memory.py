@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from offstage.stages.machine.process_memory import (
     ProcessMemory,
     begin_process_memory,
     identity,
+    nominal,
     process_memory,
 )
 from offstage.stages.machine.rates import DECODING_NAME
@@ -64,10 +66,10 @@ def test_where_it_cannot_be_measured_it_is_nominal_and_the_next_run_asks_again(
 ) -> None:
     with monkeypatch.context() as patch:
         refuse_to_run(patch)
-        assert process_memory(user_cache() / MEASURED) == process_memory(tmp_path / MEASURED) == NOMINAL
+        assert process_memory(user_cache() / MEASURED) == process_memory(tmp_path / MEASURED) == nominal()
     assert not list(tmp_path.rglob(FILE_NAME))
     monkeypatch.setattr(own_process, "PROCESS_BYTES", 1 << 60)
-    assert process_memory(tmp_path / MEASURED) == NOMINAL, "there is no memory for a second process"
+    assert process_memory(tmp_path / MEASURED) == nominal(), "there is no memory for a second process"
 
 
 def test_a_process_is_measured_and_what_it_holds_is_kept_for_the_user_too(tmp_path: Path) -> None:
@@ -153,7 +155,26 @@ def test_a_figure_that_is_made_of_something_else_is_another_versions(
     folder, more = tmp_path / MEASURED, {**KEPT, "pinned": 5}
     folder.mkdir(parents=True)
     write_sealed(folder / FILE_NAME, {identity().replace(", ".join(KEPT), ", ".join(more)): more})
-    assert process_memory(folder) == NOMINAL
+    assert process_memory(folder) == nominal()
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "hip"])
+def test_builds_of_torch_for_accelerators_are_taken_to_hold_more_without_one_too(
+    accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = tmp_path / "torch/version.py"
+    version.parent.mkdir()
+    found = spec_from_file_location("torch", version.with_name("__init__.py"))
+    monkeypatch.setattr("offstage.stages.machine.process_memory.find_spec", lambda _: found)
+    lines = [f"{name}: Optional[str] = None" for name in ("cuda", "hip")]
+    version.write_text("\n".join(lines))
+    assert nominal() == NOMINAL
+    version.write_text(
+        "\n".join(lines).replace(f"{accelerator}: Optional[str] = None", f"{accelerator}: Optional[str] = '13.0'")
+    )
+    assert nominal().host > NOMINAL.host + 10**8
+    version.unlink()
+    assert nominal() == NOMINAL
 
 
 def test_a_machine_with_an_accelerator_has_a_figure_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +182,7 @@ def test_a_machine_with_an_accelerator_has_a_figure_of_its_own(tmp_path: Path, m
     folder = tmp_path / MEASURED
     folder.mkdir(parents=True)
     write_sealed(folder / FILE_NAME, {identity(): asdict(NOMINAL), f"{identity()} on an H100": KEPT})
-    assert process_memory(folder) == NOMINAL
+    assert process_memory(folder) == nominal()
     assert process_memory(folder, accelerator="an H100") == OTHER
     assert process_memory(folder, accelerator="another").host > NOMINAL.host, "its context and kernels are the host's"
 
