@@ -182,7 +182,7 @@ def test_a_machine_with_an_accelerator_has_a_figure_of_its_own(tmp_path: Path, m
     folder = tmp_path / MEASURED
     folder.mkdir(parents=True)
     write_sealed(folder / FILE_NAME, {identity(): asdict(NOMINAL), f"{identity()} on an H100": KEPT})
-    assert process_memory(folder) == nominal()
+    assert process_memory(folder) == NOMINAL
     assert process_memory(folder, accelerator="an H100") == OTHER
     assert process_memory(folder, accelerator="another").host > NOMINAL.host, "its context and kernels are the host's"
 
