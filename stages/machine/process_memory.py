@@ -91,17 +91,17 @@ def begin_process_memory(folder: Path, *, accelerator: str = "") -> None:
         return
     future = Future[ProcessMemory]()
     if has_room(nominal(accelerator).host):
-
-        def find() -> None:
-            try:
-                future.set_result(_find(folder, accelerator))
-            except BaseException as error:  # noqa: BLE001 - who asks has it
-                future.set_exception(error)
-
-        Thread(target=find, daemon=True).start()
+        Thread(target=_fulfil, args=(future, folder, accelerator), daemon=True).start()
     else:
         future.set_result(_find(folder, accelerator))
     _begun[folder, accelerator] = future
+
+
+def _fulfil(future: Future[ProcessMemory], folder: Path, accelerator: str) -> None:
+    try:
+        future.set_result(_find(folder, accelerator))
+    except BaseException as error:  # noqa: BLE001 - who asks has it
+        future.set_exception(error)
 
 
 def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
@@ -114,8 +114,8 @@ def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
 
 
 def _find(folder: Path, accelerator: str) -> ProcessMemory:
-    probe, unknown = partial(_measure_apart, accelerator), asdict(nominal(accelerator))
-    return ProcessMemory(**kept_figure(folder, FILE_NAME, _key(accelerator), probe, nominal=unknown, of_user=True))
+    figure = kept_figure(folder, FILE_NAME, _key(accelerator), partial(_measure_apart, accelerator), of_user=True)
+    return nominal(accelerator) if figure is None else ProcessMemory(**figure)
 
 
 def nominal(accelerator: str = "") -> ProcessMemory:
@@ -155,12 +155,13 @@ def identity(paths: list[str] | None = None) -> str:
 def _measure_apart(accelerator: str) -> dict[str, int] | None:
     """Return what ``measure`` does; null where memory is too short for a second process, or where that fails.
 
-    Before torch is imported here, this process holds next to nothing, and half as much more than is nominal is enough.
+    Before torch is imported here, this process holds less than half of what it will, and the other no more than is
+    nominal.
     """
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
     beside, own = nominal(accelerator).host, PROCESS_BYTES
     if "torch" not in sys.modules:
-        beside, own = beside - PROCESS_BYTES // 2, 0
+        beside, own = beside - PROCESS_BYTES, PROCESS_BYTES // 2
     with TemporaryDirectory(prefix="offstage-") as folder:
         peaks: dict[str, int] | None = measure_apart(
             "machine.process_memory", accelerator, beside=beside, own=own, folder=Path(folder)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.machine.hardware import Hardware, given_names, ledgers
@@ -113,8 +114,8 @@ def _by_blocks(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | 
     """Return the plan of which the widest weights come by blocks of rows, null where that leaves no more to weights.
 
     What products with such a weight take beside it is as much as for a block then, and no longer the widest of all; and
-    no room is kept for all of it.
-    A mixture's widest weight has a place before slots are many: what that would take is then left over.
+    no room is kept for all of it. What still comes whole may take more than the least block. A mixture's widest weight
+    has a place before slots are many: what that would take is then left over.
     """
     outline, asked = inputs.outline, demand.allowance
     if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
@@ -132,22 +133,21 @@ def _by_blocks(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | 
         option = _at_least(inputs, replace(demand, allowance=allowance), make)
         return option, inputs.needs(demand, block_sizes(outline, option.plan.block_rows)).host_bytes
 
+    option, taken = made(needed, 0)
+    if taken <= needed:
+        return option
     options: list[PlanOption] = []
+    with suppress(BudgetError):
+        option, more = made(taken, 0)
+        options += [option] if more <= taken else []
     room = asked.beside("request", needed).budgets[CPU] or 0
-    for spare in range(0, room // 2 + 1, max(1, room // 8)):
-        try:
-            option, taken = made(needed, spare)
-        except BudgetError:
-            if options:
-                break
+    step = max(1, room // 8)
+    spared = (made(needed, spare) for spare in range(step, room // 2 + 1, step))
+    try:
+        options += islice((option for option, taken in spared if taken <= needed), 1)
+    except BudgetError:
+        if not options:
             raise
-        if taken <= needed:
-            options.append(option)
-            break
-        if not spare:  # what still comes whole takes more than the least block
-            with suppress(BudgetError):
-                option, more = made(taken, spare)
-                options += [option] if more <= taken else []
     return min(options, key=lambda option: option.seconds, default=None)
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 from offstage.pipeline.cache.sealed_files import read_sealed
 from offstage.stages.finetune import training
 from offstage.stages.finetune.sequences import derive, pick
-from offstage.stages.finetune.steps import Trainer, total_norm
+from offstage.stages.finetune.steps import Trainer
 from offstage.stages.plan.budgets import LEAST_MARGIN, LIBRARY_BYTES
 from tests.benchmarks.caps import can_cap
 from tests.e2e.conftest import Finished, Replay, kill_when, record_of, start, wait_for
@@ -96,9 +96,9 @@ def plain_loop(model: Any, folder: Path, *, steps: int, accumulation: int = 1, c
             loss = model(input_ids=rows, labels=rows, use_cache=False).loss
             (loss / accumulation).backward()
             total += float(loss.detach())
-        norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) for parameter in learning]
-        plain = float(torch.linalg.vector_norm(torch.stack(norms)))
-        norm = plain if model.dtype == torch.float32 else total_norm(parameter.grad for parameter in learning)
+        pieces = [each.grad.flatten().split(2**16 if each.dtype == torch.bfloat16 else 2**30) for each in learning]
+        norms = [torch.stack([torch.linalg.vector_norm(one, dtype=torch.float32) for one in some]) for some in pieces]
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(some) for some in norms])))
         for parameter in learning if norm > clip else ():
             parameter.grad.mul_(clip / norm)
         optimizer.step()

@@ -15,10 +15,17 @@ from offstage.stages.finetune.steps import norms_on_host, total_norm
 def test_it_is_that_of_all_as_one_vector_in_float32() -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(40, 30).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    gradients += [torch.randn(1100, 1000).to(torch.bfloat16), torch.randn(1000, 1100).T]
-    whole = torch.cat([gradient.double().flatten() for gradient in gradients])
-    assert total_norm(gradients) == pytest.approx(float(whole.norm()), rel=1e-5)
+    whole = torch.cat([gradient.float().flatten() for gradient in gradients])
+    assert total_norm(gradients) == pytest.approx(float(whole.norm()), rel=1e-6)
     assert total_norm([]) == 0.0
+
+
+def test_of_many_numbers_in_half_precision_the_norm_is_no_further_off() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(1100, 1000).to(torch.bfloat16)
+    exact = float(gradient.double().norm())
+    assert float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) != pytest.approx(exact, rel=1e-5)
+    assert total_norm([gradient]) == total_norm([gradient.T.contiguous().T]) == pytest.approx(exact, rel=1e-5)
 
 
 class Waits(TorchDispatchMode):
