@@ -54,7 +54,7 @@ class GenerationSession(ModelSession[GenerateInputs]):
             yield lambda progress, title: self.answer(progress, title, assistant)
 
     def answer(self, progress: Progress, title: str, assistant: Assistant | None = None) -> PassResult:
-        """PassResult every prompt that ``progress`` has no answer to; what is kept as it comes is shown as it comes."""
+        """Answer every prompt that ``progress`` has no answer to; what is kept as it comes is shown as it comes."""
         free = float(self.plan.forecast.get("forwards_for_free", 0))
         decoding = Decoding(self.dispatched, self.inputs, self._tokenizer, assistant, free=free)
         show = self.context.show_text if progress.is_kept else None

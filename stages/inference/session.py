@@ -92,7 +92,7 @@ class ModelSession(ABC, Generic[Given]):
 
     @abstractmethod
     def answer(self, progress: Progress, title: str) -> PassResult:
-        """PassResult all that ``progress`` has no results of, under ``title``."""
+        """Answer all that ``progress`` has no results of, under ``title``."""
 
     @contextmanager
     def answering(self) -> Iterator[Answering]:
@@ -124,7 +124,7 @@ class ModelSession(ABC, Generic[Given]):
         return result, progress.settle()
 
     def perform(self, file: Path) -> None:
-        """PassResult all that is asked, and write what came of it to ``file``.
+        """Answer all that is asked, and write what came of it to ``file``.
 
         Results are kept beside it as they come; those that are there already, of a run that was killed, are taken.
         """

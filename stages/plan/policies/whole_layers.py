@@ -101,11 +101,20 @@ def _capped(budgets: Budgets, devices: Collection[DeviceId], cap: int) -> dict[D
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """One placement, the reserves that were kept free for it, and whether it can be used as it stands."""
+    """One placement, the reserves that were kept free for it, and whether budgets hold them.
+
+    It ``leads`` where its main device is the first that it names, so that its map reads back to the same.
+    """
 
     placement: Placement
     kept: Mapping[DeviceId, int]
-    sound: bool
+    within: bool
+    leads: bool
+
+    @property
+    def sound(self) -> bool:
+        """Whether it can be used as it stands."""
+        return self.within and self.leads
 
 
 def fill(outline: Outline, budgets: Budgets) -> dict[str, DeviceId]:
@@ -159,7 +168,7 @@ def _best(outline: Outline, budgets: Budgets, filling: _Filling, *, slots: int) 
     of the map. After one that will do, others of the same budget hold no more, and where one holds something it is more
     than where none is to. Where no accelerator can hold a layer beside the reserve, one of them still computes, and the
     cpu where none can hold even that. If no placement keeps its reserves, the one on the largest main device is
-    returned, for ``checks.require_fit`` to refuse.
+    returned, for ``checks.require_fit`` to refuse where it can't be streamed in less.
     """
     attempts: list[_Attempt] = []
     leading: set[int | None] = set()
@@ -174,7 +183,7 @@ def _best(outline: Outline, budgets: Budgets, filling: _Filling, *, slots: int) 
     sound = [attempt.placement for attempt in attempts if attempt.sound]
     if sound:
         return max(sound, key=lambda placement: held_bytes(outline, placement.homes))
-    computing = [attempt.placement for attempt in attempts[:-1]] or [attempts[-1].placement]
+    computing = [attempt.placement for attempt in attempts[:-1] if attempt.leads] or [attempts[-1].placement]
     return max(computing, key=lambda placement: budgets.get(placement.main, 0) or 0)
 
 
@@ -213,6 +222,6 @@ def _settle(
         reserves = {device: max(reserves.get(device, 0), needed.get(device, 0)) for device in {**reserves, **needed}}
     first = main_device(placement.homes)
     if not needed:
-        return _Attempt(Placement(placement.homes, first), needed, sound=True)
+        return _Attempt(Placement(placement.homes, first), needed, within=True, leads=True)
     within = all((room := budgets.get(device, 0)) is None or count <= room for device, count in reserves.items())
-    return _Attempt(placement, reserves, sound=within and first in (main, CPU))
+    return _Attempt(placement, reserves, within=within, leads=first in (main, CPU))

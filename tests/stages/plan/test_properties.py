@@ -126,6 +126,20 @@ def test_the_map_says_what_the_homes_say_and_reads_back_to_the_same_placement(po
     assert again.main == placement.main or main_device(placement.homes) == "cpu"
 
 
+@pytest.mark.parametrize("policy", ["sequential", "balanced", "balanced_low_0"])
+def test_what_fits_just_so_is_computed_by_the_first_device_of_its_map(policy: str) -> None:
+    model = Group()
+    model.add_module("small", Block())
+    model.add_module("large", Block())
+    model.small.register_parameter("weight", nn.Parameter(torch.empty(1, device="meta")))
+    model.large.register_buffer("made", torch.empty(4, device="meta"), persistent=False)
+    outline = Outline(describe(model, no_split=["Block"], rehearsed=False))
+    placement = place(outline, {"cpu": 0, 0: 16, 1: 4, "disk": None}, policy)
+    assert placement is not None
+    assert placement.main == 0
+    assert explicit(outline, placement.homes).main in (0, "cpu")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @many
 @given(case=cases())
