@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.plan.outline import PARTS, PARTS_UNPACKED, Layer, Outline, read_on
@@ -77,8 +78,11 @@ def below(outline: Outline, names: Sequence[str], main: DeviceId, budgets: Budge
 
 def least_streamed(
     outline: Outline, layers: Sequence[Layer], room: int, *, alone: bool = True, reads_on: bool = False
-) -> set[str] | None:
-    """Return the tensors to stream, so that the others and the staging memory fit into ``room`` bytes, or null.
+) -> list[set[str]]:
+    """Return the tensors to stream, so that the others and the staging memory fit into ``room`` bytes, if they can.
+
+    They are the fewest bytes that were found, and beside them the fewest tensors, where those are others: each that is
+    brought takes a while, however small it is.
 
     The staging memory is to hold two of the largest parts, so that one is read while the other computes, or four where
     what rests packed is unpacked meanwhile; where only a single layer's worth fits, that. Where the device isn't
@@ -91,7 +95,10 @@ def least_streamed(
     parts = PARTS_UNPACKED if any(name in outline.packed for layer in layers for name in layer.owned) else PARTS
     roomy: list[set[str]] = []
     tight: list[set[str]] = []
+    few = {count for shape in kinds for count in _sums_of_few(shape)}
     for reserve in sorted({count for kind in kinds.values() for count in kind.sums}):
+        if len(roomy) >= _TRIES and reserve not in few:
+            continue
         most = sum(count * kinds[shape].largest(reserve) for shape, count in counts.items())
         spare = room - reserve - (total - most)
         if spare < 0:
@@ -104,11 +111,13 @@ def least_streamed(
         ahead += [needed for _, needed in read_on(sizes[shape] for shape in shapes)] if reads_on else []
         extra = max(0, max(ahead, default=0) - reserve)
         tries = roomy if extra <= spare else tight
-        if len(tries) < _TRIES:
+        if len(tries) < _TRIES or reserve in few:
             tries.append(away - fitting(outline, away, max(0, spare - extra)))
-        if len(roomy) == _TRIES:
-            break
-    return min(roomy or tight, key=lambda away: sum(outline.rest_sizes[name] for name in away), default=None)
+    ranked = sorted(roomy or tight, key=lambda away: sum(outline.rest_sizes[name] for name in away))
+    if not ranked:
+        return []
+    fewest = min(ranked, key=len)
+    return [fewest] if fewest == ranked[0] else [ranked[0], fewest]
 
 
 Shape = tuple[tuple[int, int], ...]
@@ -118,6 +127,12 @@ Shape = tuple[tuple[int, int], ...]
 def _shape(outline: Outline, layer: Layer) -> Shape:
     modules = list(dict.fromkeys(map(parent, layer.owned)))
     return tuple((outline.sizes[name], modules.index(parent(name))) for name in layer.owned)
+
+
+def _sums_of_few(shape: Shape) -> set[int]:
+    """Return the bytes of each tensor of a layer, and of its largest ones together."""
+    sizes = sorted((size for size, _ in shape), reverse=True)
+    return {*sizes, *accumulate(sizes)}
 
 
 def _parts(shape: Shape, places: Iterable[int]) -> list[int]:

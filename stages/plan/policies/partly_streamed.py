@@ -136,16 +136,16 @@ class PartlyStreamed:
     def _evened(self, shares: Shares, *, plain_stays: bool) -> Iterator[Placement]:
         """Yield those of ``shares``, and of such as have the links bring more evenly, if the budgets hold them."""
         for _ in range(_EVENED):
-            placement = next(self._split(shares, plain_stays=plain_stays), None)
-            if placement is None:
+            placements = list(self._split(shares, plain_stays=plain_stays))
+            if not placements:
                 return
-            yield placement
+            yield from placements
             brought = {
                 device: sum(
                     self.outline.sizes[name]
                     for layer in layers
                     for name in layer.owned
-                    if not isinstance(placement.homes[name], int)
+                    if not isinstance(placements[0].homes[name], int)
                 )
                 for device, layers in shares.partly.items()
             }
@@ -159,28 +159,35 @@ class PartlyStreamed:
     def _split(
         self, shares: Shares, *, plain_stays: bool = False, reads_on: bool = False, wide: frozenset[str] = frozenset()
     ) -> Iterator[Placement]:
-        """Yield the placement of partly resident layers, if the budgets can hold one.
+        """Yield placements of partly resident layers, if the budgets can hold any: the fewest bytes streamed first.
 
         If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes. What is ``wide``
         is streamed in any case, by blocks of rows. If it ``reads_on``, staging memory is as large as that takes.
         """
-        outline, main, alone = self.outline, self.main, len(shares.partly) == 1
-        to_main = alone and main in shares.partly
-        homes, away = dict(shares.whole), set[str]()
+        alone = len(shares.partly) == 1
+        choices = [
+            self._streamed_of(layers, device, plain_stays=plain_stays, alone=alone, reads_on=reads_on, wide=wide)
+            for device, layers in shares.partly.items()
+        ]
+        for chosen in zip(*choices, strict=False):
+            yield from self._streaming(shares, dict(zip(shares.partly, chosen, strict=True)), tight=bool(wide))
+
+    def _streaming(
+        self, shares: Shares, streamed: Mapping[DeviceId, Collection[str]], *, tight: bool
+    ) -> Iterator[Placement]:
+        """Yield the placement of ``shares`` that has what is ``streamed`` to each device, if the budgets hold it."""
+        outline, main = self.outline, self.main
+        to_main = [*shares.partly] == [main]
+        away = set[str]().union(*streamed.values())
+        homes = dict(shares.whole)
         for device, layers in shares.partly.items():
-            streamed = self._streamed_of(
-                layers, device, plain_stays=plain_stays, alone=alone, reads_on=reads_on, wide=wide
-            )
-            if streamed is None:
-                return
-            homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
-            away |= streamed
+            homes |= {name: device for layer in layers for name in layer.owned if name not in away}
         names = [name for layer in outline.layers for name in layer.owned if name in away]
         homes |= below(outline, names, main, self.budgets)
         devices = set(homes.values())
         first = main if to_main else next((device for device in self.accelerators if device in devices), main)
         placement = _sharing(outline, Placement(homes, first), shares)
-        short = lay_out(outline, placement, self.budgets).shortage(tight=bool(wide))
+        short = lay_out(outline, placement, self.budgets).shortage(tight=tight)
         if short is None and (main in devices or not to_main):
             yield placement
 
@@ -193,11 +200,11 @@ class PartlyStreamed:
         alone: bool,
         reads_on: bool,
         wide: frozenset[str],
-    ) -> set[str] | None:
-        """Return the tensors of ``layers`` that are streamed to ``device``, if others fit into its budget, or null."""
+    ) -> list[set[str]]:
+        """Return which tensors of ``layers`` can be streamed to ``device``, so that others fit into its budget."""
         outline, room = self.outline, self.budgets.get(device, 0)
         if room is None:
-            return None
+            return []
         owned = {name for layer in layers for name in layer.owned}
         tables = owned & outline.tables if device == CPU else set[str]()
         stays = owned - outline.packed.keys() - tables if plain_stays else set[str]()
@@ -205,12 +212,13 @@ class PartlyStreamed:
             stays |= outline.computed & owned
         left = room - total_bytes(outline, stays)
         parts = _without(outline, layers, tables | stays | wide)
-        streamed = least_streamed(outline, parts, left, alone=alone, reads_on=reads_on)
-        if streamed is None:
-            return None
-        streamed |= wide
-        resident = sum(layer.bytes for layer in layers) - total_bytes(outline, streamed | tables)
-        return streamed | (tables - fitting(outline, tables, 0 if streamed else room - resident))
+        found = least_streamed(outline, parts, left, alone=alone, reads_on=reads_on)
+        return [self._with_tables(layers, streamed | wide, tables, room) for streamed in found]
+
+    def _with_tables(self, layers: Sequence[Layer], streamed: set[str], tables: set[str], room: int) -> set[str]:
+        """Return what is ``streamed``, and those of the ``tables`` that don't fit beside what stays of ``layers``."""
+        resident = sum(layer.bytes for layer in layers) - total_bytes(self.outline, streamed | tables)
+        return streamed | (tables - fitting(self.outline, tables, 0 if streamed else room - resident))
 
 
 def _sharing(outline: Outline, placement: Placement, shares: Shares) -> Placement:

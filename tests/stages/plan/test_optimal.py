@@ -26,14 +26,14 @@ from tests.stages.plan.skeletons import at_rest, outline
 MLP, ATTENTION, EMBEDDING = 23_068_672, 8_388_608, 131_072_000
 
 
-def llama(layers: int = 22) -> Outline:
-    """A 1.1B Llama in bfloat16: 2048 wide, 5632 intermediate, 4 key-value heads, 32000 words."""
-    tensors = {"embed.weight": EMBEDDING}
+def llama(layers: int = 22, *, smaller: int = 1) -> Outline:
+    """A 1.1B Llama in bfloat16: 2048 wide, 5632 intermediate, 4 key-value heads, 32000 words; or so much smaller."""
+    tensors = {"embed.weight": EMBEDDING // smaller}
     for index in range(layers):
         attention = {"q": ATTENTION, "k": ATTENTION // 8, "v": ATTENTION // 8, "o": ATTENTION}
         mlp = {"gate": MLP, "up": MLP, "down": MLP, "norm1": 4096, "norm2": 4096}
-        tensors |= {f"layers.{index}.{name}.weight": size for name, size in {**attention, **mlp}.items()}
-    tensors |= {"norm.weight": 4096, "head.weight": EMBEDDING}
+        tensors |= {f"layers.{index}.{name}.weight": size // smaller for name, size in {**attention, **mlp}.items()}
+    tensors |= {"norm.weight": 4096 // smaller, "head.weight": EMBEDDING // smaller}
     classes = {f"layers.{index}": "Layer" for index in range(layers)}
     return outline(tensors, classes=classes, no_split=["Layer"])
 
@@ -60,6 +60,17 @@ def test_staging_has_room_to_read_on_beside_the_part_in_use_where_that_is_sooner
     seconds = forecast(layout, PLAIN_STEP, rates).seconds
     waiting = expected_seconds(token_seconds(replace(brought, no_room_beside=0), rates))
     assert seconds == pytest.approx(waiting + brought.no_room_beside / rates.host)
+
+
+def test_more_memory_is_never_slower_where_a_tensor_takes_as_long_to_ask_for_as_to_read() -> None:
+    model, rates = llama(smaller=16), Rates(storage=2_500_000_000, host=24_000_000_000, calls=29_000, loops=4_000)
+    least = float("inf")
+    for part in range(40):
+        budgets: dict[DeviceId, int | None] = {CPU: model.skeleton.bytes * (160 + part) // 200, DISK: None}
+        layout = lay_out(model, Search(rates).optimal(model, budgets), budgets)
+        seconds = forecast(layout, PLAIN_STEP, rates).seconds
+        assert seconds <= least * 1.001
+        least = seconds
 
 
 def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
