@@ -226,6 +226,8 @@ def test_it_is_as_good_as_accelerates_placement(policy: str, case: Any) -> None:
         return
     ours = place(outline, budgets, policy)
     assert ours is not None
+    if policy == "optimal" and other.main == "cpu" != ours.main:
+        return  # whether the host computes in an accelerator's place is weighed by execution=fastest alone
     if policy == "optimal" and not lay_out(outline, ours, budgets).kept_free():
         assert ours.homes == place(outline, budgets, "balanced").homes
         return  # what is all there is evenly there, if one device fewer would take one crossing fewer
