@@ -53,10 +53,10 @@ HOST_TOKENS, DEVICE_TOKENS = 16, 128
 """How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
 
 Nominal: operations a second over bytes a second, of bfloat16."""
-_CALLS_AHEAD, _CALLS_ROUTED, _CALLS_UNPACKED, _CALLS_MAPPED = 4, 5.5, 8.5, 3 / 4
-"""In the time of so many calls of modules the host asks for a tensor, binds it and lets it go: one that is read ahead,
-for which the threads that compute are woken at each operator, too; one of an expert that is called, of which several
-come at once, or one that the host unpacks then; and one that is mapped, which lies where it is used. Nominal."""
+_CALLS_AHEAD, _CALLS_ROUTED, _CALLS_UNPACKED, _CALLS_MAPPED = 2.5, 5.5, 8.5, 3 / 4
+"""In the time of so many calls of modules the host asks for a tensor, binds it and lets it go: one that is read ahead;
+one of an expert that is called, of which several come at once, or one that the host unpacks then; and one that is
+mapped, which lies where it is used. Nominal."""
 _CALLS_OVER_LINK = 1.0
 """In the time of so many calls of modules on an accelerator the host has a tensor brought there that is a part of its
 own; less, where it is brought with others. Nominal."""

@@ -17,7 +17,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from offstage.stages.machine.operator_threads import let_idle_teams_sleep
 from offstage.stages.machine.probes import READING_THREADS
 
 _Result = TypeVar("_Result")
@@ -57,13 +56,8 @@ class ReadingThreads:
             thread.start()
 
     def submit(self, work: Callable[..., _Result], *given: Any, urgency: Urgency = Urgency.CERTAIN) -> Future[_Result]:
-        """Have ``work`` be done with what is ``given``. Raises a ``RuntimeError`` once threads have ended.
-
-        What isn't awaited is done while operators compute, whose idle teams leave it the cores from then on.
-        """
+        """Have ``work`` be done with what is ``given``. Raises a ``RuntimeError`` once threads have ended."""
         future: Future[_Result] = Future()
-        if urgency is not Urgency.AWAITED:
-            let_idle_teams_sleep()
         with self._choosing:
             if self._closed:
                 raise RuntimeError("nothing is read any more: the process ends")

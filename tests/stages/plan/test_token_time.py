@@ -125,11 +125,11 @@ def read(
     [
         (read(20), 2 + 0.25 * 1.02),
         (read(5), 1.005 + 0.25 * 0.5),
-        (read(5, unpacked=100, tensors=10), 1.1 + 0.2 + 0.04 + 0.25 * (0.5 + 0.2)),
+        (read(5, unpacked=100, tensors=10), 1.1 + 0.2 + 0.025 + 0.25 * (0.5 + 0.2)),
         (read(20, ahead=False), 1.02 + 2),
         (read(5, ahead=False, unpacked=100), 1.1 + 2.65 * 0.2 + 0.25 * 0.5),
         (read(5, ahead=False, unpacked=400), 1.4 + 2.65 * 0.8 + 0.25 * 0.5),
-        (read(0, tensors=10), 1 + 0.04),
+        (read(0, tensors=10), 1 + 0.025),
         (read(0, tensors=10, ahead=False), 1 + 0.055),
         (read(0, tensors=10, ahead=False, unpacked=0), 1 + 0.085),
         (read(0, tensors=10, mapped=True), 1 + 0.0075),

@@ -8,11 +8,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads, Urgency
 from tests.deadline import deadline
+from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
 
 
 class BusyThread:
@@ -132,18 +134,23 @@ def test_what_is_at_work_as_the_threads_are_ended_is_done() -> None:
 
 
 TEAMS = """
-import os, threading, torch
-from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
+import os, sys, threading, offstage, torch
+from tests.python_api.rates import RATES
 
 for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
     os.environ.pop(name, None)
 torch.set_num_threads(2)
-for urgency in (Urgency.AWAITED, Urgency.CERTAIN):
-    reader_pool().submit(int, urgency=urgency).result()
+places = {"device_map": {"": "disk"}, "storage": {"io": "direct"}, "hardware": {"rates": RATES}, "dtype": "bfloat16"}
+for products in ("fused", "exact"):
+    loaded = offstage.load(sys.argv[1], quantized={"products": products}, **places)
+    loaded.model(torch.ones(1, 2, dtype=torch.long))
+    assert loaded.traffic.streamed_bytes
     print(any(thread.name == "offstage-idle" for thread in threading.enumerate()))
 """
 
 
-def test_idle_teams_of_operators_sleep_only_once_something_is_read_while_these_compute() -> None:
-    done = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, check=True, timeout=120)
+def test_idle_teams_of_operators_sleep_only_once_something_is_unpacked_while_these_compute(tmp_path: Path) -> None:
+    path = save_fp8(tmp_path / "model", CONFIGS["llama"], block=(32, 32))
+    command = [sys.executable, "-c", TEAMS, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["False", "True"]
