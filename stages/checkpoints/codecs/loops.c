@@ -341,30 +341,6 @@ INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int less, int
 }
 #endif
 
-/* Eight numbers of a byte each, times one. */
-INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
-#ifdef __AVX2__
-    __m256i wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
-    _mm256_storeu_ps(made, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
-    __asm__("" : "+m"(*(float(*)[8])made)); /* to be loaded from there: taking a register apart is slower */
-#else
-    for (int at = 0; at < 8; at++) made[at] = (float)(bytes >> 8 * at & 255) * factor;
-#endif
-}
-
-/* What eight runs of 32 are scaled by, and what is added to them: minus their minima. Both are six bits, under a
-   float16 each: of the first four runs together, of the last two above the first ones' and four beside. */
-INLINE void run_scales(const uint8_t *block, float *restrict scales, float *restrict mores) {
-    uint32_t first, second, mixed;
-    memcpy(&first, block + 4, sizeof first);
-    memcpy(&second, block + 8, sizeof second);
-    memcpy(&mixed, block + 12, sizeof mixed);
-    uint64_t last = (mixed & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
-    uint64_t least = (mixed >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
-    times_bytes((first & 0x3f3f3f3f) | last << 32, half_at(block), scales);
-    times_bytes((second & 0x3f3f3f3f) | least << 32, -half_at(block + 2), mores);
-}
-
 /* Products of rows with weights as they rest, which are never unpacked whole.
 
    Given float32, each number is a sum of the unpacked float32 values times those given, in one order whatever computes it:
@@ -379,6 +355,13 @@ INLINE void run_scales(const uint8_t *block, float *restrict scales, float *rest
    would lie. */
 
 enum { LANES = 32, AT_ONCE = 4 };
+
+/* What values of a block are scaled by, and what is added to them, of each of some rows, row by row: a scale, after which
+   what is added where there is such; or those of up to RUNS runs, what is added in the second half of these.
+
+   A block of K has eight runs of 32. Both of each are six bits, under a float16 each, what is added being minus their
+   minima: of the first four runs together, of the last two above the first ones' and four beside. */
+enum { RUNS = 16 };
 
 /* The ways in which a row is walked over. Of a product in tiles only values are walked over, which are kept rounded. */
 enum { FLOATS, PAIRS, KEPT, KEPT_PAIRS = KEPT + PAIRS, WAYS, TILES = WAYS + PAIRS };
@@ -413,9 +396,9 @@ INLINE const void *given_at(int64_t way, const void *given, int64_t columns) {
 /* So many rows of a weight are read side by side where one row is given, and registers hold the sums of all: what is given
    is loaded once for them, which takes as long as a product. */
 #ifdef __AVX512BW__
-enum { SIDE = 4 };
+enum { SIDE = 4, BLOCKS = 8 };
 #else
-enum { SIDE = 1 };
+enum { SIDE = 1, BLOCKS = 1 };
 #endif
 
 #ifdef __AVX512BW__
@@ -504,50 +487,189 @@ INLINE float sum_of(const Lanes *lanes) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* Add 32 bytes of two codes each: the lower ones are a run, the upper ones the next. A run's sixteen values are computed
-   once, and looked up; products of scales and codes are exact, so that all is rounded once. */
-INLINE void add_nibbles(int way, Lanes *lanes, const uint8_t *packed, const float *scales, const float *mores, Shared these,
-                        Shared next) {
+/* Sixteen codes, one of four pieces of a register of bytes, as numbers. */
+INLINE __m512 sixteen_of(__m512i codes, int piece) {
+    __m128i pieces[] = {_mm512_castsi512_si128(codes), _mm512_extracti32x4_epi32(codes, 1),
+                        _mm512_extracti32x4_epi32(codes, 2), _mm512_extracti32x4_epi32(codes, 3)};
+    return as_numbers(pieces[piece]);
+}
+
+/* The same times a number, which is such that each code may be taken as so many times larger. */
+#ifdef __AVX512VBMI__
+#define LARGER 0x1p24f
+INLINE __m512 sixteen_larger(__m512i codes, int piece) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i places = _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16 * piece)), 24);
+    return _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x8888888888888888, places, codes));
+}
+#else
+#define LARGER 1
+INLINE __m512 sixteen_larger(__m512i codes, int piece) { return sixteen_of(codes, piece); }
+#endif
+
+/* Halves as numbers: one or two of a block of each of some rows, row by row. */
+INLINE __m256 halves_of(int each, int some, const uint8_t *block, int64_t apart) {
+    uint64_t all[2] = {0};
+#pragma GCC unroll 4
+    for (int row = 0; row < some; row++) {
+        uint32_t these = 0;
+        memcpy(&these, block + row * apart, 2 * (size_t)each);
+        all[each * row / 4] |= (uint64_t)these << 16 * each * row % 64;
+    }
+    __m128i halves = _mm_cvtsi64_si128((int64_t)all[0]);
+    return _mm256_cvtph_ps(each == 1 ? halves : _mm_insert_epi64(halves, (int64_t)all[1], 1));
+}
+
+/* One of some numbers, in all places. */
+INLINE __m512 one_of(__m256 numbers, int at) {
+    return _mm512_permutexvar_ps(_mm512_set1_epi32(at), _mm512_castps256_ps512(numbers));
+}
+
+INLINE void scales_of_blocks(int some, const uint8_t *block, int64_t apart, float *made) {
+    if (some == 1)
+        *made = half_at(block);
+    else
+        _mm256_storeu_ps(made, halves_of(1, some, block, apart));
+}
+
+INLINE void scales_and_mores(int some, const uint8_t *block, int64_t apart, float *made) {
+    _mm256_storeu_ps(made, halves_of(2, some, block, apart));
+}
+
+INLINE void scales_of_k(int some, const uint8_t *block, int64_t apart, float *made) {
+    const __m512i own = _mm512_broadcast_i32x4(_mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f));
+    const __m512i above = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x30303030, 0, 0x30303030));
+    const __m512i shifts = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 0, 4));
+    const __m512i pairs = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    __m512i heads = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int row = 0; row < some; row++) {
+        __m128i head = _mm_loadu_si128((const __m128i *)(block + row * apart));
+        heads = _mm512_mask_broadcast_i32x4(heads, (__mmask16)(15 << 4 * row), head);
+    }
+    __m512i lower = _mm512_and_si512(_mm512_srlv_epi32(_mm512_shuffle_epi32(heads, 0xed), shifts), own);
+    __m512i upper = _mm512_and_si512(_mm512_srli_epi32(_mm512_shuffle_epi32(heads, 0xa5), 2), above);
+    __m512i codes = _mm512_or_si512(lower, upper);
+    __m256 halves = _mm256_xor_ps(halves_of(2, some, block, apart), _mm256_setr_ps(0, -0.0f, 0, -0.0f, 0, -0.0f, 0, -0.0f));
+#pragma GCC unroll 4
+    for (int row = 0; row < some; row++) {
+        __m512i these = _mm512_add_epi32(pairs, _mm512_set1_epi32(2 * row));
+        __m512 factors = _mm512_permutexvar_ps(these, _mm512_castps256_ps512(halves));
+        _mm512_storeu_ps(made + RUNS * row, _mm512_mul_ps(sixteen_of(codes, row), factors));
+    }
+}
+
+INLINE void scales_of_q6_k(int some, const uint8_t *block, int64_t apart, float *made) {
+    __m256 halves = _mm256_mul_ps(halves_of(1, some, block + 208, apart), _mm256_set1_ps(1 / LARGER));
+#pragma GCC unroll 4
+    for (int row = 0; row < some; row++) {
+        __m512 codes = sixteen((const int8_t *)block + row * apart + 192);
+        _mm512_storeu_ps(made + RUNS * row, _mm512_mul_ps(one_of(halves, row), codes));
+    }
+}
+
+/* The values of codes up to 15, and of those from 16 on, where there are such. They are computed once for a run, and looked
+   up. Products of scales and codes are exact: what is added to them may be in one step, which differs for what is no number
+   alone, in bits that are kept. */
+typedef struct {
+    __m512 lower, upper;
+} Values;
+
+INLINE __m512 values_from(int way, int first, float scale, const float *more) {
     const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512 first = _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[0]), _mm512_set1_ps(mores[0]));
-    __m512 second = _mm512_fmadd_ps(codes, _mm512_set1_ps(scales[1]), _mm512_set1_ps(mores[1]));
-    if (in_pairs(way)) {
-        __m512i both = rounded((Lanes){first, second}), bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)packed));
+    __m512 numbers = _mm512_add_ps(codes, _mm512_set1_ps((float)first)), scales = _mm512_set1_ps(scale);
+    if (way & KEPT || !more) return shifted(_mm512_mul_ps(numbers, scales), more);
+    return _mm512_fmadd_ps(numbers, scales, _mm512_set1_ps(*more));
+}
+
+INLINE Values values_of(int way, int five, int less, float scale, const float *more) {
+    __m512 lower = values_from(way, -less, scale, more);
+    return (Values){lower, five ? values_from(way, 16 - less, scale, more) : lower};
+}
+
+/* The value of each of sixteen codes, of which the lowest four bits are looked at, and five where the fifth is told. */
+INLINE __m512 looked_up(int five, Values values, __m512i codes, uint32_t fifth) {
+    __m512 found = _mm512_permutexvar_ps(codes, values.lower);
+    return five ? _mm512_mask_permutexvar_ps(found, (__mmask16)fifth, codes, values.upper) : found;
+}
+
+/* Add a block of 32 codes: the lower ones of all bytes, and then the upper ones. */
+INLINE void add_block(int way, int five, Lanes *lanes, const uint8_t *packed, const uint8_t *fifth, Values values,
+                      Shared these) {
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));
+    uint32_t bits = 0;
+    if (five) memcpy(&bits, fifth, sizeof bits);
+    __m512 low = looked_up(five, values, codes, bits);
+    __m512 high = looked_up(five, values, _mm512_srli_epi32(codes, 4), bits >> 16);
+    add_shared(way, lanes, (Lanes){low, high}, these);
+}
+
+/* Blocks begin with a scale, which what is added to values may follow, and then the fifth bits if there are such. */
+#define ADD_BLOCKS(format, five, less, with_more)                                                                       \
+    INLINE void add_##format(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,   \
+                             const float *scales) {                                                                     \
+        enum { FIFTH = 2 + 2 * with_more, CODES = FIFTH + 4 * five };                                                   \
+        Shared these = shared_at(way, given);                                                                           \
+        _Pragma("GCC unroll 4") for (int row = 0; row < some; row++, block += apart, scales += 1 + with_more) {         \
+            Values values = values_of(way, five, less, *scales, with_more ? scales + 1 : 0);                                 \
+            add_block(way, five, lanes + row, block + CODES, block + FIFTH, values, these);                             \
+        }                                                                                                               \
+    }
+
+ADD_BLOCKS(q4_0, 0, 8, 0)
+ADD_BLOCKS(q4_1, 0, 0, 1)
+ADD_BLOCKS(q5_0, 1, 16, 0)
+ADD_BLOCKS(q5_1, 1, 0, 1)
+
+/* Add 32 bytes of two codes each, whose fifth bits lie at a place in bytes of their own: the lower ones are a run, the
+   upper ones the next. */
+INLINE void add_runs(int way, int five, Lanes *lanes, const uint8_t *packed, const uint8_t *fifth, int place,
+                     const float *scales, Shared these, Shared next) {
+    const float *mores = scales + RUNS / 2;
+    Values first = values_of(way, five, 0, scales[0], mores), second = values_of(way, five, 0, scales[1], mores + 1);
+    if (in_pairs(way) && !five) {
+        __m512i both = rounded((Lanes){first.lower, second.lower});
+        __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)packed));
         __m512i lower = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
         __m512i upper = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi16(16));
         add_rounded(way, lanes, _mm512_permutexvar_epi16(lower, both), these);
         add_rounded(way, lanes, _mm512_permutexvar_epi16(upper, both), next);
         return;
     }
+    uint32_t bits = 0, more = 0;
+    if (five) {
+        __m512i all = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)fifth));
+        bits = (uint32_t)_mm512_test_epi8_mask(all, _mm512_set1_epi8((char)(1 << place)));
+        more = (uint32_t)_mm512_test_epi8_mask(all, _mm512_set1_epi8((char)(2 << place)));
+    }
     __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)packed));
     __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(packed + 16)));
-    add_shared(way, lanes, (Lanes){_mm512_permutexvar_ps(low, first), _mm512_permutexvar_ps(high, first)}, these);
-    low = _mm512_srli_epi32(low, 4), high = _mm512_srli_epi32(high, 4); /* places are told by four bits alone */
-    add_shared(way, lanes, (Lanes){_mm512_permutexvar_ps(low, second), _mm512_permutexvar_ps(high, second)}, next);
+    add_shared(way, lanes, (Lanes){looked_up(five, first, low, bits), looked_up(five, first, high, bits >> 16)}, these);
+    low = _mm512_srli_epi32(low, 4), high = _mm512_srli_epi32(high, 4);
+    add_shared(way, lanes, (Lanes){looked_up(five, second, low, more), looked_up(five, second, high, more >> 16)}, next);
 }
 
-INLINE void add_q4_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
-    float scales[SIDE][8], mores[SIDE][8];
-    for (int row = 0; row < some; row++) run_scales(block + row * apart, scales[row], mores[row]);
+INLINE void add_k(int way, int five, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                  const float *scales) {
     for (int run = 0; run < 8; run += 2) {
         Shared these = shared_at(way, given_at(way, given, LANES * run));
         Shared next = shared_at(way, given_at(way, given, LANES * (run + 1)));
 #pragma GCC unroll 4
         for (int row = 0; row < some; row++) {
-            const uint8_t *packed = block + row * apart + 16 + 16 * run;
-            add_nibbles(way, lanes + row, packed, scales[row] + run, mores[row] + run, these, next);
+            const uint8_t *fifth = block + row * apart + 16, *packed = fifth + 32 * five + 16 * run;
+            add_runs(way, five, lanes + row, packed, fifth, run, scales + RUNS * row + run, these, next);
         }
     }
 }
 
-/* One of sixteen numbers, in all places. */
-INLINE __m512 one_of(__m512 numbers, int at) { return _mm512_permutexvar_ps(_mm512_set1_epi32(at), numbers); }
+INLINE void add_q4_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                     const float *scales) {
+    add_k(way, 0, some, lanes, block, apart, given, scales);
+}
 
-/* Sixteen codes, one of four pieces of a register of bytes, as numbers. */
-INLINE __m512 sixteen_of(__m512i codes, int piece) {
-    __m128i pieces[] = {_mm512_castsi512_si128(codes), _mm512_extracti32x4_epi32(codes, 1),
-                        _mm512_extracti32x4_epi32(codes, 2), _mm512_extracti32x4_epi32(codes, 3)};
-    return as_numbers(pieces[piece]);
+INLINE void add_q5_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                     const float *scales) {
+    add_k(way, 1, some, lanes, block, apart, given, scales);
 }
 
 /* The 64 codes of the pair of runs in the half of a block. */
@@ -561,12 +683,8 @@ INLINE __m512i codes_of_q6_k(const uint8_t *block, int half, int pair) {
     return _mm512_sub_epi8(_mm512_or_si512(_mm512_and_si512(low, four), high), less);
 }
 
-INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
-    __m512 scales[SIDE];
-    for (int row = 0; row < some; row++) {
-        const uint8_t *own = block + row * apart;
-        scales[row] = _mm512_mul_ps(_mm512_set1_ps(half_at(own + 208)), sixteen((const int8_t *)own + 192));
-    }
+INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                     const float *scales) {
     for (int pair = 0; pair < 4; pair++) {
         Shared these[] = {shared_at(way, given_at(way, given, 2 * LANES * pair)),
                           shared_at(way, given_at(way, given, 2 * LANES * pair + LANES))};
@@ -574,9 +692,9 @@ INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int6
         for (int row = 0; row < some; row++) {
             __m512i codes = codes_of_q6_k(block + row * apart, pair / 2, pair % 2);
             for (int run = 0; run < 2; run++) {
-                int at = 4 * pair + 2 * run;
-                __m512 first = _mm512_mul_ps(sixteen_of(codes, 2 * run), one_of(scales[row], at));
-                __m512 second = _mm512_mul_ps(sixteen_of(codes, 2 * run + 1), one_of(scales[row], at + 1));
+                const float *own = scales + RUNS * row + 4 * pair + 2 * run;
+                __m512 first = _mm512_mul_ps(sixteen_larger(codes, 2 * run), _mm512_set1_ps(own[0]));
+                __m512 second = _mm512_mul_ps(sixteen_larger(codes, 2 * run + 1), _mm512_set1_ps(own[1]));
                 add_shared(way, lanes + row, (Lanes){first, second}, these[run]);
             }
         }
@@ -717,89 +835,122 @@ INLINE void add_values(int way, Lanes *lanes, Lanes values, const void *given) {
 }
 
 /* Float32 as it is: blocks of a run. */
-INLINE void add_f32(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
+INLINE void add_f32(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                    const float *scales) {
     Shared these = shared_at(way, given);
 #pragma GCC unroll 4
     for (int row = 0; row < some; row++, block += apart) add_shared(way, lanes + row, values_at((const float *)block), these);
+    (void)scales;
 }
 
-INLINE void add_q8_0(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
+INLINE void no_scales(int some, const uint8_t *block, int64_t apart, float *made) {
+    (void)some, (void)block, (void)apart, (void)made;
+}
+
+INLINE void add_q8_0(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                     const float *scales) {
     Shared these = shared_at(way, given);
 #pragma GCC unroll 4
-    for (int row = 0; row < some; row++, block += apart) {
-        float scale = half_at(block);
-        add_shared(way, lanes + row, of_codes((const int8_t *)block + 2, scale, scale, 0), these);
-    }
-}
-
-INLINE void add_q4_0(int way, Lanes *lanes, const uint8_t *block, const void *given) {
-    float scale = half_at(block);
-    int8_t codes[32];
-    four_bits(block + 2, 8, codes);
-    add_values(way, lanes, of_codes(codes, scale, scale, 0), given);
-}
-
-INLINE void add_q4_1(int way, Lanes *lanes, const uint8_t *block, const void *given) {
-    float scale = half_at(block), more = half_at(block + 2);
-    int8_t codes[32];
-    four_bits(block + 4, 0, codes);
-    add_values(way, lanes, of_codes(codes, scale, scale, &more), given);
-}
-
-INLINE void add_q5_0(int way, Lanes *lanes, const uint8_t *block, const void *given) {
-    float scale = half_at(block);
-    int8_t codes[32];
-    five_bits(block + 6, block + 2, 16, codes);
-    add_values(way, lanes, of_codes(codes, scale, scale, 0), given);
-}
-
-INLINE void add_q5_1(int way, Lanes *lanes, const uint8_t *block, const void *given) {
-    float scale = half_at(block), more = half_at(block + 2);
-    int8_t codes[32];
-    five_bits(block + 8, block + 4, 0, codes);
-    add_values(way, lanes, of_codes(codes, scale, scale, &more), given);
-}
-
-INLINE void add_q5_k(int way, Lanes *lanes, const uint8_t *block, const void *given) {
-    const uint8_t *fifth = block + 16;
-    float scales[8], mores[8];
-    int8_t codes[64];
-    run_scales(block, scales, mores);
-    for (int pair = 0; pair < 4; pair++) {
-        const uint8_t *packed = block + 48 + 32 * pair;
-        for (int at = 0; at < 32; at++) codes[at] = (int8_t)((packed[at] & 15) | (fifth[at] >> 2 * pair & 1) << 4);
-        for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4 | (fifth[at] >> 2 * pair & 2) << 3);
-        for (int half = 0; half < 2; half++) {
-            int run = 2 * pair + half;
-            Lanes values = of_codes(codes + 32 * half, scales[run], scales[run], mores + run);
-            add_values(way, lanes, values, given_at(way, given, 32 * run));
-        }
-    }
+    for (int row = 0; row < some; row++, block += apart)
+        add_shared(way, lanes + row, of_codes((const int8_t *)block + 2, scales[row], scales[row], 0), these);
 }
 
 #ifndef __AVX512BW__
-INLINE void add_q4_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
-    for (int row = 0; row < some; row++, block += apart) {
-        float scales[8], mores[8];
-        run_scales(block, scales, mores);
-        for (int pair = 0; pair < 4; pair++) {
-            const uint8_t *packed = block + 16 + 32 * pair;
-            int8_t codes[64];
-            for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
-            for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
-            for (int half = 0; half < 2; half++) {
-                int run = 2 * pair + half;
-                Lanes values = of_codes(codes + 32 * half, scales[run], scales[run], mores + run);
-                add_values(way, lanes + row, values, given_at(way, given, 32 * run));
-            }
-        }
+INLINE void scales_of_blocks(int some, const uint8_t *block, int64_t apart, float *made) {
+    for (int row = 0; row < some; row++, block += apart) made[row] = half_at(block);
+}
+
+INLINE void scales_and_mores(int some, const uint8_t *block, int64_t apart, float *made) {
+    for (int row = 0; row < some; row++, block += apart)
+        made[2 * row] = half_at(block), made[2 * row + 1] = half_at(block + 2);
+}
+
+/* Have single numbers be loaded from where they were made: compilers take registers apart for them, which is slower. */
+#define LOADED_FROM(made, count) __asm__("" : "+m"(*(float(*)[count])(made)))
+
+/* Eight numbers of a byte each, times one. */
+INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
+#ifdef __AVX2__
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+    _mm256_storeu_ps(made, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
+    LOADED_FROM(made, 8);
+#else
+    for (int at = 0; at < 8; at++) made[at] = (float)(bytes >> 8 * at & 255) * factor;
+#endif
+}
+
+INLINE void scales_of_k(int some, const uint8_t *block, int64_t apart, float *made) {
+    for (int row = 0; row < some; row++, block += apart, made += RUNS) {
+        uint32_t first, second, mixed;
+        memcpy(&first, block + 4, sizeof first);
+        memcpy(&second, block + 8, sizeof second);
+        memcpy(&mixed, block + 12, sizeof mixed);
+        uint64_t last = (mixed & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
+        uint64_t least = (mixed >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
+        times_bytes((first & 0x3f3f3f3f) | last << 32, half_at(block), made);
+        times_bytes((second & 0x3f3f3f3f) | least << 32, -half_at(block + 2), made + RUNS / 2);
     }
 }
 
-INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given) {
-    for (int row = 0; row < some; row++, block += apart) {
+INLINE void scales_of_q6_k(int some, const uint8_t *block, int64_t apart, float *made) {
+    for (int row = 0; row < some; row++, block += apart, made += RUNS) {
         float scale = half_at(block + 208);
-        const int8_t *scales = (const int8_t *)block + 192;
+        for (int run = 0; run < RUNS; run++) made[run] = scale * (float)((const int8_t *)block)[192 + run];
+        LOADED_FROM(made, RUNS);
+    }
+}
+
+#define ADD_BLOCKS(format, codes_of, with_more)                                                                   \
+    INLINE void add_##format(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,   \
+                             const float *scales) {                                                                     \
+        for (int row = 0; row < some; row++, block += apart, scales += 1 + with_more) {                                 \
+            int8_t codes[LANES];                                                                                        \
+            codes_of;                                                                                                   \
+            add_values(way, lanes + row, of_codes(codes, *scales, *scales, with_more ? scales + 1 : 0), given);         \
+        }                                                                                                               \
+    }
+
+ADD_BLOCKS(q4_0, four_bits(block + 2, 8, codes), 0)
+ADD_BLOCKS(q4_1, four_bits(block + 4, 0, codes), 1)
+ADD_BLOCKS(q5_0, five_bits(block + 6, block + 2, 16, codes), 0)
+ADD_BLOCKS(q5_1, five_bits(block + 8, block + 4, 0, codes), 1)
+
+/* Two runs of codes. */
+INLINE void add_run_pairs(int way, Lanes *lanes, const int8_t *codes, const float *scales, const void *given) {
+    for (int run = 0; run < 2; run++) {
+        Lanes values = of_codes(codes + LANES * run, scales[run], scales[run], scales + RUNS / 2 + run);
+        add_values(way, lanes, values, given_at(way, given, LANES * run));
+    }
+}
+
+INLINE void add_q4_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                     const float *scales) {
+    for (int row = 0; row < some; row++, block += apart)
+        for (int run = 0; run < 8; run += 2) {
+            const uint8_t *packed = block + 16 + 16 * run;
+            int8_t codes[64];
+            for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
+            for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
+            add_run_pairs(way, lanes + row, codes, scales + RUNS * row + run, given_at(way, given, LANES * run));
+        }
+}
+
+INLINE void add_q5_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                     const float *scales) {
+    for (int row = 0; row < some; row++, block += apart)
+        for (int run = 0; run < 8; run += 2) {
+            const uint8_t *fifth = block + 16, *packed = block + 48 + 16 * run;
+            uint8_t one = (uint8_t)(1 << run), two = (uint8_t)(2 << run);
+            int8_t codes[64];
+            for (int at = 0; at < 32; at++) codes[at] = (int8_t)((packed[at] & 15) | (fifth[at] & one ? 16 : 0));
+            for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4 | (fifth[at] & two ? 16 : 0));
+            add_run_pairs(way, lanes + row, codes, scales + RUNS * row + run, given_at(way, given, LANES * run));
+        }
+}
+
+INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
+                     const float *scales) {
+    for (int row = 0; row < some; row++, block += apart)
         for (int half = 0; half < 2; half++) {
             const uint8_t *packed = block + 64 * half, *upper = block + 128 + 32 * half;
             int8_t codes[128];
@@ -808,23 +959,25 @@ INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int6
             for (int at = 0; at < 32; at++) codes[64 + at] = (int8_t)((packed[at] >> 4 | (upper[at] >> 4 & 3) << 4) - 32);
             for (int at = 0; at < 32; at++) codes[96 + at] = (int8_t)((packed[32 + at] >> 4 | (upper[at] >> 6) << 4) - 32);
             for (int run = 0; run < 4; run++) {
-                const int8_t *own = scales + 8 * half + 2 * run;
-                float low = scale * (float)own[0], high = scale * (float)own[1];
+                const float *own = scales + RUNS * row + 8 * half + 2 * run;
                 const void *these = given_at(way, given, 128 * half + 32 * run);
-                add_values(way, lanes + row, of_codes(codes + 32 * run, low, high, 0), these);
+                add_values(way, lanes + row, of_codes(codes + 32 * run, own[0], own[1], 0), these);
             }
         }
-    }
 }
 #endif
 
-/* Have what lies behind so many bytes be on its way to the second cache, to which more is under way at a time than to the
-   first: a product of one row reads weights once, one after the other, and faster than a processor fetches them by itself.
-   Where nothing lies any more, nothing is fetched. */
-enum { AHEAD = 8192 };
+/* Have what lies behind so many bytes be on its way: a product of one row reads weights once, one after the other, and
+   faster than a processor fetches them by itself. Intel's have more under way to the second cache than to the first; AMD's
+   don't. Where nothing lies any more, nothing is fetched. */
+#if defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+enum { AHEAD = 8192, NEARNESS = 3 };
+#else
+enum { AHEAD = 8192, NEARNESS = 2 };
+#endif
 
 INLINE void fetch(const uint8_t *packed, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(packed + at, 0, 2);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(packed + at, 0, NEARNESS);
 }
 
 /* Rows that are read side by side are fetched one after the other, as they lie, while those before them are read. */
@@ -834,48 +987,45 @@ INLINE int64_t ahead_of(int64_t bytes) { return ((AHEAD - 1) / bytes + 1) * byte
 
 typedef void (*RowProduct)(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made);
 
-#define ROW_PRODUCT(name, way, some, count, size, add)                                                           \
-    static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made) {     \
-        Lanes lanes[some] = {0};                                                                                 \
-        const uint8_t *later = packed + (some == 1 ? AHEAD : ahead_of(some * apart));                            \
-        for (int64_t at = 0; at < blocks; at++, packed += size, later += some * size) {                          \
-            const void *these = given_at(way, given, at * count);                                                \
-            fetch(later, some * size);                                                                           \
-            add;                                                                                                 \
-        }                                                                                                        \
-        for (int row = 0; row < some && !(way & KEPT); row++) made[row] = sum_of(lanes + row);                   \
+/* Of some blocks scales are unpacked before any is multiplied, which else would wait for each one's; not of single rows of
+   small blocks, of which scales take less. */
+#define ROW_PRODUCT(name, way, some, format, count, size, scales_of)                                         \
+    static void name(const uint8_t *packed, int64_t apart, int64_t blocks, const void *given, float *made) { \
+        enum { TOGETHER = some > 1 || count > LANES ? BLOCKS : 1, ROOM = some * RUNS + 8 };                  \
+        Lanes lanes[some] = {0};                                                                             \
+        float all[TOGETHER][ROOM], *scales = *all;                                                           \
+        const uint8_t *later = packed + (some == 1 ? AHEAD : ahead_of(some * apart));                        \
+        for (int64_t at = 0; at < blocks; at++, packed += size, later += some * size, scales += ROOM) {      \
+            if (at % TOGETHER == 0) {                                                                        \
+                scales = *all;                                                                               \
+                for (int64_t next = 0; next < TOGETHER && at + next < blocks; next++)                        \
+                    scales_of(some, packed + next * size, apart, all[next]);                                 \
+            }                                                                                                \
+            fetch(later, some * size);                                                                       \
+            add_##format(way, some, lanes, packed, apart, given_at(way, given, at * count), scales);         \
+        }                                                                                                    \
+        for (int row = 0; row < some && !(way & KEPT); row++) made[row] = sum_of(lanes + row);               \
     }
 
-#define ONE(way, format, count, size) \
-    ROW_PRODUCT(row_of_##format##_##way, way, 1, count, size, add_##format(way, lanes, packed, these))
-#define ONE_OF_MANY(way, format, count, size) \
-    ROW_PRODUCT(row_of_##format##_##way, way, 1, count, size, add_##format(way, 1, lanes, packed, apart, these))
-#define MANY_ROWS(way, format, count, size) \
-    ROW_PRODUCT(rows_of_##format##_##way, way, SIDE, count, size, add_##format(way, SIDE, lanes, packed, apart, these))
+#define FUNCTIONS_OF(way, name, some)                                               \
+    ROW_PRODUCT(name##_q4_0_##way, way, some, q4_0, 32, 18, scales_of_blocks)       \
+    ROW_PRODUCT(name##_q4_1_##way, way, some, q4_1, 32, 20, scales_and_mores)       \
+    ROW_PRODUCT(name##_q5_0_##way, way, some, q5_0, 32, 22, scales_of_blocks)       \
+    ROW_PRODUCT(name##_q5_1_##way, way, some, q5_1, 32, 24, scales_and_mores)       \
+    ROW_PRODUCT(name##_q8_0_##way, way, some, q8_0, 32, 34, scales_of_blocks)       \
+    ROW_PRODUCT(name##_q4_k_##way, way, some, q4_k, 256, 144, scales_of_k)          \
+    ROW_PRODUCT(name##_q5_k_##way, way, some, q5_k, 256, 176, scales_of_k)          \
+    ROW_PRODUCT(name##_q6_k_##way, way, some, q6_k, 256, 210, scales_of_q6_k)       \
+    ROW_PRODUCT(name##_f32_##way, way, some, f32, 32, 128, no_scales)
 
-#define ROW_FUNCTIONS(way)            \
-    ONE(way, q4_0, 32, 18)            \
-    ONE(way, q4_1, 32, 20)            \
-    ONE(way, q5_0, 32, 22)            \
-    ONE(way, q5_1, 32, 24)            \
-    ONE_OF_MANY(way, q8_0, 32, 34)    \
-    ONE_OF_MANY(way, q4_k, 256, 144)  \
-    ONE(way, q5_k, 256, 176)          \
-    ONE_OF_MANY(way, q6_k, 256, 210)  \
-    ONE_OF_MANY(way, f32, 32, 128)
+#define ROW_FUNCTIONS(way) FUNCTIONS_OF(way, row_of, 1)
+#define SIDE_FUNCTIONS(way) FUNCTIONS_OF(way, rows_of, SIDE)
 
-#define SIDE_FUNCTIONS(way)           \
-    MANY_ROWS(way, q8_0, 32, 34)      \
-    MANY_ROWS(way, q4_k, 256, 144)    \
-    MANY_ROWS(way, q6_k, 256, 210)    \
-    MANY_ROWS(way, f32, 32, 128)
-
-#define ROWS_OF(way)                                                                                       \
-    [way] = {row_of_q4_0_##way, row_of_q4_1_##way, row_of_q5_0_##way, row_of_q5_1_##way,                   \
-             row_of_q8_0_##way, row_of_q4_k_##way, row_of_q5_k_##way, row_of_q6_k_##way,                   \
-             row_of_f32_##way}
-#define SIDES_OF(way)                                                                                      \
-    [way] = {0, 0, 0, 0, rows_of_q8_0_##way, rows_of_q4_k_##way, 0, rows_of_q6_k_##way, rows_of_f32_##way}
+#define ALL_OF(way, name)                                                                             \
+    [way] = {name##_q4_0_##way, name##_q4_1_##way, name##_q5_0_##way, name##_q5_1_##way, name##_q8_0_##way, \
+             name##_q4_k_##way, name##_q5_k_##way, name##_q6_k_##way, name##_f32_##way}
+#define ROWS_OF(way) ALL_OF(way, row_of)
+#define SIDES_OF(way) ALL_OF(way, rows_of)
 
 ROW_FUNCTIONS(FLOATS)
 SIDE_FUNCTIONS(FLOATS)
@@ -888,7 +1038,7 @@ static const RowProduct ROW[WAYS][9] = {
     ROWS_OF(FLOATS), ROWS_OF(KEPT), WITH_PAIRS(ROWS_OF(PAIRS), ROWS_OF(KEPT_PAIRS))
 };
 
-/* By SIDE rows; null: one after the other. */
+/* By SIDE rows. */
 static const RowProduct ROWS[KEPT][9] = {SIDES_OF(FLOATS), WITH_PAIRS(SIDES_OF(PAIRS))};
 
 /* How many values a block has, and how many bytes. */
@@ -1046,7 +1196,7 @@ static void multiply_rows(const Product *all, int64_t row, int64_t some, const v
     int64_t width = work->columns * FORMAT[work->kind].bytes;
     const uint8_t *packed = work->codes + row * width;
     RowProduct one = ROW[all->way][work->kind], side = ROWS[all->way][work->kind];
-    if (side && some == SIDE)
+    if (some == SIDE)
         side(packed, width, work->columns, given, made);
     else
         for (int64_t at = 0; at < some; at++) one(packed + at * width, width, work->columns, given, made + at);

@@ -52,8 +52,10 @@ _TILE, _TILES_VALUES = 16, 2**19
 """Of products in tiles: for up to so many rows given, few rows of a weight are unpacked at a time; for more, rows of so
 many values at most, which a core's second cache holds.
 """
-_SHARES = 4
-"""In so many steps each thread takes rows: one that another process holds up has fewer."""
+_SHARES, _LEAST = 4, 2**20
+"""In so many steps each thread takes rows, of no fewer products than ``_LEAST``: one that another process holds up has
+fewer. A step begins with what nothing has fetched yet.
+"""
 _LINE = 64
 _GGML, _SCALED, _GROUPED = range(3)
 _NUMBERS = ("family", "way", "rounds", "rows", "columns", "count", "step", "room", "next_row", "next_room")
@@ -138,7 +140,8 @@ class Product:
             product.laid = product.rooms + 4 * threads * room
         product.given, product.made, product.count, product.room = given, made, count, room
         product.bias, product.way, product.rounds = bias, WAY_NUMBERS[way], rounds
-        product.step = max(1, self.rows // (threads * _SHARES * together)) * together
+        shares = threads * max(1, min(_SHARES, self.rows * self.columns * count // (threads * _LEAST)))
+        product.step = -(-self.rows // (shares * together)) * together
         self._function(byref(product), threads, _team())
 
     def _shares(self, count: int, threads: int, way: Way) -> tuple[int, int]:
