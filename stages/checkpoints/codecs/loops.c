@@ -1780,13 +1780,142 @@ static void multiply_tile(const Product *all, const Group *groups, int64_t first
     for (int64_t at = 0; at < some; at++) keep_wide(all, first, wide, from + at, lanes[at]);
 }
 
+#ifdef __AVX512BW__
+/* Numbers of sixteen rows for two inputs, rounded, side by side. */
+INLINE __m512i beside_each_other(__m512 one, __m512 two) {
+    const __m512i beside = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(beside, rounded((Lanes){one, two}));
+}
+
+/* One row given, times WIDE rows: SIXTEEN of these and half of the lanes at a time, whose sums stay in registers for so many
+   runs of inputs. */
+enum { SIXTEEN = 16, HALF = LANES / 2, STAY = 16, AWQ = 0 };
+
+/* Whole numbers under 2^23 become this and themselves where its bits are set: so zeros are less by it, which is exact. */
+#define AS_NUMBER 0x1p23f
+
+typedef struct {
+    __m512 zeros, scales;
+} Sixteen;
+
+INLINE Sixteen sixteen_rows(const Group *group, int64_t row) {
+    __m512 zeros = _mm512_add_ps(_mm512_loadu_ps(group->zeros + row), _mm512_set1_ps(AS_NUMBER));
+    return (Sixteen){zeros, _mm512_loadu_ps(group->scales + row)};
+}
+
+/* The codes of an input of a run, which are the lowest bits, among others: of GPTQ a number has those of neighbouring inputs,
+   of AWQ those of neighbouring rows. Lines lie so many bytes apart. */
+INLINE __m512i codes_at(int64_t bits, const uint8_t *line, int64_t width, int64_t input) {
+    if (bits == AWQ) {
+        const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        const __m512i shifts = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
+        __m512i both = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)(line + input * width)));
+        return _mm512_srlv_epi32(_mm512_permutexvar_epi32(words, both), shifts);
+    }
+    int64_t shift = input * bits % 32;
+    const uint8_t *words = line + input * bits / 32 * width;
+    __m512i codes = _mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)shift);
+    if (shift + bits <= 32) return codes;
+    return _mm512_or_si512(codes, _mm512_slli_epi32(_mm512_loadu_si512(words + width), (unsigned)(32 - shift)));
+}
+
+INLINE __m512 values_at_input(int64_t bits, const uint8_t *line, int64_t width, int64_t input, Sixteen rows) {
+    const __m512i mask = _mm512_set1_epi32((1 << (bits == AWQ ? 4 : bits)) - 1);
+    const __m512i number = _mm512_castps_si512(_mm512_set1_ps(AS_NUMBER));
+    __m512i numbers = _mm512_ternarylogic_epi32(codes_at(bits, line, width, input), mask, number, 0xea);
+    return _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(numbers), rows.zeros), rows.scales);
+}
+
+/* Add the products of so many inputs of a run to sums, in the way of floats those of a half of the run; of says their groups,
+   of which alike inputs have one. */
+INLINE void add_inputs(int way, int64_t bits, int alike, const uint8_t *line, int64_t width, const Group **of, int64_t row,
+                       int64_t half, const void *given, __m512 *sums) {
+    Sixteen rows = sixteen_rows(*of, row);
+#pragma GCC unroll 16
+    for (int at = 0; at < HALF; at++) {
+        int64_t input = in_pairs(way) ? 2 * at : half * HALF + at;
+        if (!alike) rows = sixteen_rows(of[input], row);
+        __m512 values = values_at_input(bits, line, width, input, rows);
+        if (in_pairs(way)) {
+            int32_t both;
+            memcpy(&both, given_at(way, given, input), sizeof both);
+            if (!alike) rows = sixteen_rows(of[input + 1], row);
+            __m512i pairs = beside_each_other(values, values_at_input(bits, line, width, input + 1, rows));
+            sums[at] = with_pairs(sums[at], pairs, _mm512_set1_epi32(both));
+        }
+        else
+            sums[at] = _mm512_fmadd_ps(values, _mm512_set1_ps(((const float *)given)[input]), sums[at]);
+    }
+}
+
+/* Lines of numbers that lie far apart have one place in a first cache: those of some runs are laid beside each other, while
+   the second cache fetches the next ones. In pairs, runs take turns at the halves of lanes. */
+INLINE void multiply_one_of(int way, int64_t bits, int alike, const Product *all, const Group *groups, int64_t first,
+                            int64_t from) {
+    enum { MOST_BITS = 8, PARTS = 2 * WIDE / SIXTEEN };
+    const Work *work = all->work;
+    const char *given = given_at(way, all->given, from * all->columns);
+    float lanes[LANES][WIDE] __attribute__((aligned(64))) = {{0}};
+    uint8_t laid[STAY * MOST_BITS * 4 * WIDE] __attribute__((aligned(64)));
+    const Group *of[STAY * LANES];
+    int64_t apart = bits == AWQ ? work->rows / 2 : 4 * work->rows, width = bits == AWQ ? WIDE / 2 : 4 * WIDE;
+    int64_t each = bits == AWQ ? LANES : bits, runs = all->columns / LANES, turns = in_pairs(way) ? 2 : 1;
+    int64_t start = bits == AWQ ? first / 2 : 4 * first;
+    const uint8_t *lines = work->codes + start;
+    for (int64_t begin = 0, some; begin < runs; begin += some) {
+        some = runs - begin < STAY ? runs - begin : STAY;
+        for (int64_t line = 0; line < some * each; line++, lines += apart) memcpy(laid + line * width, lines, (size_t)width);
+        const uint8_t *later = begin + some < runs ? lines : work->codes + start + width;
+        for (int64_t input = 0; input < some * LANES; input += alike ? LANES : 1)
+            of[input] = group_of(work, groups, begin * LANES + input);
+#pragma GCC unroll 1
+        for (int64_t part = 0; part < PARTS; part++) {
+            int64_t row = part / 2 * SIXTEEN, half = part % 2;
+            const uint8_t *own = laid + (bits == AWQ ? row / 2 : 4 * row);
+            __m512 sums[HALF];
+            for (int64_t line = part; line < some * each; line += PARTS)
+                for (int64_t byte = 0; byte < width; byte += 64) __builtin_prefetch(later + line * apart + byte, 0, 2);
+#pragma GCC unroll 16
+            for (int at = 0; at < HALF; at++) sums[at] = _mm512_load_ps(lanes[half * HALF + at] + row);
+            for (int64_t run = turns == 2 ? (half + begin) % 2 : 0; run < some; run += turns) {
+                const void *these = given_at(way, given, (begin + run) * LANES);
+                add_inputs(way, bits, alike, own + run * each * width, width, of + run * LANES, row, half, these, sums);
+            }
+#pragma GCC unroll 16
+            for (int at = 0; at < HALF; at++) _mm512_store_ps(lanes[half * HALF + at] + row, sums[at]);
+        }
+    }
+    keep_wide(all, first, WIDE, from, lanes);
+}
+
+#define MULTIPLY_ONE(name, way, alike)                                                               \
+    static void name(const Product *all, const Group *groups, int64_t first, int64_t from) {         \
+        switch (all->work->inside ? AWQ : all->work->kind) {                                         \
+            case AWQ: multiply_one_of(way, AWQ, alike, all, groups, first, from); break;             \
+            case 2: multiply_one_of(way, 2, alike, all, groups, first, from); break;                 \
+            case 3: multiply_one_of(way, 3, alike, all, groups, first, from); break;                 \
+            case 4: multiply_one_of(way, 4, alike, all, groups, first, from); break;                 \
+            default: multiply_one_of(way, 8, alike, all, groups, first, from);                       \
+        }                                                                                            \
+    }
+
+MULTIPLY_ONE(multiply_one_FLOATS, FLOATS, 0)
+MULTIPLY_ONE(multiply_alike_FLOATS, FLOATS, 1)
+WITH_PAIRS(MULTIPLY_ONE(multiply_one_PAIRS, PAIRS, 0))
+WITH_PAIRS(MULTIPLY_ONE(multiply_alike_PAIRS, PAIRS, 1))
+
+/* By whether inputs of a run have one group. */
+static void (*const MULTIPLY_ONE_OF[KEPT][2])(const Product *all, const Group *groups, int64_t first, int64_t from) = {
+    [FLOATS] = {multiply_one_FLOATS, multiply_alike_FLOATS},
+    WITH_PAIRS([PAIRS] = {multiply_one_PAIRS, multiply_alike_PAIRS})
+};
+#endif
+
 #ifdef __AVX512BF16__
 /* Of sixteen rows from one on the values of a pair of inputs, rounded, side by side. */
 INLINE __m512i side_by_side(float (*values)[WIDE], int64_t pair, int64_t row) {
-    const __m512i beside = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    Lanes two = {_mm512_loadu_ps(values[2 * pair] + row), _mm512_loadu_ps(values[2 * pair + 1] + row)};
-    return _mm512_permutexvar_epi16(beside, rounded(two));
+    return beside_each_other(_mm512_loadu_ps(values[2 * pair] + row), _mm512_loadu_ps(values[2 * pair + 1] + row));
 }
 
 /* The same in pairs. */
@@ -1841,6 +1970,13 @@ static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, 
         else
             for (int64_t from = 0; from < all->count; from += GIVEN) {
                 int64_t some = all->count - from < GIVEN ? all->count - from : GIVEN;
+#ifdef __AVX512BW__
+                if (some == 1 && wide == WIDE) {
+                    int alike = !all->work->table && all->work->block_columns % LANES == 0;
+                    MULTIPLY_ONE_OF[all->way][alike](all, groups, first, from);
+                    continue;
+                }
+#endif
                 if (in_pairs(all->way))
                     multiply_tile_in_pairs(all, groups, first, wide, from, some);
                 else
