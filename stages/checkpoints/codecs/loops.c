@@ -711,16 +711,17 @@ INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
     return (Lanes){_mm512_mul_ps(first, _mm512_set1_ps(low * 256)), _mm512_mul_ps(second, _mm512_set1_ps(high * 256))};
 }
 
-/* Of four bits, which are numbers of sixteen values; of the two in a byte the upper or the lower comes first. */
+/* Of four bits, which are numbers of sixteen values; of the two in a byte the upper or the lower comes first. Each byte is
+   put in the places of its two codes, and values are scaled before they are looked up. */
 INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_first, float low, float high) {
+    const __m512i lower = _mm512_set1_epi64(4ll << 32), upper = _mm512_set1_epi64(4), shifts = upper_first ? upper : lower;
+    const __m512i places = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     __m512 table = _mm512_loadu_ps(values);
-    __m128i bytes = _mm_loadu_si128((const __m128i *)codes), mask = _mm_set1_epi8(15);
-    __m128i lower = _mm_and_si128(bytes, mask), upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
-    __m128i one = upper_first ? upper : lower, other = upper_first ? lower : upper;
-    __m512i first = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(one, other));
-    __m512i second = _mm512_cvtepu8_epi32(_mm_unpackhi_epi8(one, other));
-    return (Lanes){_mm512_mul_ps(_mm512_permutexvar_ps(first, table), _mm512_set1_ps(low)),
-                   _mm512_mul_ps(_mm512_permutexvar_ps(second, table), _mm512_set1_ps(high))};
+    __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
+    __m512i first = _mm512_shuffle_epi8(bytes, places);
+    __m512i second = _mm512_shuffle_epi8(bytes, _mm512_add_epi32(places, _mm512_set1_epi32(8)));
+    return (Lanes){_mm512_permutexvar_ps(_mm512_srlv_epi32(first, shifts), _mm512_mul_ps(table, _mm512_set1_ps(low))),
+                   _mm512_permutexvar_ps(_mm512_srlv_epi32(second, shifts), _mm512_mul_ps(table, _mm512_set1_ps(high)))};
 }
 #else
 typedef float Octet __attribute__((vector_size(32)));
@@ -1128,69 +1129,122 @@ static Lanes of_strange(const uint8_t *codes, float low, float high) {
     return values_at(values);
 }
 
-/* A row of codes of a kind: its product with those given, or no product, and its values there. */
-INLINE float row_of_scaled(int way, const Product *all, int64_t row, int64_t kind, const void *given) {
+/* The scales of some blocks, from one on. */
+INLINE void unpack_scales(const Work *work, int64_t block, int64_t some, float *restrict made) {
+    switch (work->scale_kind) {
+#define SCALES_OF(kind)                                                                                             \
+    case kind: {                                                                                                    \
+        const Work own = {.scales = work->scales, .scale_table = work->scale_table, .scale_kind = kind};            \
+        for (int64_t at = 0; at < some; at++) made[at] = stored_scale(&own, block + at);                            \
+        break;                                                                                                      \
+    }
+        SCALES_OF(OF_BFLOAT16)
+        SCALES_OF(OF_FLOAT16)
+        SCALES_OF(OF_FLOAT32)
+        SCALES_OF(OF_FP8)
+        SCALES_OF(OF_E8M0)
+        SCALES_OF(OF_EXPONENTS)
+        SCALES_OF(OF_TABLE)
+    }
+    if (!work->above) return;
+    if (work->scale_kind != OF_TABLE) {
+        for (int64_t at = 0; at < some; at++) made[at] = made[at] / float_at(work->above);
+        return;
+    }
+    for (int64_t at = 0, end; at < some; at = end) {
+        int64_t run = (block + at) / work->above_run, last = (run + 1) * work->above_run - block;
+        end = last < some ? last : some;
+        for (int64_t own = at; own < end; own++) made[own] = made[own] * float_at(work->above + 4 * run) + work->offset;
+    }
+}
+
+/* Some rows of codes of a kind, one or SIDE, from one on: their products with those given, or no product, and the one's
+   values there. Scales are unpacked of some blocks at a time, of a table as of others: runs of it lie one after the other. */
+INLINE void rows_of_scaled(int way, int some, int64_t kind, const Product *all, int64_t row, const void *given, float *made) {
+    enum { SCALES = 32 };
     const Work *work = all->work;
-    int64_t lines = all->columns / work->columns, line = row * lines, nested = work->scale_kind == OF_TABLE;
-    int64_t width = work->block_columns, halves = width == LANES / 2, each = kind >= FP4 ? 2 : 1, column = 0;
-    const uint8_t *above = work->above && nested ? work->above + 4 * (line / work->above_run) : work->above;
-    int64_t left = nested ? work->above_run - line % work->above_run : lines;
-    const uint8_t *codes = work->codes + line * work->columns / each;
-    Lanes lanes = {0};
-    for (int64_t end = line + lines; line < end; line++, left--) {
-        if (!left) above += 4, left = work->above_run;
-        int64_t block = line / work->block_rows * work->across;
-        for (int64_t begin = 0, count; begin < work->columns; begin += count, block += 1 + halves) {
-            int64_t rest = work->columns - begin, most = halves ? LANES : width;
-            float low = scale_at(work, above, block), high = halves ? scale_at(work, above, block + 1) : low;
-            count = rest < most ? rest : most;
-            int strange = kind == FP8 && !(are_numbers(codes, count) && is_finite(256 * low) && is_finite(256 * high));
-            for (int64_t at = 0; at < count; at += LANES, codes += LANES / each, column += LANES) {
-                fetch(codes + AHEAD, LANES / each);
-                Lanes values = strange ? of_strange(codes, low, high) : of_scaled(kind, codes, all->values, low, high);
-                add_values(way, &lanes, values, given_at(way, given, column));
+    int64_t width = work->block_columns, halves = width == LANES / 2, most = halves ? LANES : width, each = kind >= FP4 ? 2 : 1;
+    int64_t lines = all->columns / work->columns, apart = all->columns / each, done = 0;
+    const uint8_t *codes = work->codes + row * apart;
+    float scales[SIDE][SCALES];
+    Lanes lanes[SIDE] = {0};
+    for (int64_t column = 0, more; column < all->columns; done += more) {
+        int64_t left = (all->columns - column + width - 1) / width;
+        more = left < SCALES ? left : SCALES;
+        for (int at = 0; at < some; at++) {
+            int64_t begin = lines > 1 ? (row + at) * lines : (row + at) / work->block_rows * work->across;
+            unpack_scales(work, begin + done, more, scales[at]);
+        }
+        for (int64_t block = 0; block < more; block += 1 + halves) {
+            int64_t count = all->columns - column < most ? all->columns - column : most;
+            int strange = 0;
+            for (int at = 0; kind == FP8 && at < some; at++) {
+                float low = scales[at][block], high = scales[at][block + halves];
+                strange |= !(are_numbers(codes + at * apart, count) && is_finite(256 * low) && is_finite(256 * high));
+            }
+            for (int64_t end = column + count; column < end; codes += LANES / each, column += LANES) {
+                Shared these = shared_at(way, given_at(way, given, column));
+#pragma GCC unroll 4
+                for (int at = 0; at < some; at++) {
+                    const uint8_t *own = codes + at * apart;
+                    float low = scales[at][block], high = scales[at][block + halves];
+                    fetch(own + AHEAD, LANES / each);
+                    Lanes values = strange ? of_strange(own, low, high) : of_scaled(kind, own, all->values, low, high);
+                    add_shared(way, lanes + at, values, these);
+                }
             }
         }
     }
-    return sum_of(&lanes);
+    for (int at = 0; at < some && !(way & KEPT); at++) made[at] = sum_of(lanes + at);
 }
 
 /* Functions of their own, which a compiler does well by: all in one it may run out of registers. */
-#define SCALED_ROW(name, kind, way)                                                                                    \
-    static __attribute__((noinline)) float name##_##way(const Product *all, int64_t row, const void *given) {         \
-        return row_of_scaled(way, all, row, kind, given);                                                             \
+#define SCALED_FUNCTION(name, way, some, kind)                                                                       \
+    static __attribute__((noinline)) void name##_##kind##_##way(const Product *all, int64_t row, const void *given,  \
+                                                                float *made) {                                       \
+        rows_of_scaled(way, some, kind, all, row, given, made);                                                      \
     }
 
-#define SCALED_ROWS(way)                                                                        \
-    SCALED_ROW(fp8_row, FP8, way)                                                               \
-    SCALED_ROW(int8_row, INT8, way)                                                             \
-    SCALED_ROW(row_of_nibbles, FP4, way)                                                        \
-    SCALED_ROW(row_of_table, TABLE, way)                                                        \
-                                                                                                \
-    static float scaled_row_##way(const Product *all, int64_t row, const void *given) {         \
-        switch (all->work->kind) {                                                              \
-            case FP8: return fp8_row_##way(all, row, given);                                    \
-            case INT8: return int8_row_##way(all, row, given);                                  \
-            case TABLE: return row_of_table_##way(all, row, given);                             \
-            default: return row_of_nibbles_##way(all, row, given);                              \
-        }                                                                                       \
+#define SCALED_FUNCTIONS(name, way, some)                                                                 \
+    SCALED_FUNCTION(name, way, some, FP8)                                                                 \
+    SCALED_FUNCTION(name, way, some, INT8)                                                                \
+    SCALED_FUNCTION(name, way, some, FP4)                                                                 \
+    SCALED_FUNCTION(name, way, some, TABLE)                                                               \
+                                                                                                          \
+    static void name##_##way(const Product *all, int64_t row, const void *given, float *made) {           \
+        switch (all->work->kind) {                                                                        \
+            case FP8: name##_FP8_##way(all, row, given, made); break;                                     \
+            case INT8: name##_INT8_##way(all, row, given, made); break;                                   \
+            case TABLE: name##_TABLE_##way(all, row, given, made); break;                                 \
+            default: name##_FP4_##way(all, row, given, made);                                             \
+        }                                                                                                 \
     }
 
-SCALED_ROWS(FLOATS)
-SCALED_ROWS(KEPT)
-WITH_PAIRS(SCALED_ROWS(PAIRS))
-WITH_PAIRS(SCALED_ROWS(KEPT_PAIRS))
+SCALED_FUNCTIONS(scaled_row, FLOATS, 1)
+SCALED_FUNCTIONS(scaled_rows, FLOATS, SIDE)
+SCALED_FUNCTIONS(scaled_row, KEPT, 1)
+WITH_PAIRS(SCALED_FUNCTIONS(scaled_row, PAIRS, 1))
+WITH_PAIRS(SCALED_FUNCTIONS(scaled_rows, PAIRS, SIDE))
+WITH_PAIRS(SCALED_FUNCTIONS(scaled_row, KEPT_PAIRS, 1))
 
-static float (*const SCALED_ROW_OF[WAYS])(const Product *all, int64_t row, const void *given) = {
+typedef void (*ScaledRows)(const Product *all, int64_t row, const void *given, float *made);
+
+static const ScaledRows SCALED_ROW[WAYS] = {
     [FLOATS] = scaled_row_FLOATS, [KEPT] = scaled_row_KEPT,
     WITH_PAIRS([PAIRS] = scaled_row_PAIRS, [KEPT_PAIRS] = scaled_row_KEPT_PAIRS)
 };
+
+/* By SIDE rows. */
+static const ScaledRows SCALED_ROWS[KEPT] = {[FLOATS] = scaled_rows_FLOATS, WITH_PAIRS([PAIRS] = scaled_rows_PAIRS)};
 
 /* One row given times some of the weight's, one or SIDE, from row on. */
 static void multiply_rows(const Product *all, int64_t row, int64_t some, const void *given, float *made) {
     const Work *work = all->work;
     if (all->family == SCALED) {
-        for (int64_t at = 0; at < some; at++) made[at] = SCALED_ROW_OF[all->way](all, row + at, given);
+        if (some == SIDE)
+            SCALED_ROWS[all->way](all, row, given, made);
+        else
+            for (int64_t at = 0; at < some; at++) SCALED_ROW[all->way](all, row + at, given, made + at);
         return;
     }
     int64_t width = work->columns * FORMAT[work->kind].bytes;
@@ -1206,7 +1260,7 @@ static void unpack_row(const Product *all, int64_t row, char *room) {
     const Work *work = all->work;
     int64_t way = (all->way & PAIRS) | KEPT, width = work->columns * FORMAT[work->kind].bytes;
     if (all->family == SCALED)
-        SCALED_ROW_OF[way](all, row, room);
+        SCALED_ROW[way](all, row, room, 0);
     else
         ROW[way][work->kind](work->codes + row * width, width, work->columns, room, 0);
 }
