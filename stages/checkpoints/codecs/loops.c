@@ -1433,6 +1433,36 @@ static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, cha
         }
 }
 
+#ifdef __AVX512BW__
+enum { SIXTEEN = 16 };
+
+/* A square of sixteen lines of as many numbers of 32 bits, its lines made columns. */
+INLINE void transpose(const __m512i *lines, __m512i *made) {
+    __m512i one[SIXTEEN], two[SIXTEEN];
+    for (int at = 0; at < SIXTEEN; at += 2) {
+        one[at] = _mm512_unpacklo_epi32(lines[at], lines[at + 1]);
+        one[at + 1] = _mm512_unpackhi_epi32(lines[at], lines[at + 1]);
+    }
+    for (int at = 0; at < SIXTEEN; at += 4)
+        for (int half = 0; half < 2; half++) {
+            two[at + 2 * half] = _mm512_unpacklo_epi64(one[at + half], one[at + 2 + half]);
+            two[at + 2 * half + 1] = _mm512_unpackhi_epi64(one[at + half], one[at + 2 + half]);
+        }
+    for (int at = 0; at < 4; at++) {
+        one[at] = _mm512_shuffle_i32x4(two[at], two[4 + at], 0x88);
+        one[4 + at] = _mm512_shuffle_i32x4(two[at], two[4 + at], 0xdd);
+        one[8 + at] = _mm512_shuffle_i32x4(two[8 + at], two[12 + at], 0x88);
+        one[12 + at] = _mm512_shuffle_i32x4(two[8 + at], two[12 + at], 0xdd);
+    }
+    for (int at = 0; at < 4; at++)
+        for (int half = 0; half < 2; half++) {
+            made[4 * half + at] = _mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0x88);
+            made[8 + 4 * half + at] = _mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0xdd);
+        }
+}
+
+#endif
+
 /* Products in tiles (AMX): of up to sixteen rows of 32 columns each of both sides, one of which lies in pairs of columns.
    A tile's sums of the first and of the second columns of pairs begin as zeros and are added up apart, first to last, each
    product and sum rounded once; then the two are added, and that to the sum of the tiles before. So all bits are the same
@@ -1549,31 +1579,6 @@ INLINE void add_across(Side left, Side right, int64_t count) {
         _tile_loadd(7, right.at + 3 * right.next, right.line);
         _tile_dpbf16ps(3, 4, 7);
     }
-}
-
-/* A square of sixteen lines of as many numbers of 32 bits, its lines made columns. */
-INLINE void transpose(const __m512i *lines, __m512i *made) {
-    __m512i one[TILE], two[TILE];
-    for (int at = 0; at < TILE; at += 2) {
-        one[at] = _mm512_unpacklo_epi32(lines[at], lines[at + 1]);
-        one[at + 1] = _mm512_unpackhi_epi32(lines[at], lines[at + 1]);
-    }
-    for (int at = 0; at < TILE; at += 4)
-        for (int half = 0; half < 2; half++) {
-            two[at + 2 * half] = _mm512_unpacklo_epi64(one[at + half], one[at + 2 + half]);
-            two[at + 2 * half + 1] = _mm512_unpackhi_epi64(one[at + half], one[at + 2 + half]);
-        }
-    for (int at = 0; at < 4; at++) {
-        one[at] = _mm512_shuffle_i32x4(two[at], two[4 + at], 0x88);
-        one[4 + at] = _mm512_shuffle_i32x4(two[at], two[4 + at], 0xdd);
-        one[8 + at] = _mm512_shuffle_i32x4(two[8 + at], two[12 + at], 0x88);
-        one[12 + at] = _mm512_shuffle_i32x4(two[8 + at], two[12 + at], 0xdd);
-    }
-    for (int at = 0; at < 4; at++)
-        for (int half = 0; half < 2; half++) {
-            made[4 * half + at] = _mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0x88);
-            made[8 + 4 * half + at] = _mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0xdd);
-        }
 }
 
 /* What is given, laid out in pairs of columns: of sixteen rows at a time, or as many as are left, the pairs of one place
@@ -1761,6 +1766,63 @@ INLINE const Group *group_of(const Work *work, const Group *groups, int64_t inpu
     return groups + (order ? order[input] : input / work->block_columns);
 }
 
+#ifdef __AVX512BW__
+enum { AWQ = 0 };
+
+/* Whole numbers under 2^23 become this and themselves where its bits are set: so zeros are less by it, which is exact. */
+#define AS_NUMBER 0x1p23f
+
+typedef struct {
+    __m512 zeros, scales;
+} Sixteen;
+
+INLINE Sixteen sixteen_rows(const Group *group, int64_t row) {
+    __m512 zeros = _mm512_add_ps(_mm512_loadu_ps(group->zeros + row), _mm512_set1_ps(AS_NUMBER));
+    return (Sixteen){zeros, _mm512_loadu_ps(group->scales + row)};
+}
+
+/* The codes of an input of a run, which are the lowest bits, among others: of GPTQ a number has those of neighbouring inputs,
+   of AWQ those of neighbouring rows. Lines lie so many bytes apart. */
+INLINE __m512i codes_at(int64_t bits, const uint8_t *line, int64_t width, int64_t input) {
+    if (bits == AWQ) {
+        const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        const __m512i shifts = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
+        __m512i both = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)(line + input * width)));
+        return _mm512_srlv_epi32(_mm512_permutexvar_epi32(words, both), shifts);
+    }
+    int64_t shift = input * bits % 32;
+    const uint8_t *words = line + input * bits / 32 * width;
+    __m512i codes = _mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)shift);
+    if (shift + bits <= 32) return codes;
+    return _mm512_or_si512(codes, _mm512_slli_epi32(_mm512_loadu_si512(words + width), (unsigned)(32 - shift)));
+}
+
+INLINE __m512 values_at_input(int64_t bits, const uint8_t *line, int64_t width, int64_t input, Sixteen rows) {
+    const __m512i mask = _mm512_set1_epi32((1 << (bits == AWQ ? 4 : bits)) - 1);
+    const __m512i number = _mm512_castps_si512(_mm512_set1_ps(AS_NUMBER));
+    __m512i numbers = _mm512_ternarylogic_epi32(codes_at(bits, line, width, input), mask, number, 0xea);
+    return _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(numbers), rows.zeros), rows.scales);
+}
+
+/* LANES inputs of WIDE rows, as values, of AWQ. */
+INLINE void values_of_wide_awq(const Work *work, const Group *groups, int64_t input, int64_t first,
+                               float (*restrict values)[WIDE]) {
+    const Group *group = 0;
+    Sixteen rows[WIDE / SIXTEEN];
+    int64_t apart = work->rows / 2;
+    for (int64_t at = 0; at < LANES; at++) {
+        const uint8_t *line = work->codes + (input + at) * apart + first / 2;
+        const Group *own = group_of(work, groups, input + at);
+        __builtin_prefetch(line + LANES * apart);
+        for (int part = 0; own != group && part < WIDE / SIXTEEN; part++) rows[part] = sixteen_rows(own, SIXTEEN * part);
+        group = own;
+#pragma GCC unroll 4
+        for (int part = 0; part < WIDE / SIXTEEN; part++)
+            _mm512_storeu_ps(values[at] + SIXTEEN * part, values_at_input(AWQ, line + SIXTEEN / 2 * part, 0, 0, rows[part]));
+    }
+}
+#endif
+
 /* LANES inputs of wide rows, as values: of GPTQ, whose numbers have codes of neighbouring inputs. */
 INLINE void values_of_gptq(const Work *work, int64_t bits, const Group *groups, int64_t input, int64_t first, int64_t wide,
                            float (*restrict values)[WIDE]) {
@@ -1798,6 +1860,12 @@ static void values_of_awq(const Work *work, const Group *groups, int64_t input, 
 
 static void values_of_columns(const Work *work, const Group *groups, int64_t input, int64_t first, int64_t wide,
                               float (*restrict values)[WIDE]) {
+#ifdef __AVX512BW__
+    if (work->inside && wide == WIDE) {
+        values_of_wide_awq(work, groups, input, first, values);
+        return;
+    }
+#endif
     if (work->inside) {
         values_of_awq(work, groups, input, first, wide, values);
         return;
@@ -1844,42 +1912,7 @@ INLINE __m512i beside_each_other(__m512 one, __m512 two) {
 
 /* One row given, times WIDE rows: SIXTEEN of these and half of the lanes at a time, whose sums stay in registers for so many
    runs of inputs. */
-enum { SIXTEEN = 16, HALF = LANES / 2, STAY = 16, AWQ = 0 };
-
-/* Whole numbers under 2^23 become this and themselves where its bits are set: so zeros are less by it, which is exact. */
-#define AS_NUMBER 0x1p23f
-
-typedef struct {
-    __m512 zeros, scales;
-} Sixteen;
-
-INLINE Sixteen sixteen_rows(const Group *group, int64_t row) {
-    __m512 zeros = _mm512_add_ps(_mm512_loadu_ps(group->zeros + row), _mm512_set1_ps(AS_NUMBER));
-    return (Sixteen){zeros, _mm512_loadu_ps(group->scales + row)};
-}
-
-/* The codes of an input of a run, which are the lowest bits, among others: of GPTQ a number has those of neighbouring inputs,
-   of AWQ those of neighbouring rows. Lines lie so many bytes apart. */
-INLINE __m512i codes_at(int64_t bits, const uint8_t *line, int64_t width, int64_t input) {
-    if (bits == AWQ) {
-        const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-        const __m512i shifts = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
-        __m512i both = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)(line + input * width)));
-        return _mm512_srlv_epi32(_mm512_permutexvar_epi32(words, both), shifts);
-    }
-    int64_t shift = input * bits % 32;
-    const uint8_t *words = line + input * bits / 32 * width;
-    __m512i codes = _mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)shift);
-    if (shift + bits <= 32) return codes;
-    return _mm512_or_si512(codes, _mm512_slli_epi32(_mm512_loadu_si512(words + width), (unsigned)(32 - shift)));
-}
-
-INLINE __m512 values_at_input(int64_t bits, const uint8_t *line, int64_t width, int64_t input, Sixteen rows) {
-    const __m512i mask = _mm512_set1_epi32((1 << (bits == AWQ ? 4 : bits)) - 1);
-    const __m512i number = _mm512_castps_si512(_mm512_set1_ps(AS_NUMBER));
-    __m512i numbers = _mm512_ternarylogic_epi32(codes_at(bits, line, width, input), mask, number, 0xea);
-    return _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(numbers), rows.zeros), rows.scales);
-}
+enum { HALF = LANES / 2, STAY = 16 };
 
 /* Add the products of so many inputs of a run to sums, in the way of floats those of a half of the run; of says their groups,
    of which alike inputs have one. */
@@ -1999,15 +2032,30 @@ static void multiply_tile_in_pairs(const Product *all, const Group *groups, int6
 
 /* Unpack wide rows from first on, for MANY rows given or more. */
 static void unpack_columns(const Product *all, const Group *groups, int64_t first, int64_t wide, char *made) {
-    float values[LANES][WIDE], own[LANES];
+    float values[LANES][WIDE];
     int way = (int)all->way | KEPT;
     int64_t apart = apart_of(way, all->columns);
     for (int64_t input = 0; input < all->columns; input += LANES) {
         values_of_columns(all->work, groups, input, first, wide, values);
-        for (int64_t row = 0; row < wide; row++) {
-            for (int lane = 0; lane < LANES; lane++) own[lane] = values[lane][row];
-            add_values(way, 0, values_at(own), made + row * apart + input * bytes_of(way));
+        char *place = made + input * bytes_of(way);
+#ifdef __AVX512BW__
+        for (int64_t row = 0; row < wide; row += SIXTEEN) {
+            __m512i lines[LANES], columns[LANES];
+            for (int lane = 0; lane < LANES; lane++) lines[lane] = _mm512_loadu_si512(values[lane] + row);
+            transpose(lines, columns);
+            transpose(lines + SIXTEEN, columns + SIXTEEN);
+            for (int64_t at = 0; at < SIXTEEN && row + at < wide; at++, place += apart) {
+                Lanes found = {_mm512_castsi512_ps(columns[at]), _mm512_castsi512_ps(columns[SIXTEEN + at])};
+                add_values(way, 0, found, place);
+            }
         }
+#else
+        float own[LANES];
+        for (int64_t row = 0; row < wide; row++, place += apart) {
+            for (int lane = 0; lane < LANES; lane++) own[lane] = values[lane][row];
+            add_values(way, 0, values_at(own), place);
+        }
+#endif
     }
 }
 
