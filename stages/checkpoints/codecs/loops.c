@@ -1165,7 +1165,7 @@ INLINE void rows_of_scaled(int way, int some, int64_t kind, const Product *all, 
     const Work *work = all->work;
     int64_t width = work->block_columns, halves = width == LANES / 2, most = halves ? LANES : width, each = kind >= FP4 ? 2 : 1;
     int64_t lines = all->columns / work->columns, apart = all->columns / each, done = 0;
-    const uint8_t *codes = work->codes + row * apart;
+    const uint8_t *codes = work->codes + row * apart, *later = codes + (some == 1 ? AHEAD : ahead_of(some * apart));
     float scales[SIDE][SCALES];
     Lanes lanes[SIDE] = {0};
     for (int64_t column = 0, more; column < all->columns; done += more) {
@@ -1184,11 +1184,12 @@ INLINE void rows_of_scaled(int way, int some, int64_t kind, const Product *all, 
             }
             for (int64_t end = column + count; column < end; codes += LANES / each, column += LANES) {
                 Shared these = shared_at(way, given_at(way, given, column));
+                fetch(later, some * LANES / each);
+                later += some * LANES / each;
 #pragma GCC unroll 4
                 for (int at = 0; at < some; at++) {
                     const uint8_t *own = codes + at * apart;
                     float low = scales[at][block], high = scales[at][block + halves];
-                    fetch(own + AHEAD, LANES / each);
                     Lanes values = strange ? of_strange(own, low, high) : of_scaled(kind, own, all->values, low, high);
                     add_shared(way, lanes + at, values, these);
                 }
