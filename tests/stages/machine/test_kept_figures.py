@@ -95,7 +95,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     def be(idle: bool) -> None:
         _is_idle.cache_clear()
-        part = ("SHARED_PART", 9.0), ("_SEEN_SECONDS", 0.0)
+        part = ("SHARED_PART", 9.0), ("_SEEN_SECONDS", 9.0)  # one step of the account is a hundredth of a second
         for name, value in part if idle else [(name, -1.0) for name, _ in part]:
             monkeypatch.setattr(f"offstage.stages.machine.processor.{name}", value)
 
