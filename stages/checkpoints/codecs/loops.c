@@ -140,10 +140,10 @@ static int are_numbers(const uint8_t *codes, int64_t count) {
     uint8_t most = 0;
 #ifdef __AVX512BW__
     const __m512i none = _mm512_set1_epi8(0x7f);
-    __mmask64 found = 0;
+    __m512i found = _mm512_setzero_si512();
     for (; at + 64 <= count; at += 64)
-        found |= _mm512_cmpeq_epi8_mask(_mm512_and_si512(_mm512_loadu_si512(codes + at), none), none);
-    most = found ? 0x7f : 0;
+        found = _mm512_max_epu8(found, _mm512_and_si512(_mm512_loadu_si512(codes + at), none));
+    most = _mm512_cmpeq_epi8_mask(found, none) ? 0x7f : 0;
 #endif
     for (; at < count; at++) {
         uint8_t size = codes[at] & 0x7f;
@@ -1122,7 +1122,7 @@ INLINE Lanes of_scaled(int64_t kind, const uint8_t *codes, const float *values, 
 }
 
 /* The same of FP8, some of which are no numbers, or whose scales are beyond all use. */
-static Lanes of_strange(const uint8_t *codes, float low, float high) {
+static __attribute__((noinline)) Lanes of_strange(const uint8_t *codes, float low, float high) {
     float values[LANES];
     fp8_float32(codes, low, values, 16);
     fp8_float32(codes + 16, high, values + 16, 16);
@@ -1158,42 +1158,62 @@ INLINE void unpack_scales(const Work *work, int64_t block, int64_t some, float *
     }
 }
 
+/* How many scales of a row are unpacked at once. */
+enum { SCALES = 32 };
+
+INLINE int all_finite(float times, const float *scales, int64_t count) {
+    int finite = 1;
+    for (int64_t at = 0; at < count; at++) finite &= is_finite(times * scales[at]);
+    return finite;
+}
+
+/* Add a block of codes of some rows, which lie so far apart, and what so many columns of it are multiplied by: each row has
+   a scale there, or one for either half of a run. Strange are those of which FP8 can't be taken for halves. */
+INLINE void add_scaled(int way, int some, int64_t kind, int strange, Lanes *lanes, const uint8_t *codes, int64_t apart,
+                       int64_t count, const float (*scales)[SCALES], int64_t halves, const float *values, const void *given,
+                       const uint8_t *later) {
+    int64_t each = kind >= FP4 ? 2 : 1;
+    for (int64_t column = 0; column < count; column += LANES, codes += LANES / each, later += some * LANES / each) {
+        Shared these = shared_at(way, given_at(way, given, column));
+        fetch(later, some * LANES / each);
+#pragma GCC unroll 4
+        for (int at = 0; at < some; at++) {
+            const uint8_t *own = codes + at * apart;
+            float low = scales[at][0], high = scales[at][halves];
+            add_shared(way, lanes + at, strange ? of_strange(own, low, high) : of_scaled(kind, own, values, low, high), these);
+        }
+    }
+}
+
 /* Some rows of codes of a kind, one or SIDE, from one on: their products with those given, or no product, and the one's
    values there. Scales are unpacked of some blocks at a time, of a table as of others: runs of it lie one after the other. */
 INLINE void rows_of_scaled(int way, int some, int64_t kind, const Product *all, int64_t row, const void *given, float *made) {
-    enum { SCALES = 32 };
     const Work *work = all->work;
     int64_t width = work->block_columns, halves = width == LANES / 2, most = halves ? LANES : width, each = kind >= FP4 ? 2 : 1;
     int64_t lines = all->columns / work->columns, apart = all->columns / each, done = 0;
     const uint8_t *codes = work->codes + row * apart, *later = codes + (some == 1 ? AHEAD : ahead_of(some * apart));
     float scales[SIDE][SCALES];
     Lanes lanes[SIDE] = {0};
-    for (int64_t column = 0, more; column < all->columns; done += more) {
+    for (int64_t column = 0, more, count; column < all->columns; done += more) {
         int64_t left = (all->columns - column + width - 1) / width;
         more = left < SCALES ? left : SCALES;
         for (int at = 0; at < some; at++) {
             int64_t begin = lines > 1 ? (row + at) * lines : (row + at) / work->block_rows * work->across;
             unpack_scales(work, begin + done, more, scales[at]);
         }
-        for (int64_t block = 0; block < more; block += 1 + halves) {
-            int64_t count = all->columns - column < most ? all->columns - column : most;
-            int strange = 0;
-            for (int at = 0; kind == FP8 && at < some; at++) {
-                float low = scales[at][block], high = scales[at][block + halves];
-                strange |= !(are_numbers(codes + at * apart, count) && is_finite(256 * low) && is_finite(256 * high));
-            }
-            for (int64_t end = column + count; column < end; codes += LANES / each, column += LANES) {
-                Shared these = shared_at(way, given_at(way, given, column));
-                fetch(later, some * LANES / each);
-                later += some * LANES / each;
-#pragma GCC unroll 4
-                for (int at = 0; at < some; at++) {
-                    const uint8_t *own = codes + at * apart;
-                    float low = scales[at][block], high = scales[at][block + halves];
-                    Lanes values = strange ? of_strange(own, low, high) : of_scaled(kind, own, all->values, low, high);
-                    add_shared(way, lanes + at, values, these);
-                }
-            }
+        int64_t rest = all->columns - column, span = rest < more * width ? rest : more * width;
+        int strange = 0;
+        for (int at = 0; kind == FP8 && at < some; at++)
+            strange |= !(are_numbers(codes + at * apart, span) && all_finite(256, scales[at], more));
+        for (int64_t block = 0; block < more; block += 1 + halves, column += count) {
+            const void *these = given_at(way, given, column);
+            const float(*own)[SCALES] = (const float(*)[SCALES])(*scales + block);
+            count = all->columns - column < most ? all->columns - column : most;
+            if (strange)
+                add_scaled(way, some, kind, 1, lanes, codes, apart, count, own, halves, all->values, these, later);
+            else
+                add_scaled(way, some, kind, 0, lanes, codes, apart, count, own, halves, all->values, these, later);
+            codes += count / each, later += some * count / each;
         }
     }
     for (int at = 0; at < some && !(way & KEPT); at++) made[at] = sum_of(lanes + at);
