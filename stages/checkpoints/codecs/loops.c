@@ -611,7 +611,7 @@ INLINE void add_block(int way, int five, Lanes *lanes, const uint8_t *packed, co
         enum { FIFTH = 2 + 2 * with_more, CODES = FIFTH + 4 * five };                                                   \
         Shared these = shared_at(way, given);                                                                           \
         _Pragma("GCC unroll 4") for (int row = 0; row < some; row++, block += apart, scales += 1 + with_more) {         \
-            Values values = values_of(way, five, less, *scales, with_more ? scales + 1 : 0);                                 \
+            Values values = values_of(way, five, less, *scales, with_more ? scales + 1 : 0);                            \
             add_block(way, five, lanes + row, block + CODES, block + FIFTH, values, these);                             \
         }                                                                                                               \
     }
@@ -901,7 +901,7 @@ INLINE void scales_of_q6_k(int some, const uint8_t *block, int64_t apart, float 
     }
 }
 
-#define ADD_BLOCKS(format, codes_of, with_more)                                                                   \
+#define ADD_BLOCKS(format, codes_of, with_more)                                                                         \
     INLINE void add_##format(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,   \
                              const float *scales) {                                                                     \
         for (int row = 0; row < some; row++, block += apart, scales += 1 + with_more) {                                 \
@@ -1129,32 +1129,32 @@ static __attribute__((noinline)) Lanes of_strange(const uint8_t *codes, float lo
     return values_at(values);
 }
 
-/* The scales of some blocks, from one on. */
+/* The scales of some blocks, from one on: those that have one number above them together, then the next. */
 INLINE void unpack_scales(const Work *work, int64_t block, int64_t some, float *restrict made) {
-    switch (work->scale_kind) {
-#define SCALES_OF(kind)                                                                                             \
-    case kind: {                                                                                                    \
-        const Work own = {.scales = work->scales, .scale_table = work->scale_table, .scale_kind = kind};            \
-        for (int64_t at = 0; at < some; at++) made[at] = stored_scale(&own, block + at);                            \
-        break;                                                                                                      \
-    }
-        SCALES_OF(OF_BFLOAT16)
-        SCALES_OF(OF_FLOAT16)
-        SCALES_OF(OF_FLOAT32)
-        SCALES_OF(OF_FP8)
-        SCALES_OF(OF_E8M0)
-        SCALES_OF(OF_EXPONENTS)
-        SCALES_OF(OF_TABLE)
-    }
-    if (!work->above) return;
-    if (work->scale_kind != OF_TABLE) {
-        for (int64_t at = 0; at < some; at++) made[at] = made[at] / float_at(work->above);
-        return;
-    }
+    int nested = work->above && work->scale_kind == OF_TABLE;
     for (int64_t at = 0, end; at < some; at = end) {
-        int64_t run = (block + at) / work->above_run, last = (run + 1) * work->above_run - block;
+        int64_t run = nested ? (block + at) / work->above_run : 0, last = nested ? (run + 1) * work->above_run - block : some;
+        const uint8_t *above = work->above ? work->above + 4 * run : 0;
         end = last < some ? last : some;
-        for (int64_t own = at; own < end; own++) made[own] = made[own] * float_at(work->above + 4 * run) + work->offset;
+        switch (work->scale_kind) {
+#define SCALES_OF(kind)                                                                                                  \
+    case kind: {                                                                                                         \
+        const Work own = {                                                                                               \
+            .scales = work->scales, .scale_table = work->scale_table, .scale_kind = kind, .offset = work->offset};       \
+        if (above)                                                                                                       \
+            for (int64_t next = at; next < end; next++) made[next] = scale_at(&own, above, block + next);                \
+        else                                                                                                             \
+            for (int64_t next = at; next < end; next++) made[next] = scale_at(&own, 0, block + next);                    \
+        break;                                                                                                           \
+    }
+            SCALES_OF(OF_BFLOAT16)
+            SCALES_OF(OF_FLOAT16)
+            SCALES_OF(OF_FLOAT32)
+            SCALES_OF(OF_FP8)
+            SCALES_OF(OF_E8M0)
+            SCALES_OF(OF_EXPONENTS)
+            SCALES_OF(OF_TABLE)
+        }
     }
 }
 
@@ -1807,7 +1807,7 @@ INLINE Sixteen sixteen_rows(const Group *group, int64_t row) {
 INLINE __m512i codes_at(int64_t bits, const uint8_t *line, int64_t width, int64_t input) {
     if (bits == AWQ) {
         const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-        const __m512i shifts = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
+        const __m512i shifts = _mm512_broadcast_i64x4((__m256i)SHIFTS);
         __m512i both = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)(line + input * width)));
         return _mm512_srlv_epi32(_mm512_permutexvar_epi32(words, both), shifts);
     }

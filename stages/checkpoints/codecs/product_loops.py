@@ -140,8 +140,8 @@ class Product:
             product.laid = product.rooms + 4 * threads * room
         product.given, product.made, product.count, product.room = given, made, count, room
         product.bias, product.way, product.rounds = bias, WAY_NUMBERS[way], rounds
-        shares = threads * max(1, min(_SHARES, self.rows * self.columns * count // (threads * _LEAST)))
-        product.step = -(-self.rows // (shares * together)) * together
+        steps = threads * max(1, min(_SHARES, self.rows * self.columns * count // (threads * _LEAST)))
+        product.step = -(-self.rows // (steps * together)) * together
         self._function(byref(product), threads, _team())
 
     def _shares(self, count: int, threads: int, way: Way) -> tuple[int, int]:
