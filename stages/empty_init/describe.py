@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from offstage.stages.empty_init.activation_peaks import Weighed, weigh
 from offstage.stages.empty_init.experts import describe_experts, find_expert_lists, guess_expert_lists
 from offstage.stages.empty_init.fake_weights import REFUSALS, RefusedError, answered, rehearsing, unchanged_buffers
 from offstage.stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse, rehearse_next_token
-from offstage.stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
+from offstage.stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, PackedProducts, Skeleton, TensorSpec, parent
 from offstage.stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
 
 
@@ -59,6 +60,7 @@ def describe(
         experts=tuple(_experts(model, seen, tied, borrowers)),
         expert_lists=_expert_lists(model, seen),
         once=tuple(name for name in once if name not in borrowers),
+        products=_products(model),
     )
 
 
@@ -80,8 +82,29 @@ def _called_once(model: nn.Module, seen: Rehearsal | None) -> tuple[str, ...]:
 def _module(name: str, module: nn.Module) -> ModuleSpec:
     forwards = nn.Linear.forward, OrderedLinear.forward
     is_linear = isinstance(module, nn.Linear) and type(module).forward in forwards  # and nothing else
-    codec = str(module.kind) if getattr(module, "multiplies_packed", False) else None
-    return ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding), is_linear, codec)
+    return ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding), is_linear)
+
+
+def _products(model: nn.Module) -> tuple[PackedProducts, ...]:
+    """Return the products of weights that stay packed, alike ones as one."""
+    if all(getattr(module, "matrices", None) is None for module in model.modules()):
+        return ()
+    from offstage.stages.checkpoints.codecs.packed_matrices import as_text, of_text, without_own_numbers
+    from offstage.stages.empty_init.packed_modules import PackedExperts, PackedLinear, packed_modules
+
+    found: dict[PackedProducts, list[str]] = {}
+    packed = packed_modules(model).items()
+    multiply = {place: module for place, module in packed if isinstance(module, PackedLinear | PackedExperts)}
+    for place, module in multiply.items():
+        for matrix_text, names in module.matrices:
+            parts = [module.get_parameter(name) for name in names]
+            shapes = [part.shape[1:] if isinstance(module, PackedExperts) else part.shape for part in parts]
+            kinds = tuple((dtype_name(part.dtype), tuple(shape)) for part, shape in zip(parts, shapes, strict=True))
+            compute = None if module.how.compute is None else dtype_name(module.how.compute)
+            matrix = as_text(without_own_numbers(of_text(matrix_text)))
+            alike = PackedProducts(matrix, kinds, compute, module.how.tiles, ())
+            found.setdefault(alike, []).extend(f"{place}.{name}" for name in names)
+    return tuple(replace(products, tensors=tuple(tensors)) for products, tensors in found.items())
 
 
 def _experts(

@@ -50,6 +50,8 @@ KEY = "quantized.products"
 
 _HALVES = ("", UPPER)
 """What the names of the halves of a stack end with, where these rest each by itself."""
+_Resting: TypeAlias = tuple[str, tuple[str, ...]]
+"""A matrix as text, and the parameters that it rests in."""
 PackedModule: TypeAlias = "PackedLinear | PackedEmbedding | PackedExperts"
 
 
@@ -104,22 +106,21 @@ class PackedLinear(nn.Module):
     rounded to the dtype of what was given.
     """
 
-    multiplies_packed = True
-
     def __init__(self, linear: Any, stack: Stack, how: Arithmetic) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.kind, self.matrix_text, self.kept = stack.codec.name, as_text(stack.matrix), stack.kept
-        self._parts = tuple("weight" + end for end in stack.ends)
-        for name, part in zip(self._parts, stack.parts, strict=True):
+        self.kind, self.kept = stack.codec.name, stack.kept
+        names = tuple("weight" + end for end in stack.ends)
+        self.matrices: Sequence[_Resting] = [(as_text(stack.matrix), names)]
+        for name, part in zip(names, stack.parts, strict=True):
             self.register_parameter(name, part)
         self.register_parameter("bias", linear.bias)
         self.how, self.training = how, linear.training
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Return what the linear layer returns."""
-        own = cast("dict[str, torch.Tensor]", self._parameters)
-        return _multiply(given, [own[name] for name in self._parts], self.matrix_text, own["bias"], self.how)
+        own, ((matrix_text, names),) = cast("dict[str, torch.Tensor]", self._parameters), self.matrices
+        return _multiply(given, [own[name] for name in names], matrix_text, own["bias"], self.how)
 
     def extra_repr(self) -> str:
         """Return what a printed model says of it."""
@@ -153,8 +154,6 @@ class PackedExperts(nn.Module):
     added up for each token in float32, in the order of its choices.
     """
 
-    multiplies_packed = True
-
     def __init__(self, experts: Any, stacks: Mapping[str, Sequence[Stack]], how: Arithmetic) -> None:
         super().__init__()
         self.num_experts, self.config = experts.num_experts, experts.config
@@ -163,19 +162,20 @@ class PackedExperts(nn.Module):
         self.kind = max(every, key=lambda stack: stack.bytes).codec.name
         self.kept: dict[str, tuple[str, ...]] = {}
         self.listed: dict[str, str] = {}
-        self._parts: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+        self._parts: dict[str, list[_Resting]] = {}
         for attribute, pieces in stacks.items():
             self._parts[attribute] = [
                 self._register(attribute + end, stack, end) for end, stack in zip(_HALVES, pieces, strict=False)
             ]
+        self.matrices = [piece for pieces in self._parts.values() for piece in pieces]
         for name, parameter in experts.named_parameters(recurse=False):
             if name not in stacks:
                 self.register_parameter(name, parameter)
         self._activate = experts._apply_gate if self.has_gate else experts.act_fn
         self.how, self.training = how, experts.training
 
-    def _register(self, name: str, stack: Stack, half: str) -> tuple[str, tuple[str, ...]]:
-        """Take the parts of ``stack`` under ``name``; return what its matrix is, as text, and what they are called."""
+    def _register(self, name: str, stack: Stack, half: str) -> _Resting:
+        """Take the parts of ``stack`` under ``name``; return its matrix and what they are called."""
         own = tuple(name + end for end in stack.ends)
         for each, part in zip(own, stack.parts, strict=True):
             self.register_parameter(each, part)

@@ -76,15 +76,29 @@ class ModuleSpec:
     """One module: its dotted ``name`` (``""`` is the model) and the name of its class.
 
     ``looks_up`` says that it is an embedding: a call reads a few rows of its weight. ``multiplies`` says that it is a
-    linear layer: each number of its result depends on one row of its weight. ``codec`` is what its weights rest in and
-    are multiplied in, quantised; null: they are multiplied as numbers.
+    linear layer: each number of its result depends on one row of its weight.
     """
 
     name: str
     class_name: str
     looks_up: bool = False
     multiplies: bool = False
-    codec: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedProducts:
+    """Weights, all alike, that are multiplied as they rest: matrices in ``parts``, each of a dtype and a shape.
+
+    ``matrix_text`` is what their products are told of them (see ``codecs.packed_matrices``), but for what is one
+    weight's own. What they multiply is rounded to the dtype ``compute`` first, if there is one, and multiplied in
+    ``tiles`` or not. ``tensors`` (full names) are all that they rest in, those of experts each with a row for one.
+    """
+
+    matrix_text: str
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    compute: str | None
+    tiles: bool
+    tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +215,8 @@ class Skeleton:
     ``experts`` are those of a mixture whose experts can be brought one by one, in the order of registration.
     ``expert_lists`` are those whose experts are modules in a list, of which a forward calls some: each such list, and
     how many of its members a token uses. ``once`` lists the modules with tensors of an encoder-decoder that the first
-    token's forward alone calls: what they make is kept.
+    token's forward alone calls: what they make is kept. ``products`` are those of weights that are multiplied as they
+    rest.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -220,6 +235,7 @@ class Skeleton:
     experts: tuple[ExpertsSpec, ...] = ()
     expert_lists: Mapping[str, int] = field(default_factory=dict)
     once: tuple[str, ...] = ()
+    products: tuple[PackedProducts, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, TensorSpec]:

@@ -12,7 +12,7 @@ products read them up to a fifth slower than from a cache line's beginning, wher
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ _OFFSET = 8
 _LEAST_BYTES, _CACHES = 320 * 2**20, 2
 """The least memory that weights lie in which are measured, and how many times the last cache it is."""
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-_ROUNDS, _MOST_SECONDS = 24, 0.25
+MOST_ROUNDS, _MOST_SECONDS = 24, 0.25
 """How often a shape is measured, at the most, and for how long."""
 _LEAST_ROUNDS, _CACHE_LINE = 4, 64
 _DISTURBED = 1.5
@@ -102,17 +102,26 @@ def product_seconds(dtype: str, offset: int, shapes: Collection[Shape]) -> dict[
     room = room_for((memory_bytes() // kind.itemsize,), kind, offset=offset)
     memory = room.tensor.fill_(0.01)  # the system has one page for all memory never written to
     begin, line, seconds = 0, _CACHE_LINE // kind.itemsize, dict[Shape, float]()
+
+    def runs(rows: int, columns: int) -> Iterator[float]:
+        nonlocal begin
+        while True:
+            begin = 0 if begin + rows * columns > len(memory) else begin
+            yield seconds_with(memory[begin : begin + rows * columns].view(rows, columns))
+            begin += -(-rows * columns // line) * line
+
     for shape in shapes:
         rows = min(shape[0], len(memory) // shape[1])
-        size, taken = rows * shape[1], list[float]()
-        while len(taken) < _LEAST_ROUNDS or (
-            len(taken) <= _ROUNDS and sum(taken) < _MOST_SECONDS and not are_steady(taken[1:])
-        ):
-            begin = 0 if begin + size > len(memory) else begin
-            taken.append(seconds_with(memory[begin : begin + size].view(rows, shape[1])))
-            begin += -(-size // line) * line
-        seconds[shape] = typical(taken[1:]) * shape[0] / rows
+        seconds[shape] = steady_seconds(runs(rows, shape[1])) * shape[0] / rows
     return seconds
+
+
+def steady_seconds(runs: Iterator[float]) -> float:
+    """Return how long one of ``runs`` typically takes, the first aside: as few are asked as tell it."""
+    taken = [next(runs) for _ in range(_LEAST_ROUNDS)]
+    while len(taken) <= MOST_ROUNDS and sum(taken) < _MOST_SECONDS and not are_steady(taken[1:]):
+        taken.append(next(runs))
+    return typical(taken[1:])
 
 
 def seconds_with(weight: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ are measured in a moment.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.stage import MEASURED, Config
-from offstage.stages.checkpoints.codec_rates import Work, codec_rates, mean_rate
+from offstage.stages.checkpoints.codec_rates import Work, codec_rates, mean_rate, product_name
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
 from offstage.stages.empty_init.identity import declared_dtype
@@ -165,8 +165,9 @@ def machine_rates(
     """Return the rates that the config gives, the others as they are measured on the checkpoint's largest file.
 
     Those of a machine that is described and isn't this one are nominal where they aren't given. Those of dequantising
-    and multiplying are of the codecs which tensors of ``outline`` rest in; where that isn't known, the host reads such
-    ``weights``. Of the host only calls are measured for a ``light`` model, and for one that is small.
+    are of the codecs which tensors of ``outline`` rest in, those of multiplying of its products with what stays packed;
+    where that isn't known, the host reads such ``weights``. Of the host only calls are measured for a ``light`` model,
+    and for one that is small.
     """
     described = config.get("hardware") or {}
     if described.get("devices") is not None:
@@ -180,21 +181,40 @@ def machine_rates(
         return host(light=light, weights=weights)
     light, weights = light or _fits_caches(outline.skeleton.bytes), _host_weights(outline)
     rates = host(light=light, weights=weights, read={} if light else _read_bytes(outline, weights))
-    unpacked = {name: packed.codec for name, packed in outline.packed.items()}
-    quantised: dict[str, tuple[Mapping[str, str], Work]] = {
-        "dequantising": (unpacked, "unpacking"), "multiplying": (outline.multiplied, "multiplying")
-    }  # fmt: skip
-    means = {rate: getattr(rates, rate) for rate in quantised}
-    for rate, (codecs, work) in quantised.items():
-        sizes: Counter[str] = Counter()
-        for name, codec in codecs.items() if rate not in pinned else ():
-            sizes[codec] += outline.sizes[name]
-        sizes = Counter({codec: size for codec, size in sizes.items() if size >= _TELLING_SHARE * sizes.total()})
+    asked: dict[str, tuple[Work, Mapping[str, float]]] = {
+        "dequantising": ("unpacking", _unpacked_bytes(outline)),
+        "multiplying": ("multiplying", _multiplied_bytes(outline, weights.dtype)),
+    }
+    means = {rate: getattr(rates, rate) for rate in asked}
+    for rate, (work, every) in asked.items():
+        least = _TELLING_SHARE * sum(every.values())
+        sizes = {name: size for name, size in every.items() if size >= least and rate not in pinned}
         measured, disturbed = codec_rates(cache / MEASURED, work, sizes)
         rates = replace(rates, disturbed=rates.disturbed or disturbed)
-        mean = mean_rate(measured, sizes)
+        known = {name: size for name, size in sizes.items() if work == "unpacking" or name in measured}
+        mean = mean_rate(measured, known)
         means |= {} if mean is None else {rate: coarse_rate(mean)}
     return replace(rates, dequantising=means["dequantising"], multiplying=means["multiplying"])
+
+
+def _unpacked_bytes(outline: Outline) -> Mapping[str, float]:
+    """Return the bytes in use of what rests packed in ``outline``, by codec."""
+    sizes: Counter[str] = Counter()
+    for name, packed in outline.packed.items():
+        sizes[packed.codec] += outline.sizes[name]
+    return sizes
+
+
+def _multiplied_bytes(outline: Outline, dtype: str) -> Mapping[str, float]:
+    """Return what a token of ``dtype`` reads of what ``outline`` multiplies as it rests, by the products that read most
+    of it.
+    """
+    read: dict[str, float] = defaultdict(float)
+    for products in outline.skeleton.products:
+        own = {outline.skeleton.leader(name) for name in products.tensors}
+        name = product_name(products.matrix_text, products.parts, products.compute or dtype, tiles=products.tiles)
+        read[name] += sum(outline.sizes[each] * SINGLE.share(outline.routed.get(each)) for each in own)
+    return dict(Counter(read).most_common(_MOST_SHAPES))
 
 
 def _host_weights(outline: Outline) -> HostWeights:

@@ -92,11 +92,9 @@ class Outline:
         return {tensor.name: tensor.packed for tensor in self.skeleton.tensors if tensor.packed is not None}
 
     @cached_property
-    def multiplied(self) -> dict[str, str]:
-        """The codec of every tensor, by name, that is multiplied as it rests."""
-        codecs = {module.name: module.codec for module in self.skeleton.modules if module.codec is not None}
-        named = ((tensor.name, codecs.get(parent(tensor.name))) for tensor in self.skeleton.tensors if codecs)
-        return {name: codec for name, codec in named if codec is not None}
+    def multiplied(self) -> frozenset[str]:
+        """The names of all tensors that are multiplied as they rest."""
+        return frozenset(name for products in self.skeleton.products for name in products.tensors)
 
     @cached_property
     def rest_sizes(self) -> dict[str, int]:

@@ -30,9 +30,9 @@ from offstage.stages.plan.token_time import (
 )
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
-_CALLS_A_MIXTURE, _CALLS_A_GROUP, _CALLS_AN_EXPERT, _CALLS_A_PACKED_EXPERT = 4, 0.06, 0.8, 4
+_CALLS_A_MIXTURE, _CALLS_A_GROUP, _CALLS_AN_EXPERT, _CALLS_A_PACKED_EXPERT = 4, 0.06, 0.8, 0.6
 """In the time of so many calls of modules the host sorts tokens by the stacked experts of a layer, passes over one of
-these, and multiplies by one; and calls one that stays packed, whose products are one by one. Nominal."""
+these, and multiplies by one; and calls one that stays packed, beside its products. Nominal."""
 
 
 _BESIDE = ("host_read", "crossing")

@@ -16,14 +16,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 import offstage
 from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints import codec_rates
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.codec_rates import product_name
 from offstage.stages.checkpoints.codecs.loops import FORMATS_OF_LOOPS
 from offstage.stages.checkpoints.packed import rest_bytes
 from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.packed_modules import PackedEmbedding, PackedLinear, keep_packed, packed_modules
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.kernels import has_tiles
 from offstage.stages.shard_load.stage import ShardLoadStage
+from offstage.stages.units import tensor_bytes
 
 pytest.importorskip("gguf")
 
@@ -271,12 +275,21 @@ def test_experts_are_multiplied_and_kept_as_they_rest(tmp_path: Path, name: str)
         packed = {place: module for place, module in packed_modules(loaded.model).items() if hasattr(module, "config")}
         lines = loaded.plan.tensors
         stacks = {name: line for name, line in lines.items() if parent(name) in packed and "bias" not in name}
+        products = describe(loaded.model, rehearsed=False).products
         for place in packed:
             own = {name: line for name, line in stacks.items() if parent(name) == place}
             used = sum(line.bytes for line in own.values()) * MOE.num_experts_per_tok / MOE.num_experts
             for name, line in own.items():  # what is little of an expert comes with all of the module
                 assert line.serving == ("experts" if line.bytes > used / 32 else "map"), name
     entries = open_reader(open_checkpoint(path)).entries
+    multiplied = {name: (each, at) for each in products for at, name in enumerate(each.tensors)}
+    assert stacks.keys() <= multiplied.keys() <= lines.keys()
+    for name, line in stacks.items():
+        each, at = multiplied[name]
+        kind, shape = each.parts[at % len(each.parts)]
+        assert line.bytes == packed[parent(name)].num_experts * tensor_bytes(shape, kind)
+    asked = {product_name(each.matrix_text, each.parts, "float32", tiles=False) for each in products}
+    assert codec_rates.measure("multiplying", *asked).keys() == asked
     in_files = [rest_bytes(entry) for key, entry in entries.items() if ".experts." in key and "bias" not in key]
     assert sum(line.bytes for line in stacks.values()) == sum(in_files) > 0
 

@@ -249,14 +249,12 @@ def _rows_of(part: Extent, matrices: int, begin: int, end: int) -> Extent:
     return replace(part, begin=part.begin + begin * each, shape=((end - begin) * share, *part.shape[1:]))
 
 
-def sample(kind: str = "q4_k", *, times: int = 1) -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
-    """Return a made-up tensor of the format ``kind``, one block and that block's data, to be unpacked by a probe;
-    so many ``times`` as large, that block then the first of several.
-    """
-    form, rows = FORMATS[kind], _SAMPLE_ROWS * times
+def sample(kind: str = "q4_k") -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
+    """Return a made-up tensor of one block of the format ``kind``, that block and its data: what a probe unpacks."""
+    form = FORMATS[kind]
     width = _SAMPLE_COLUMNS // form.elements * form.bytes
-    file = ShardFile("sample", Path("sample"), rows * width, None, "")
-    part = Extent(file, 0, "uint8", (rows, width))
-    tensor = PackedTensor(GgufCodec((kind,)), (part,), "bfloat16", (rows, _SAMPLE_COLUMNS))
+    file = ShardFile("sample", Path("sample"), _SAMPLE_ROWS * width, None, "")
+    part = Extent(file, 0, "uint8", (_SAMPLE_ROWS, width))
+    tensor = PackedTensor(GgufCodec((kind,)), (part,), "bfloat16", (_SAMPLE_ROWS, _SAMPLE_COLUMNS))
     block = next(iter(tensor.codec.blocks(tensor)))
     return tensor, block, [np.resize(np.arange(1, 32, dtype=np.uint8), part.bytes)]

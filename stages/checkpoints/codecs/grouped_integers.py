@@ -213,12 +213,9 @@ def _ones(bits: int, *, less_one: bool) -> torch.Tensor:
     return torch.from_numpy(ones if less_one else np.zeros_like(ones))
 
 
-def sample(name: str, *, times: int = 1) -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
-    """Return a tensor of one block, that block and its bytes, made up: what the rate of ``name`` is measured by.
-
-    It is so many ``times`` as large, and the block then the first of several.
-    """
-    bits, outputs, inputs, group = int(name[-1]), 2048 * times, 1024, 128
+def sample(name: str) -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
+    """Return a tensor of one block, that block and its bytes, made up: what the rate of ``name`` is measured by."""
+    bits, outputs, inputs, group = int(name[-1]), 2048, 1024, 128
     codec = GroupedIntegers(name, bits, group, interleaved=name == "awq4")
     codes = (inputs, outputs * bits // 32) if codec.interleaved else (inputs * bits // 32, outputs)
     zeros = (inputs // group, outputs * bits // 32)

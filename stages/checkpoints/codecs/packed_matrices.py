@@ -304,6 +304,16 @@ def stacked(matrix: PackedMatrix, pieces: int) -> PackedMatrix | None:
     return replace(matrix, rows=pieces * matrix.rows) if matrix.rows % matrix.block_rows == 0 else None
 
 
+def without_own_numbers(matrix: PackedMatrix) -> PackedMatrix:
+    """Return ``matrix`` as others like it are: of one weight alone is what its scales are looked up in, and added to.
+
+    How long products take doesn't hang on them.
+    """
+    if not isinstance(matrix, ScaledMatrix) or matrix.nested is None:
+        return matrix
+    return replace(matrix, nested=replace(matrix.nested, values=(1.0,) * len(matrix.nested.values), offset=0.0))
+
+
 def can_look_up(matrix: PackedMatrix) -> bool:
     """Return whether rows of ``matrix`` can be unpacked alone: those of ggml's blocks that are in order."""
     return isinstance(matrix, GgmlMatrix) and matrix.swapped is None

@@ -361,12 +361,9 @@ def _scaled_pairs(dtype: str) -> torch.Tensor:
     return pairs.view({2: torch.int32, 4: torch.int64}[kind.itemsize]).view(-1)
 
 
-def sample(name: str, *, times: int = 1) -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
-    """Return a tensor of one block, that block and its bytes, made up: what the rate of ``name`` is measured by.
-
-    It is so many ``times`` as large, and the block then the first of several.
-    """
-    rows, columns, size = 512 * times, 4096, 128
+def sample(name: str) -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
+    """Return a tensor of one block, that block and its bytes, made up: what the rate of ``name`` is measured by."""
+    rows, columns, size = 512, 4096, 128
     every = np.arange(rows * columns, dtype=np.uint32) * np.uint32(2654435761) >> 24
     codes = every[: rows * columns // (1 if name in _OF_EIGHT_BITS else 2)].astype(np.uint8) & np.uint8(0xF7)
     shape: tuple[int, ...] = rows, columns

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from offstage.stages.checkpoints.codec_rates import codec_rates, mean_rate
+from offstage.stages.checkpoints.codec_rates import codec_rates, mean_rate, product_name, sample_of
+from offstage.stages.checkpoints.codecs.packed_matrices import as_text, packed_matrix, parts_of
+from offstage.stages.checkpoints.dtypes import dtype_name
 
 
 def test_a_rate_is_measured_once_and_kept_by_the_codecs_name(tmp_path: Path) -> None:
@@ -45,9 +48,24 @@ def test_to_plan_what_is_not_packed_neither_numpy_nor_torch_is_imported() -> Non
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_codec_with_products_has_a_rate_of_these_and_others_have_none(tmp_path: Path) -> None:
-    names = ["q8_0", "fp8", "awq4"]
-    rates, _ = codec_rates(tmp_path, "multiplying", [*names, "zstd", "unheard of"])
-    assert list(rates) == names
+def product_of(codec: str, *, times: int = 1) -> str:
+    """Return the product with a sample of ``codec``, or such of so many times as many rows."""
+    found = sample_of(codec)
+    assert found is not None
+    tensor, _, data = found
+    matrix = packed_matrix(tensor)
+    assert matrix is not None
+    parts = [(dtype_name(part.dtype), tuple(part.shape)) for part in parts_of(tensor, data)]
+    taller = [(kind, (times * rows, *more)) for kind, (rows, *more) in parts]
+    return product_name(as_text(replace(matrix, rows=times * matrix.rows)), taller, "bfloat16", tiles=False)
+
+
+def test_a_product_has_a_rate_and_what_no_memory_is_taken_for_has_none(tmp_path: Path) -> None:
+    products = [product_of(codec) for codec in ("q8_0", "fp8", "awq4")]
+    large = product_of("q8_0", times=1000)
+    rates, _ = codec_rates(tmp_path, "multiplying", [*products, large])
+    assert list(rates) == products
     assert all(10**7 < rate < 10**12 for rate in rates.values()), "bytes at rest a second, of a few cores"
-    assert codec_rates(tmp_path, "multiplying", ["fp8"])[0] == {"fp8": rates["fp8"]}
+    kept = json.loads(tmp_path.joinpath("decoding.json").read_text())
+    assert codec_rates(tmp_path, "multiplying", products[1:2])[0] == {products[1]: rates[products[1]]}
+    assert json.loads(tmp_path.joinpath("decoding.json").read_text()) == kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.stage import MEASURED
-from offstage.stages.empty_init.skeleton import PackedSpec
+from offstage.stages.checkpoints.codec_rates import product_name
+from offstage.stages.empty_init.skeleton import PackedProducts, PackedSpec
 from offstage.stages.machine.decoding_probe import OF_FILES, HostWeights
 from offstage.stages.machine.hardware import Accelerator, Hardware, hardware
 from offstage.stages.machine.host_memory import Host
@@ -96,6 +97,30 @@ def test_of_a_codec_that_has_next_to_nothing_of_the_bytes_no_rate_is_asked(
     given = {"hardware": {}, "model": {"kind": "pretrained", "path": str(tmp_path)}, "stages": ["finetune"]}
     found = machine_rates(given, hardware(given), tmp_path, packed, light=True)
     assert (asked, found.dequantising, found.disturbed) == ([["q8_0"], []], coarse_rate(3 * 10**9), True)
+
+
+def test_products_with_what_stays_packed_are_asked_for_by_what_a_token_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, float] = {}
+
+    def rates(_cache: Path, work: str, names: Mapping[str, float]) -> tuple[dict[str, int], bool]:
+        asked.update(names if work == "multiplying" else {})
+        return {next(iter(names)): 3 * 10**9} if names else {}, False
+
+    monkeypatch.setattr(figures, "codec_rates", rates)
+    base = outline({"l.0.w": 1000, "l.1.w": 900, "l.2.w": 9, "l.3.w": 10})
+    parts = (("uint8", (2, 5)),)
+    found = [
+        PackedProducts(text, parts, compute, tiles=False, tensors=names)
+        for text, compute, *names in (("a", None, "l.0.w"), ("b", "bfloat16", "l.1.w", "l.3.w"), ("c", None, "l.2.w"))
+    ]
+    fused = replace(base, skeleton=replace(base.skeleton, products=tuple(found)))
+    given = {"hardware": {}, "model": {"kind": "pretrained", "path": str(tmp_path)}, "stages": ["finetune"]}
+    rate = machine_rates(given, hardware(given), tmp_path, fused, light=True).multiplying
+    sizes = {product_name(text, parts, "bfloat16", tiles=False): fused.sizes for text in ("a", "b")}
+    assert asked == dict(zip(sizes, (fused.sizes["l.0.w"], fused.sizes["l.1.w"] + fused.sizes["l.3.w"]), strict=True))
+    assert rate == coarse_rate(3 * 10**9), "of those that have none, what the others have"
 
 
 def test_before_a_sweep_the_host_is_measured_by_weights_as_the_model_has_them(tmp_path: Path) -> None:
