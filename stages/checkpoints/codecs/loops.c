@@ -970,9 +970,10 @@ INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int6
 
 /* Have what lies behind so many bytes be on its way: a product of one row reads weights once, one after the other, and
    faster than a processor fetches them by itself. Intel's have more under way to the second cache than to the first; AMD's
-   don't. Where nothing lies any more, nothing is fetched. */
+   don't, and there weights go past the second cache, which keeps what the caller needs between products. Where nothing lies
+   any more, nothing is fetched. */
 #if defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
-enum { AHEAD = 8192, NEARNESS = 3 };
+enum { AHEAD = 8192, NEARNESS = 0 };
 #else
 enum { AHEAD = 8192, NEARNESS = 2 };
 #endif
