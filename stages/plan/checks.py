@@ -11,7 +11,7 @@ from offstage.stages.empty_init.skeleton import longest_prefix
 from offstage.stages.inputs.generate_options import CACHE, OFFLOADED
 from offstage.stages.machine.caching_allocator import LARGE_SEGMENT
 from offstage.stages.machine.hardware import Hardware
-from offstage.stages.machine.host_memory import Host
+from offstage.stages.machine.host_memory import PROCESS_BYTES, Host
 from offstage.stages.plan.allocator import AllocatorCost
 from offstage.stages.plan.budgets import NO_COST, least_available
 from offstage.stages.plan.layout import Layout
@@ -43,6 +43,17 @@ def host_is_short(shortage: Shortage, terms: Mapping[str, int], host: Host) -> B
         f"{_wants(shortage)}; the least that works is {enough} bytes ({format_bytes(enough)}), or ask for less: "
         "shorter prompts, fewer new tokens, smaller batches"
     )
+
+
+def require_process_room(host: Host) -> None:
+    """Raise ``BudgetError`` where a limit of the ``host`` is less than libraries take: they would be killed while they
+    are imported, without a word.
+    """
+    if host.limit and host.total_bytes < PROCESS_BYTES:
+        raise BudgetError(
+            f"{host.limit}: {format_bytes(host.total_bytes)} are allowed, and a run's process takes some"
+            f" {format_bytes(PROCESS_BYTES)} beside weights; allow more"
+        )
 
 
 def _limit(host: Host) -> str:

@@ -11,7 +11,9 @@ import pytest
 
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import BudgetError, ConfigError
+from offstage.stages.machine.host_memory import Host
 from offstage.stages.plan import options
+from offstage.stages.plan.checks import require_process_room
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.placement import all_homes, fold
 from offstage.stages.plan.plan import Plan, plan_of
@@ -97,6 +99,14 @@ def test_an_explicit_map_with_an_absent_accelerator_is_an_error() -> None:
     assert fault.key == "device_map"
     with pytest.raises(ConfigError, match="no accelerator 3 here, the last is 1"):
         make_plan(stack(3), wrong)
+
+
+def test_a_limit_that_no_process_of_a_run_fits_in_is_refused_before_it_imports() -> None:
+    told = "^group: 266.00 MB are allowed, and a run's process takes some 313.00 MB beside weights; allow more$"
+    with pytest.raises(BudgetError, match=told):
+        require_process_room(Host(266 * 10**6, 200 * 10**6, limit="group"))
+    require_process_room(Host(313 * 10**6, 200 * 10**6, limit="group"))
+    require_process_room(Host(266 * 10**6, 200 * 10**6))
 
 
 def test_a_map_that_a_run_wrote_gives_the_same_plan(tmp_path: Path) -> None:
