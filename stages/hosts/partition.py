@@ -166,6 +166,7 @@ def share(skeleton: Skeleton, away: Collection[str]) -> Skeleton:
 
     tied = (staying(group) for group in skeleton.tied)
     caches = (replace(cache, blocks=staying(cache.blocks)) for cache in skeleton.caches)
+    products = (replace(alike, tensors=staying(alike.tensors)) for alike in skeleton.products)
     borrowers = {name: staying(names) for name, names in skeleton.borrowers.items() if stays(name)}
     return replace(
         skeleton,
@@ -180,4 +181,5 @@ def share(skeleton: Skeleton, away: Collection[str]) -> Skeleton:
         experts=tuple(spec for spec in skeleton.experts if stays(spec.module)),
         expert_lists={name: count for name, count in skeleton.expert_lists.items() if stays(name)},
         once=staying(skeleton.once),
+        products=tuple(alike for alike in products if alike.tensors),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from offstage.pipeline.errors import ConfigError
-from offstage.stages.empty_init.skeleton import CacheSpec, ExpertsSpec, ModuleSpec, Skeleton, TensorSpec
+from offstage.stages.empty_init.skeleton import CacheSpec, ExpertsSpec, ModuleSpec, PackedProducts, Skeleton, TensorSpec
 from offstage.stages.hosts.partition import Chain, chain_of, partition_of, share
 
 
@@ -83,6 +83,10 @@ def test_an_encoder_and_a_decoder_are_one_chain_and_the_encoders_end_goes_to_all
     assert partition.describe(1) == "decoder 1-2"
 
 
+def products(*tensors: str) -> PackedProducts:
+    return PackedProducts("{}", (("uint8", (4, 34)),), None, tiles=False, tensors=tensors)
+
+
 def test_a_share_has_nothing_of_what_is_away() -> None:
     whole = replace(
         decoder(),
@@ -91,6 +95,7 @@ def test_a_share_has_nothing_of_what_is_away() -> None:
             ExpertsSpec("layers.3", 4, 1, ("layers.3.weight",)),
         ),
         written={"layers.1.weight": "layers.1"},
+        products=(products("layers.1.weight", "layers.2.weight"), products("head.weight")),
     )
     part = share(whole, {"layers.0", "layers.1", "head"})
     assert [spec.name for spec in part.tensors] == ["embed.weight", "layers.2.weight", "layers.3.weight", "norm.weight"]
@@ -99,6 +104,7 @@ def test_a_share_has_nothing_of_what_is_away() -> None:
     assert [cache.blocks for cache in part.caches] == [("layers.2", "layers.3")]
     assert [spec.module for spec in part.experts] == ["layers.3"]
     assert part.written == {}
+    assert part.products == (products("layers.2.weight"),)
     assert share(whole, ()) == whole
 
 
