@@ -46,6 +46,8 @@ _ROUNDS = 5
 _MOST_BYTES, _CODES = 2 * BYTES, 0x62
 """How large a matrix may be that is multiplied to be measured; and all bytes of one: numbers of a common size, whatever
 they are codes or scales of."""
+_BETWEEN = 2**10
+"""What its parts take at most to begin at whole lines of a cache."""
 _KEPT_AS: Mapping[Work, str] = {"unpacking": "unpacking to memory", "multiplying": "multiplying"}
 
 
@@ -134,8 +136,7 @@ def _multiplying(names: Collection[str]) -> dict[str, int]:
 
     asked = {name: json.loads(name) for name in names}
     asked = {name: product for name, product in asked.items() if sum(_sizes(product[1])) <= _MOST_BYTES}
-    most = max((sum(_sizes(parts)) for _, parts, *_ in asked.values()), default=0)
-    memory = torch.empty(max(product_probe.memory_bytes(), most), dtype=torch.uint8)
+    memory = torch.empty(max(product_probe.memory_bytes(), _MOST_BYTES + _BETWEEN), dtype=torch.uint8)
     with torch.inference_mode():
         seconds = {name: steady_seconds(_products(memory, *product)) for name, product in asked.items()}
     return {name: round(sum(_sizes(asked[name][1])) / taken) for name, taken in seconds.items()}
