@@ -261,39 +261,112 @@ void unpack_scaled(const Work *all) {
 
 enum { GROUP_BYTES = 16, GROUP = 32, TILE_ROWS = 32 };
 
-#define TRANSPOSED(name, type, pair_type)                                                                     \
-    static void name(const uint8_t *codes, const uint8_t *scales, const pair_type *table, type *made,         \
-                     int64_t rows, int64_t groups, int64_t line) {                                            \
-        type lines[GROUP][TILE_ROWS];                                                                         \
-        for (int64_t group = 0; group < groups; group++) {                                                    \
-            for (int64_t row = 0; row < rows; row++) {                                                        \
-                const pair_type *pairs = table + 256 * (int64_t)scales[row * groups + group];                 \
-                const uint8_t *bytes = codes + (row * groups + group) * GROUP_BYTES;                          \
-                for (int at = 0; at < GROUP_BYTES; at++) {                                                    \
-                    pair_type pair = pairs[bytes[at]];                                                        \
-                    lines[2 * at][row] = (type)pair;                                                          \
-                    lines[2 * at + 1][row] = (type)(pair >> 8 * sizeof(type));                                \
-                }                                                                                             \
-            }                                                                                                 \
-            for (int at = 0; at < GROUP; at++)                                                                \
-                memcpy(made + (group * GROUP + at) * line, lines[at], (size_t)rows * sizeof(type));           \
-        }                                                                                                     \
+/* One group of some rows, by the table: scales lie so far apart, and lines of made. */
+#define TRANSPOSED(name, type, pair_type)                                                                      \
+    static void name(const uint8_t *codes, const uint8_t *scales, int64_t apart, const pair_type *table,       \
+                     type *made, int64_t line, int64_t rows) {                                                 \
+        type lines[GROUP][TILE_ROWS];                                                                          \
+        for (int64_t row = 0; row < rows; row++) {                                                             \
+            const pair_type *pairs = table + 256 * (int64_t)scales[row * apart];                               \
+            const uint8_t *bytes = codes + row * apart * GROUP_BYTES;                                          \
+            for (int at = 0; at < GROUP_BYTES; at++) {                                                         \
+                pair_type pair = pairs[bytes[at]];                                                             \
+                lines[2 * at][row] = (type)pair;                                                               \
+                lines[2 * at + 1][row] = (type)(pair >> 8 * sizeof(type));                                     \
+            }                                                                                                  \
+        }                                                                                                      \
+        for (int at = 0; at < GROUP; at++) memcpy(made + at * line, lines[at], (size_t)rows * sizeof(type));   \
     }
 
 TRANSPOSED(transpose_halves, uint16_t, uint32_t)
 TRANSPOSED(transpose_floats, uint32_t, uint64_t)
 
+#ifdef __AVX512BW__
+/* The values of 32 rows' codes, the lowest four bits of words: what the codes stand for, in floats of 16 bits, times two to
+   the power that is added to exponents as shifted. */
+INLINE __m512i scaled_words(__m512i codes, __m512i values, __m512i shifted) {
+    __m512i own = _mm512_permutexvar_epi16(codes, values);
+    return _mm512_mask_add_epi16(own, _mm512_test_epi16_mask(codes, _mm512_set1_epi16(7)), own, shifted);
+}
+
+INLINE void put_words(char *made, __m512i words, int64_t dtype) {
+    if (dtype != FLOAT32) {
+        _mm512_storeu_si512(made, words);
+        return;
+    }
+    for (int half = 0; half < 2; half++) {
+        __m256i own = half ? _mm512_extracti64x4_epi64(words, 1) : _mm512_castsi512_si256(words);
+        _mm512_storeu_si512(made + 64 * half, _mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16));
+    }
+}
+
+/* The same of a tile's rows: bytes are transposed before they become values, floats as the upper halves that are all of
+   them. Returns whether all scales are such that every value is a number of full precision; else nothing is done. */
+static int transpose_tile(const Work *all, const uint8_t *codes, const uint8_t *scales, char *made) {
+    enum { ONE = 127 };
+    uint8_t least = all->dtype == FLOAT16 ? ONE - 13 : 2, most = all->dtype == FLOAT16 ? ONE + 13 : 252;
+    uint8_t own[TILE_ROWS];
+    uint16_t values[2 * GROUP_BYTES];
+    for (int64_t row = 0; row < TILE_ROWS; row++) own[row] = scales[row * all->across];
+    __m256i every = _mm256_loadu_si256((const __m256i *)own);
+    __m256i above = _mm256_sub_epi8(every, _mm256_set1_epi8((char)least));
+    if (_mm256_cmpgt_epu8_mask(above, _mm256_set1_epi8((char)(most - least)))) return 0;
+    for (int code = 0; code < 2 * GROUP_BYTES; code++) {
+        int64_t place = 256 * ONE + code % GROUP_BYTES;
+        values[code] = all->dtype == FLOAT32 ? (uint16_t)(((const uint64_t *)all->table)[place] >> 16)
+                                             : (uint16_t)((const uint32_t *)all->table)[place];
+    }
+    __m512i powers = _mm512_sub_epi16(_mm512_cvtepu8_epi16(every), _mm512_set1_epi16(ONE));
+    __m512i shifted = all->dtype == FLOAT16 ? _mm512_slli_epi16(powers, 10) : _mm512_slli_epi16(powers, 7);
+    __m512i stand_for = _mm512_loadu_si512(values);
+    __m256i bytes[GROUP_BYTES], next[GROUP_BYTES];
+#pragma GCC unroll 16
+    for (int at = 0; at < GROUP_BYTES; at++) {
+        const uint8_t *row = codes + at * all->across * GROUP_BYTES, *later = row + GROUP_BYTES * all->across * GROUP_BYTES;
+        bytes[at] = _mm256_set_m128i(_mm_loadu_si128((const __m128i *)later), _mm_loadu_si128((const __m128i *)row));
+    }
+#pragma GCC unroll 4
+    for (int turn = 0; turn < 4; turn++) {
+#pragma GCC unroll 8
+        for (int at = 0; at < GROUP_BYTES / 2; at++) {
+            next[2 * at] = _mm256_unpacklo_epi8(bytes[at], bytes[at + GROUP_BYTES / 2]);
+            next[2 * at + 1] = _mm256_unpackhi_epi8(bytes[at], bytes[at + GROUP_BYTES / 2]);
+        }
+#pragma GCC unroll 16
+        for (int at = 0; at < GROUP_BYTES; at++) bytes[at] = next[at];
+    }
+    int64_t line = all->columns * SIZE_OF(all->dtype);
+#pragma GCC unroll 16
+    for (int at = 0; at < GROUP_BYTES; at++) {
+        __m512i words = _mm512_cvtepu8_epi16(bytes[at]);
+        put_words(made + 2 * at * line, scaled_words(words, stand_for, shifted), all->dtype);
+        put_words(made + (2 * at + 1) * line, scaled_words(_mm512_srli_epi16(words, 4), stand_for, shifted), all->dtype);
+    }
+    return 1;
+}
+#else
+static int transpose_tile(const Work *all, const uint8_t *codes, const uint8_t *scales, char *made) {
+    return (void)all, (void)codes, (void)scales, (void)made, 0;
+}
+#endif
+
 /* Rows, with as many groups as there are scales across, become columns of made, whose lines have so many values as it
-   has columns; table has the two values of a byte as one number for each scale and byte, the low four bits' first. */
+   has columns; table has the two values of a byte as one number for each scale and byte, the low four bits' first. A
+   group is taken of all rows before the next one: so few pages are written to at a time. */
 void unpack_mxfp4(const Work *all) {
     int64_t groups = all->across, line = all->columns;
-    for (int64_t row = 0; row < all->rows; row += TILE_ROWS) {
-        int64_t count = all->rows - row < TILE_ROWS ? all->rows - row : TILE_ROWS;
-        const uint8_t *codes = all->codes + row * groups * GROUP_BYTES, *scales = all->scales + row * groups;
-        if (all->dtype == FLOAT32)
-            transpose_floats(codes, scales, all->table, (uint32_t *)all->made + row, count, groups, line);
-        else
-            transpose_halves(codes, scales, all->table, (uint16_t *)all->made + row, count, groups, line);
+    for (int64_t group = 0; group < groups; group++) {
+        for (int64_t row = 0; row < all->rows; row += TILE_ROWS) {
+            int64_t count = all->rows - row < TILE_ROWS ? all->rows - row : TILE_ROWS;
+            const uint8_t *scales = all->scales + row * groups + group;
+            const uint8_t *codes = all->codes + (row * groups + group) * GROUP_BYTES;
+            char *made = all->made + (group * GROUP * line + row) * SIZE_OF(all->dtype);
+            if (count == TILE_ROWS && transpose_tile(all, codes, scales, made)) continue;
+            if (all->dtype == FLOAT32)
+                transpose_floats(codes, scales, groups, all->table, (uint32_t *)made, line, count);
+            else
+                transpose_halves(codes, scales, groups, all->table, (uint16_t *)made, line, count);
+        }
     }
 }
 

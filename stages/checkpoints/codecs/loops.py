@@ -168,19 +168,17 @@ class Loops:
         arrays = (codes, scales, layout.above, made)
         return Loop(self.library, self.library.unpack_scaled, work, arrays, tables)
 
-    def mxfp4(self, codes: Bytes, scales: Bytes, table: Numbers, made: Numbers) -> Loop:
-        """Return what writes to ``made`` [columns, rows], the lines of which may be part of longer ones, what comes of
-        ``codes`` [rows, bytes] and ``scales`` [rows, groups] by ``table``: for each scale and byte its two values as
-        one number.
+    def mxfp4(self, codes: Bytes, scales: Bytes, table: Numbers, made: Numbers, *, dtype: str) -> Loop:
+        """Return what writes to ``made`` [columns, rows], of ``dtype``, the lines of which may be part of longer ones,
+        what comes of ``codes`` [rows, bytes] and ``scales`` [rows, groups] by ``table``: for each scale and byte its
+        two values as one number.
         """
         rows, groups = scales.shape
         assert (codes.shape, made.shape, table.shape) == ((rows, 16 * groups), (32 * groups, rows), (2**16,))
-        assert made.strides[1] == made.itemsize == table.itemsize // 2
+        assert made.strides[1] == made.itemsize == table.itemsize // 2 == DTYPE_BYTES[dtype]
         line = made.strides[0] // made.itemsize
-        dtype = DTYPE_NUMBERS["float32" if made.itemsize == 4 else "bfloat16"]
-        work = LoopArguments(
-            *pointers(codes, scales, None), made.ctypes.data, *pointers(table, None), 0, dtype, rows, line, groups
-        )
+        places = (*pointers(codes, scales, None), made.ctypes.data, *pointers(table, None))
+        work = LoopArguments(*places, 0, DTYPE_NUMBERS[dtype], rows, line, groups)
         return Loop(self.library, self.library.unpack_mxfp4, work, (codes, scales, made), (table,))
 
     def merge_planes(self, low: Bytes, high: Bytes, words: Numbers) -> None:

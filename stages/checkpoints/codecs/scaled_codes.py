@@ -136,7 +136,8 @@ class ScaledCodes(DeviceCodec):
             table = _scaled_pairs(tensor.dtype).numpy().view(f"u{2 * torch_dtype(tensor.dtype).itemsize}")
             expert, row = divmod(block.begin, tensor.shape[-1])
             rows_target = target.view(f"u{table.itemsize // 2}").reshape(tensor.shape)[expert, :, row : row + height]
-            return compiled.mxfp4(codes.reshape(height, -1), scales.reshape(height, -1), table, rows_target)
+            own = codes.reshape(height, -1), scales.reshape(height, -1)
+            return compiled.mxfp4(*own, table, rows_target, dtype=tensor.dtype)
         kind, (matrices, rows, _) = tensor.parts[1].dtype, self._grid(tensor)
         nested = (_floats(self.nested.values).numpy(), self.nested.run, self.nested.offset) if self.nested else None
         layout = ScaleLayout(

@@ -124,6 +124,19 @@ def test_stacks_of_mxfp4(tmp_path: Path, both: Both, shape: tuple[int, int, int]
     assert_same_bits(*both(replace(tensor, dtype=dtype)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_tiles_of_mxfp4_whose_scales_are_the_last_of_full_precision_or_the_first_beyond(
+    tmp_path: Path, both: Both, beyond: int, dtype: str
+) -> None:
+    least, most = (114, 140) if dtype == "float16" else (2, 252)
+    ends = np.array([least - beyond, 127, most, 127, least, most + beyond], np.uint8)
+    codes, scales = np.arange(64 * 6 * 16, dtype=np.uint32).astype(np.uint8), np.resize(ends, (1, 64, 6))
+    parts = (codes.reshape(1, 64, 6, 16), "uint8"), (scales, "uint8")
+    tensor = packed_at(tmp_path / "f", MXFP4, (1, 192, 64), *parts)
+    assert_same_bits(*both(replace(tensor, dtype=dtype)))
+
+
 LAYOUTS = {"rows": (Arrangement(), (40, 512)), "swapped rows": (Arrangement((2, 10, 2, 1)), (40, 512))}
 
 
