@@ -63,7 +63,7 @@ own; less, where it is brought with others. Nominal."""
 _DISTURBANCE = 1 / 4
 """By which share of the shorter of two that go on at once they take longer: reading and what takes the cores, and of
 that, unpacking and computing. Nominal."""
-_UNPACKING_WHEN_CALLED = 2.65
+_UNPACKING_WHEN_CALLED = 3.7
 """How many times as long as by all cores it takes to unpack experts as they are called: one is the caller's, which asks
 for them, and products that have begun wait for the threads that unpack. Nominal."""
 _CLEARED = 3.5e9
