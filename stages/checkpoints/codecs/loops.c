@@ -281,49 +281,89 @@ enum { GROUP_BYTES = 16, GROUP = 32, TILE_ROWS = 32 };
 TRANSPOSED(transpose_halves, uint16_t, uint32_t)
 TRANSPOSED(transpose_floats, uint32_t, uint64_t)
 
+#ifdef __AVX2__
+/* What codes stand for in 32 rows, in floats of 16 bits, and what each row's power of two adds to their exponents. */
 #ifdef __AVX512BW__
-/* The values of 32 rows' codes, the lowest four bits of words: what the codes stand for, in floats of 16 bits, times two to
-   the power that is added to exponents as shifted. */
-INLINE __m512i scaled_words(__m512i codes, __m512i values, __m512i shifted) {
-    __m512i own = _mm512_permutexvar_epi16(codes, values);
-    return _mm512_mask_add_epi16(own, _mm512_test_epi16_mask(codes, _mm512_set1_epi16(7)), own, shifted);
+typedef struct {
+    __m512i values, shifted;
+} Tile;
+
+INLINE Tile tile_of(const uint16_t *values, __m256i powers, int mantissa) {
+    __m512i less = _mm512_sub_epi16(_mm512_cvtepu8_epi16(powers), _mm512_set1_epi16(127));
+    __m512i own = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)values));
+    return (Tile){own, _mm512_sllv_epi16(less, _mm512_set1_epi16((short)mantissa))};
 }
 
-INLINE void put_words(char *made, __m512i words, int64_t dtype) {
+/* Write the values of 32 rows' codes, of four bits in bytes; floats as the upper halves that are all of them. */
+INLINE void put_column(char *made, Tile tile, __m256i codes, int64_t dtype) {
+    __m512i words = _mm512_cvtepu8_epi16(codes), own = _mm512_permutexvar_epi16(words, tile.values);
+    own = _mm512_mask_add_epi16(own, _mm512_test_epi16_mask(words, _mm512_set1_epi16(7)), own, tile.shifted);
     if (dtype != FLOAT32) {
-        _mm512_storeu_si512(made, words);
+        _mm512_storeu_si512(made, own);
         return;
     }
-    for (int half = 0; half < 2; half++) {
-        __m256i own = half ? _mm512_extracti64x4_epi64(words, 1) : _mm512_castsi512_si256(words);
-        _mm512_storeu_si512(made + 64 * half, _mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16));
-    }
+    __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(own));
+    __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(own, 1));
+    _mm512_storeu_si512(made, _mm512_slli_epi32(low, 16));
+    _mm512_storeu_si512(made + 64, _mm512_slli_epi32(high, 16));
+}
+#else
+typedef struct {
+    __m256i low, high, shifted[2];
+} Tile;
+
+INLINE Tile tile_of(const uint16_t *values, __m256i powers, int mantissa) {
+    uint8_t low[32], high[32];
+    for (int at = 0; at < 32; at++) low[at] = (uint8_t)values[at % 16], high[at] = (uint8_t)(values[at % 16] >> 8);
+    __m256i one = _mm256_unpacklo_epi8(powers, _mm256_setzero_si256()), less = _mm256_set1_epi16(127);
+    __m256i two = _mm256_unpackhi_epi8(powers, _mm256_setzero_si256());
+    __m128i count = _mm_cvtsi32_si128(mantissa);
+    one = _mm256_sll_epi16(_mm256_sub_epi16(one, less), count), two = _mm256_sll_epi16(_mm256_sub_epi16(two, less), count);
+    return (Tile){_mm256_loadu_si256((const __m256i *)low), _mm256_loadu_si256((const __m256i *)high), {one, two}};
 }
 
-/* The same of a tile's rows: bytes are transposed before they become values, floats as the upper halves that are all of
-   them. Returns whether all scales are such that every value is a number of full precision; else nothing is done. */
+INLINE void put_column(char *made, Tile tile, __m256i codes, int64_t dtype) {
+    __m256i low = _mm256_shuffle_epi8(tile.low, codes), high = _mm256_shuffle_epi8(tile.high, codes);
+    __m256i none = _mm256_cmpeq_epi8(_mm256_and_si256(codes, _mm256_set1_epi8(7)), _mm256_setzero_si256());
+    __m256i one = _mm256_andnot_si256(_mm256_unpacklo_epi8(none, none), tile.shifted[0]);
+    __m256i two = _mm256_andnot_si256(_mm256_unpackhi_epi8(none, none), tile.shifted[1]);
+    one = _mm256_add_epi16(_mm256_unpacklo_epi8(low, high), one);
+    two = _mm256_add_epi16(_mm256_unpackhi_epi8(low, high), two);
+    __m256i halves[] = {_mm256_permute2x128_si256(one, two, 0x20), _mm256_permute2x128_si256(one, two, 0x31)};
+    for (int half = 0; half < 2; half++) {
+        if (dtype != FLOAT32) {
+            _mm256_storeu_si256((__m256i *)made + half, halves[half]);
+            continue;
+        }
+        __m128i parts[] = {_mm256_castsi256_si128(halves[half]), _mm256_extracti128_si256(halves[half], 1)};
+        for (int part = 0; part < 2; part++)
+            _mm256_storeu_si256((__m256i *)made + 2 * half + part, _mm256_slli_epi32(_mm256_cvtepu16_epi32(parts[part]), 16));
+    }
+}
+#endif
+
+/* The same of a tile's rows: bytes are transposed before they become values. Returns whether all scales are such that every
+   value is a number of full precision; else nothing is done. */
 static int transpose_tile(const Work *all, const uint8_t *codes, const uint8_t *scales, char *made) {
     enum { ONE = 127 };
-    uint8_t least = all->dtype == FLOAT16 ? ONE - 13 : 2, most = all->dtype == FLOAT16 ? ONE + 13 : 252;
-    uint8_t own[TILE_ROWS];
-    uint16_t values[2 * GROUP_BYTES];
+    int halves = all->dtype == FLOAT16;
+    uint8_t own[TILE_ROWS], least = halves ? ONE - 13 : 2, most = halves ? ONE + 13 : 252;
+    uint16_t values[GROUP_BYTES];
     for (int64_t row = 0; row < TILE_ROWS; row++) own[row] = scales[row * all->across];
-    __m256i every = _mm256_loadu_si256((const __m256i *)own);
-    __m256i above = _mm256_sub_epi8(every, _mm256_set1_epi8((char)least));
-    if (_mm256_cmpgt_epu8_mask(above, _mm256_set1_epi8((char)(most - least)))) return 0;
-    for (int code = 0; code < 2 * GROUP_BYTES; code++) {
-        int64_t place = 256 * ONE + code % GROUP_BYTES;
-        values[code] = all->dtype == FLOAT32 ? (uint16_t)(((const uint64_t *)all->table)[place] >> 16)
-                                             : (uint16_t)((const uint32_t *)all->table)[place];
+    __m256i powers = _mm256_loadu_si256((const __m256i *)own), limit = _mm256_set1_epi8((char)(most - least));
+    __m256i above = _mm256_sub_epi8(powers, _mm256_set1_epi8((char)least));
+    if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(above, limit), limit)) != -1) return 0;
+    for (int64_t code = 0; code < GROUP_BYTES; code++) {
+        const uint64_t *floats = all->table;
+        const uint32_t *pairs = all->table;
+        values[code] = (uint16_t)(all->dtype == FLOAT32 ? floats[256 * ONE + code] >> 16 : pairs[256 * ONE + code]);
     }
-    __m512i powers = _mm512_sub_epi16(_mm512_cvtepu8_epi16(every), _mm512_set1_epi16(ONE));
-    __m512i shifted = all->dtype == FLOAT16 ? _mm512_slli_epi16(powers, 10) : _mm512_slli_epi16(powers, 7);
-    __m512i stand_for = _mm512_loadu_si512(values);
+    Tile tile = tile_of(values, powers, halves ? 10 : 7);
     __m256i bytes[GROUP_BYTES], next[GROUP_BYTES];
 #pragma GCC unroll 16
     for (int at = 0; at < GROUP_BYTES; at++) {
-        const uint8_t *row = codes + at * all->across * GROUP_BYTES, *later = row + GROUP_BYTES * all->across * GROUP_BYTES;
-        bytes[at] = _mm256_set_m128i(_mm_loadu_si128((const __m128i *)later), _mm_loadu_si128((const __m128i *)row));
+        const uint8_t *row = codes + at * all->across * GROUP_BYTES, *other = row + GROUP_BYTES * all->across * GROUP_BYTES;
+        bytes[at] = _mm256_set_m128i(_mm_loadu_si128((const __m128i *)other), _mm_loadu_si128((const __m128i *)row));
     }
 #pragma GCC unroll 4
     for (int turn = 0; turn < 4; turn++) {
@@ -336,11 +376,12 @@ static int transpose_tile(const Work *all, const uint8_t *codes, const uint8_t *
         for (int at = 0; at < GROUP_BYTES; at++) bytes[at] = next[at];
     }
     int64_t line = all->columns * SIZE_OF(all->dtype);
+    const __m256i four = _mm256_set1_epi8(15);
 #pragma GCC unroll 16
     for (int at = 0; at < GROUP_BYTES; at++) {
-        __m512i words = _mm512_cvtepu8_epi16(bytes[at]);
-        put_words(made + 2 * at * line, scaled_words(words, stand_for, shifted), all->dtype);
-        put_words(made + (2 * at + 1) * line, scaled_words(_mm512_srli_epi16(words, 4), stand_for, shifted), all->dtype);
+        put_column(made + 2 * at * line, tile, _mm256_and_si256(bytes[at], four), all->dtype);
+        __m256i upper = _mm256_and_si256(_mm256_srli_epi16(bytes[at], 4), four);
+        put_column(made + (2 * at + 1) * line, tile, upper, all->dtype);
     }
     return 1;
 }
