@@ -82,8 +82,8 @@ def codec_rates(folder: Path, work: Work, names: Collection[str]) -> tuple[dict[
 
 
 def mean_rate(rates: Mapping[str, int], used_bytes: Mapping[str, float]) -> int | None:
-    """Return the one rate at which ``used_bytes`` by codec are unpacked one after the other; null where one is unknown
-    or there are none.
+    """Return the one rate at which ``used_bytes`` by name are unpacked, or multiplied by, one after the other; null
+    where one is unknown or there are none.
     """
     if not used_bytes or not used_bytes.keys() <= rates.keys():
         return None

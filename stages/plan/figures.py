@@ -31,6 +31,7 @@ from offstage.stages.machine.process_memory import begin_process_memory, process
 from offstage.stages.machine.product_probe import OF_FILES, HostWeights, Shape
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from offstage.stages.machine.row_products import exact_dtypes
+from offstage.stages.plan.checks import require_process_room
 from offstage.stages.plan.expert_slots import SINGLE
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import read_geometry
@@ -92,8 +93,14 @@ def declared_weights(config: Config) -> HostWeights:
 
 
 def begin_measuring(config: Config, cache: Path) -> None:
-    """Have what ``known_machine`` waits for be looked for and measured from now on, beside what this process does."""
-    accelerator = _asked_of(hardware(config), config)
+    """Have what ``known_machine`` waits for be looked for and measured from now on, beside what this process does.
+
+    A ``BudgetError`` where a limit leaves the process of a run no room to.
+    """
+    machine = hardware(config)
+    if not host_is_described(config):
+        require_process_room(machine.host)
+    accelerator = _asked_of(machine, config)
     if accelerator is not None:
         begin_process_memory(cache / MEASURED, accelerator=accelerator)
 
@@ -182,8 +189,8 @@ def machine_rates(
     light, weights = light or _fits_caches(outline.skeleton.bytes), _host_weights(outline)
     rates = host(light=light, weights=weights, read={} if light else _read_bytes(outline, weights))
     asked: dict[str, tuple[Work, Mapping[str, float]]] = {
-        "dequantising": ("unpacking", _unpacked_bytes(outline)),
-        "multiplying": ("multiplying", _multiplied_bytes(outline, weights.dtype)),
+        "dequantising": ("unpacking", _bytes_by_codec(outline)),
+        "multiplying": ("multiplying", _bytes_by_product(outline, weights.dtype)),
     }
     means = {rate: getattr(rates, rate) for rate in asked}
     for rate, (work, every) in asked.items():
@@ -197,7 +204,7 @@ def machine_rates(
     return replace(rates, dequantising=means["dequantising"], multiplying=means["multiplying"])
 
 
-def _unpacked_bytes(outline: Outline) -> Mapping[str, float]:
+def _bytes_by_codec(outline: Outline) -> Mapping[str, float]:
     """Return the bytes in use of what rests packed in ``outline``, by codec."""
     sizes: Counter[str] = Counter()
     for name, packed in outline.packed.items():
@@ -205,7 +212,7 @@ def _unpacked_bytes(outline: Outline) -> Mapping[str, float]:
     return sizes
 
 
-def _multiplied_bytes(outline: Outline, dtype: str) -> Mapping[str, float]:
+def _bytes_by_product(outline: Outline, dtype: str) -> Mapping[str, float]:
     """Return what a token of ``dtype`` reads of what ``outline`` multiplies as it rests, by the products that read most
     of it.
     """

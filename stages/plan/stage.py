@@ -30,11 +30,10 @@ from offstage.stages.machine.hosts import (
 )
 from offstage.stages.machine.kernels import capabilities
 from offstage.stages.plan import options, plan as plans, table
-from offstage.stages.plan.checks import require_host, require_process_room
+from offstage.stages.plan.checks import require_host
 from offstage.stages.plan.declared_metrics import LINK_BYTES, PLAN_METRICS, PREDICTED
 from offstage.stages.plan.figures import (
     begin_measuring,
-    host_is_described,
     host_kernels,
     is_light,
     known_machine_and_kernels,
@@ -105,8 +104,6 @@ class PlanStage(Stage[PlanInputs]):
 
     def begin_measuring(self, config: Config, cache: Path) -> None:
         """Have what a run's process holds found while this one imports what the model needs, if it has room to."""
-        if not host_is_described(config):
-            require_process_room(hardware(config).host)
         begin_measuring(host_config(config, own_host(config.get("hardware") or {})), cache)
 
     def gather(self, context: Context) -> PlanInputs:

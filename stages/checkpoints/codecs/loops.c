@@ -260,7 +260,7 @@ void unpack_scaled(const Work *all) {
 
 /* MXFP4: rows of groups of 32 values become columns. Tiles of 32 rows fill whole cache lines of each column. */
 
-enum { GROUP_BYTES = 16, GROUP = 32, TILE_ROWS = 32 };
+enum { GROUP_BYTES = 16, GROUP = 32, TILE_ROWS = 32, FOUR_BITS = 16, ONE = 127 };
 
 /* One group of some rows, by the table: scales lie so far apart, and lines of made. */
 #define TRANSPOSED(name, type, pair_type)                                                                      \
@@ -290,7 +290,7 @@ typedef struct {
 } Tile;
 
 INLINE Tile tile_of(const uint16_t *values, __m256i powers, int mantissa) {
-    __m512i less = _mm512_sub_epi16(_mm512_cvtepu8_epi16(powers), _mm512_set1_epi16(127));
+    __m512i less = _mm512_sub_epi16(_mm512_cvtepu8_epi16(powers), _mm512_set1_epi16(ONE));
     __m512i own = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)values));
     return (Tile){own, _mm512_sllv_epi16(less, _mm512_set1_epi16((short)mantissa))};
 }
@@ -314,13 +314,15 @@ typedef struct {
 } Tile;
 
 INLINE Tile tile_of(const uint16_t *values, __m256i powers, int mantissa) {
-    uint8_t low[32], high[32];
-    for (int at = 0; at < 32; at++) low[at] = (uint8_t)values[at % 16], high[at] = (uint8_t)(values[at % 16] >> 8);
-    __m256i one = _mm256_unpacklo_epi8(powers, _mm256_setzero_si256()), less = _mm256_set1_epi16(127);
+    const __m128i *halves = (const __m128i *)values, below = _mm_set1_epi16(255);
+    __m128i first = _mm_loadu_si128(halves), last = _mm_loadu_si128(halves + 1);
+    __m128i low = _mm_packus_epi16(_mm_and_si128(first, below), _mm_and_si128(last, below));
+    __m128i high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(last, 8));
+    __m256i one = _mm256_unpacklo_epi8(powers, _mm256_setzero_si256()), less = _mm256_set1_epi16(ONE);
     __m256i two = _mm256_unpackhi_epi8(powers, _mm256_setzero_si256());
     __m128i count = _mm_cvtsi32_si128(mantissa);
     one = _mm256_sll_epi16(_mm256_sub_epi16(one, less), count), two = _mm256_sll_epi16(_mm256_sub_epi16(two, less), count);
-    return (Tile){_mm256_loadu_si256((const __m256i *)low), _mm256_loadu_si256((const __m256i *)high), {one, two}};
+    return (Tile){_mm256_broadcastsi128_si256(low), _mm256_broadcastsi128_si256(high), {one, two}};
 }
 
 INLINE void put_column(char *made, Tile tile, __m256i codes, int64_t dtype) {
@@ -343,22 +345,16 @@ INLINE void put_column(char *made, Tile tile, __m256i codes, int64_t dtype) {
 }
 #endif
 
-/* The same of a tile's rows: bytes are transposed before they become values. Returns whether all scales are such that every
-   value is a number of full precision; else nothing is done. */
-static int transpose_tile(const Work *all, const uint8_t *codes, const uint8_t *scales, char *made) {
-    enum { ONE = 127 };
+/* The same of a tile's rows, by the values of the codes where the scale is one: bytes are transposed before they become
+   values. Returns whether all scales are such that every value is a number of full precision; else nothing is done. */
+static int transpose_tile(const Work *all, const uint16_t *values, const uint8_t *codes, const uint8_t *scales,
+                          char *made) {
     int halves = all->dtype == FLOAT16;
     uint8_t own[TILE_ROWS], least = halves ? ONE - 13 : 2, most = halves ? ONE + 13 : 252;
-    uint16_t values[GROUP_BYTES];
     for (int64_t row = 0; row < TILE_ROWS; row++) own[row] = scales[row * all->across];
     __m256i powers = _mm256_loadu_si256((const __m256i *)own), limit = _mm256_set1_epi8((char)(most - least));
     __m256i above = _mm256_sub_epi8(powers, _mm256_set1_epi8((char)least));
     if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(above, limit), limit)) != -1) return 0;
-    for (int64_t code = 0; code < GROUP_BYTES; code++) {
-        const uint64_t *floats = all->table;
-        const uint32_t *pairs = all->table;
-        values[code] = (uint16_t)(all->dtype == FLOAT32 ? floats[256 * ONE + code] >> 16 : pairs[256 * ONE + code]);
-    }
     Tile tile = tile_of(values, powers, halves ? 10 : 7);
     __m256i bytes[GROUP_BYTES], next[GROUP_BYTES];
 #pragma GCC unroll 16
@@ -387,8 +383,9 @@ static int transpose_tile(const Work *all, const uint8_t *codes, const uint8_t *
     return 1;
 }
 #else
-static int transpose_tile(const Work *all, const uint8_t *codes, const uint8_t *scales, char *made) {
-    return (void)all, (void)codes, (void)scales, (void)made, 0;
+static int transpose_tile(const Work *all, const uint16_t *values, const uint8_t *codes, const uint8_t *scales,
+                          char *made) {
+    return (void)all, (void)values, (void)codes, (void)scales, (void)made, 0;
 }
 #endif
 
@@ -397,13 +394,19 @@ static int transpose_tile(const Work *all, const uint8_t *codes, const uint8_t *
    group is taken of all rows before the next one: so few pages are written to at a time. */
 void unpack_mxfp4(const Work *all) {
     int64_t groups = all->across, line = all->columns;
+    uint16_t values[FOUR_BITS];
+    for (int64_t code = 0; code < FOUR_BITS; code++) {
+        const uint64_t *floats = all->table;
+        const uint32_t *pairs = all->table;
+        values[code] = (uint16_t)(all->dtype == FLOAT32 ? floats[256 * ONE + code] >> 16 : pairs[256 * ONE + code]);
+    }
     for (int64_t group = 0; group < groups; group++) {
         for (int64_t row = 0; row < all->rows; row += TILE_ROWS) {
             int64_t count = all->rows - row < TILE_ROWS ? all->rows - row : TILE_ROWS;
             const uint8_t *scales = all->scales + row * groups + group;
             const uint8_t *codes = all->codes + (row * groups + group) * GROUP_BYTES;
             char *made = all->made + (group * GROUP * line + row) * SIZE_OF(all->dtype);
-            if (count == TILE_ROWS && transpose_tile(all, codes, scales, made)) continue;
+            if (count == TILE_ROWS && transpose_tile(all, values, codes, scales, made)) continue;
             if (all->dtype == FLOAT32)
                 transpose_floats(codes, scales, groups, all->table, (uint32_t *)made, line, count);
             else
