@@ -145,6 +145,14 @@ static int are_numbers(const uint8_t *codes, int64_t count) {
     for (; at + 64 <= count; at += 64)
         found = _mm512_max_epu8(found, _mm512_and_si512(_mm512_loadu_si512(codes + at), none));
     most = _mm512_cmpeq_epi8_mask(found, none) ? 0x7f : 0;
+#elif defined(__AVX2__)
+    const __m256i none = _mm256_set1_epi8(0x7f);
+    __m256i found = _mm256_setzero_si256(), other = found;
+    for (; at + 64 <= count; at += 64) {
+        found = _mm256_max_epu8(found, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(codes + at)), none));
+        other = _mm256_max_epu8(other, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(codes + at + 32)), none));
+    }
+    most = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(found, other), none)) ? 0x7f : 0;
 #endif
     for (; at < count; at++) {
         uint8_t size = codes[at] & 0x7f;
@@ -152,6 +160,8 @@ static int are_numbers(const uint8_t *codes, int64_t count) {
     }
     return most < 0x7f;
 }
+
+typedef uint32_t Eight __attribute__((vector_size(32)));
 
 INLINE int is_finite(float value) { return value - value == 0; }
 
@@ -422,43 +432,6 @@ void merge_planes(const uint8_t *restrict low, const uint8_t *restrict high, uin
 
 /* ggml's blocks, as ggml_blocks.py has them. */
 
-/* 32 codes of four bits, the lower ones of all bytes and then the upper ones; or of five, of which the fifth lie in four
-   bytes of their own. All are less by a number. */
-#ifdef __AVX2__
-INLINE __m256i nibbles_of(const uint8_t *packed) {
-    __m128i bytes = _mm_loadu_si128((const __m128i *)packed), mask = _mm_set1_epi8(15);
-    return _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
-}
-
-INLINE void keep_less(__m256i all, int less, int8_t *codes) {
-    _mm256_storeu_si256((__m256i *)codes, _mm256_sub_epi8(all, _mm256_set1_epi8((char)less)));
-}
-
-INLINE void four_bits(const uint8_t *packed, int less, int8_t *codes) { keep_less(nibbles_of(packed), less, codes); }
-
-INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int less, int8_t *codes) {
-    const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m256i own = _mm256_set1_epi64x((int64_t)0x8040201008040201u);
-    int32_t bits;
-    memcpy(&bits, fifth, sizeof bits);
-    __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), places), own);
-    __m256i set = _mm256_and_si256(_mm256_cmpeq_epi8(spread, own), _mm256_set1_epi8(16));
-    keep_less(_mm256_or_si256(nibbles_of(packed), set), less, codes);
-}
-#else
-INLINE void four_bits(const uint8_t *packed, int less, int8_t *codes) {
-    for (int at = 0; at < 16; at++) {
-        codes[at] = (int8_t)((packed[at] & 15) - less);
-        codes[16 + at] = (int8_t)((packed[at] >> 4) - less);
-    }
-}
-
-INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, int less, int8_t *codes) {
-    four_bits(packed, less, codes);
-    for (int at = 0; at < 32; at++) codes[at] = (int8_t)(codes[at] + 16 * (fifth[at / 8] >> at % 8 & 1));
-}
-#endif
-
 /* Products of rows with weights as they rest, which are never unpacked whole.
 
    Given float32, each number is a sum of the unpacked float32 values times those given, in one order whatever computes it:
@@ -590,9 +563,8 @@ INLINE void add_shared(int way, Lanes *lanes, Lanes values, Shared given) {
 }
 
 /* 32 codes as values. Either half has its scale, and what is to be added to each where that isn't null. */
-INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *more) {
-    return (Lanes){shifted(_mm512_mul_ps(sixteen(codes), _mm512_set1_ps(low)), more),
-                   shifted(_mm512_mul_ps(sixteen(codes + 16), _mm512_set1_ps(high)), more)};
+INLINE Lanes of_codes(const int8_t *codes, float low, float high) {
+    return (Lanes){_mm512_mul_ps(sixteen(codes), _mm512_set1_ps(low)), _mm512_mul_ps(sixteen(codes + 16), _mm512_set1_ps(high))};
 }
 
 /* The sum of all lanes, which are added in halves. */
@@ -819,22 +791,26 @@ INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int6
     }
 }
 
-/* Of FP8, all of them numbers: a half has one bit of exponent more, and all that FP8 has, in a 256th. Scales times 256
-   are exact, as long as they are small enough. */
+/* Of FP8, all of them numbers, and scales times what makes up for that: a half has one bit of exponent more, and all that FP8
+   has, in a 256th. */
+#define FP8_TIMES 256
 INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
     __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes)); /* the sign is in both of its places */
     __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xbf80));
     __m512 first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
     __m512 second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-    return (Lanes){_mm512_mul_ps(first, _mm512_set1_ps(low * 256)), _mm512_mul_ps(second, _mm512_set1_ps(high * 256))};
+    return (Lanes){_mm512_mul_ps(first, _mm512_set1_ps(low)), _mm512_mul_ps(second, _mm512_set1_ps(high))};
 }
 
 /* Of four bits, which are numbers of sixteen values; of the two in a byte the upper or the lower comes first. Each byte is
    put in the places of its two codes, and values are scaled before they are looked up. */
-INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_first, float low, float high) {
+typedef __m512 Table;
+
+INLINE Table table_of(const float *values) { return _mm512_loadu_ps(values); }
+
+INLINE Lanes of_nibbles(const uint8_t *codes, Table table, int upper_first, float low, float high) {
     const __m512i lower = _mm512_set1_epi64(4ll << 32), upper = _mm512_set1_epi64(4), shifts = upper_first ? upper : lower;
     const __m512i places = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-    __m512 table = _mm512_loadu_ps(values);
     __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
     __m512i first = _mm512_shuffle_epi8(bytes, places);
     __m512i second = _mm512_shuffle_epi8(bytes, _mm512_add_epi32(places, _mm512_set1_epi32(8)));
@@ -848,9 +824,12 @@ typedef struct {
     Octet of[LANES / 8];
 } Lanes;
 
+/* Eight numbers wherever they lie: copied to lanes as bytes they would go through memory. */
+typedef float Loose __attribute__((vector_size(32), aligned(4), may_alias));
+
 INLINE Lanes values_at(const float *values) {
     Lanes lanes;
-    memcpy(lanes.of, values, sizeof lanes.of);
+    for (int at = 0; at < LANES / 8; at++) lanes.of[at] = *(const Loose *)(values + 8 * at);
     return lanes;
 }
 
@@ -861,28 +840,35 @@ typedef const float *Shared;
 INLINE Shared shared_at(int way, const void *given) { return (void)way, given; }
 
 /* Products added to sums, each rounded once. */
-INLINE Octet octet_added(Octet values, const float *given, Octet sums) {
+INLINE Octet octet_added(Octet one, Octet two, Octet sums) {
 #ifdef __FMA__
-    return (Octet)_mm256_fmadd_ps((__m256)values, _mm256_loadu_ps(given), (__m256)sums);
+    return (Octet)_mm256_fmadd_ps((__m256)one, (__m256)two, (__m256)sums);
 #else
-    for (int at = 0; at < 8; at++) sums[at] = __builtin_fmaf(values[at], given[at], sums[at]);
+    for (int at = 0; at < 8; at++) sums[at] = __builtin_fmaf(one[at], two[at], sums[at]);
     return sums;
 #endif
 }
 
-INLINE void add_shared(int way, Lanes *lanes, Lanes values, Shared given) {
+INLINE void add_octet(int way, Octet *sums, Octet values, const float *given) {
     if (way & KEPT)
-        memcpy((void *)given, values.of, sizeof values.of);
+        *(Loose *)(void *)given = values;
     else
-        for (int at = 0; at < LANES / 8; at++) lanes->of[at] = octet_added(values.of[at], given + 8 * at, lanes->of[at]);
+        *sums = octet_added(values, *(const Loose *)given, *sums);
+}
+
+INLINE void add_shared(int way, Lanes *lanes, Lanes values, Shared given) {
+    for (int at = 0; at < LANES / 8; at++) add_octet(way, lanes->of + at, values.of[at], given + 8 * at);
 }
 
 INLINE float sum_of(const Lanes *lanes) {
-    float sums[LANES];
-    memcpy(sums, lanes->of, sizeof sums);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int at = 0; at < half; at++) sums[at] += sums[at + half];
-    return sums[0];
+    Octet both = (lanes->of[0] + lanes->of[2]) + (lanes->of[1] + lanes->of[3]);
+#ifdef __AVX2__
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)both), _mm256_extractf128_ps((__m256)both, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    return ((both[0] + both[4]) + (both[2] + both[6])) + ((both[1] + both[5]) + (both[3] + both[7]));
+#endif
 }
 
 INLINE Lanes scaled(Lanes values, float low, float high) {
@@ -900,53 +886,108 @@ INLINE Octet octet_of(const int8_t *codes) {
 #endif
 }
 
-INLINE Lanes of_codes(const int8_t *codes, float low, float high, const float *more) {
+INLINE Lanes of_codes(const int8_t *codes, float low, float high) {
     Lanes made;
     for (int at = 0; at < LANES / 8; at++) made.of[at] = octet_of(codes + 8 * at);
-    made = scaled(made, low, high);
-    for (int at = 0; more && at < LANES / 8; at++) made.of[at] += *more;
-    return made;
+    return scaled(made, low, high);
 }
 
+INLINE Eight eight_bytes(const uint8_t *bytes) {
+#ifdef __AVX2__
+    return (Eight)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+#else
+    Eight made;
+    for (int at = 0; at < 8; at++) made[at] = bytes[at];
+    return made;
+#endif
+}
+
+INLINE Octet as_numbers(Eight codes) {
+    typedef int32_t Signed __attribute__((vector_size(32)));
+    return __builtin_convertvector((Signed)codes, Octet);
+}
+
+/* Codes times a scale, and what is added to them. Products of scales and codes are exact: what is added to them may be in one
+   step, which differs for what is no number alone, in bits that are kept. */
+INLINE Octet shifted(int way, Octet codes, float scale, float more) {
+    if (way & KEPT) return codes * scale + more;
+    return octet_added(codes, scale - (Octet){0}, more - (Octet){0});
+}
+
+#ifdef __AVX2__
+/* Of FP8, all of them numbers, and scales times what makes up for that: halves, which are a 256th of what codes mean. */
+#define FP8_TIMES 256
+INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
+    Lanes made;
+    for (int at = 0; at < 2; at++) {
+        __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes + at)); /* the sign in both its places */
+        __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
+        made.of[2 * at] = (Octet)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+        made.of[2 * at + 1] = (Octet)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+    }
+    return scaled(made, low, high);
+}
+
+/* The bytes of sixteen values, in either half of a register all that are lowest, and so on. Codes as bytes look them up,
+   which are put together. */
+typedef struct {
+    __m256i bytes[4];
+} Table;
+
+INLINE Table table_of(const float *values) {
+    const __m128i turned = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m128i fours[4];
+    for (int at = 0; at < 4; at++) fours[at] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)values + at), turned);
+    __m128i low = _mm_unpacklo_epi32(fours[0], fours[1]), high = _mm_unpackhi_epi32(fours[0], fours[1]);
+    __m128i more = _mm_unpacklo_epi32(fours[2], fours[3]), most = _mm_unpackhi_epi32(fours[2], fours[3]);
+    __m128i bytes[] = {_mm_unpacklo_epi64(low, more), _mm_unpackhi_epi64(low, more), _mm_unpacklo_epi64(high, most),
+                       _mm_unpackhi_epi64(high, most)};
+    Table table;
+    for (int at = 0; at < 4; at++) table.bytes[at] = _mm256_broadcastsi128_si256(bytes[at]);
+    return table;
+}
+
+/* Of four bits, which are numbers of sixteen values; of the two in a byte the upper or the lower comes first. All values but
+   those of tables of their own are such that their lower bytes are zeros. */
+INLINE Lanes of_nibbles(const uint8_t *codes, Table table, int upper_first, float low, float high) {
+    const __m256i places = _mm256_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13, 2, 2, 3, 3, 6, 6, 7, 7, 10, 10,
+                                            11, 11, 14, 14, 15, 15);
+    const __m256i even = _mm256_set1_epi16(0x000f), odd = _mm256_set1_epi16(0x0f00);
+    __m256i bytes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes)), places);
+    __m256i above = _mm256_srli_epi16(bytes, 4), first = upper_first ? above : bytes, second = upper_first ? bytes : above;
+    __m256i own = _mm256_or_si256(_mm256_and_si256(first, even), _mm256_and_si256(second, odd)), found[4];
+    for (int at = 0; at < 4; at++) found[at] = _mm256_shuffle_epi8(table.bytes[at], own);
+    Lanes made;
+    for (int half = 0; half < 2; half++) {
+        __m256i lower = half ? _mm256_unpackhi_epi8(found[0], found[1]) : _mm256_unpacklo_epi8(found[0], found[1]);
+        __m256i upper = half ? _mm256_unpackhi_epi8(found[2], found[3]) : _mm256_unpacklo_epi8(found[2], found[3]);
+        if (!upper_first) lower = _mm256_setzero_si256();
+        made.of[2 * half] = (Octet)_mm256_unpacklo_epi16(lower, upper);
+        made.of[2 * half + 1] = (Octet)_mm256_unpackhi_epi16(lower, upper);
+    }
+    return scaled(made, low, high);
+}
+#else
+#define FP8_TIMES 1
 INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
     float found[LANES];
     for (int at = 0; at < LANES; at++) found[at] = of_fp8_number(codes[at]);
     return scaled(values_at(found), low, high);
 }
 
-#ifdef __AVX2__
-/* Eight of sixteen values: either eight are looked up, and the fourth bit of a code takes the ones that it means. */
-INLINE __m256 eight_of(const float *values, __m128i codes) {
-    __m256i places = _mm256_cvtepu8_epi32(codes);
-    __m256 first = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), places);
-    __m256 second = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values + 8), places);
-    return _mm256_blendv_ps(first, second, _mm256_castsi256_ps(_mm256_slli_epi32(places, 28)));
-}
+typedef const float *Table;
 
-INLINE void look_up(const uint8_t *codes, const float *values, int upper_first, float *found) {
-    __m128i bytes = _mm_loadu_si128((const __m128i *)codes), mask = _mm_set1_epi8(15);
-    __m128i lower = _mm_and_si128(bytes, mask), upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
-    __m128i one = upper_first ? upper : lower, other = upper_first ? lower : upper;
-    __m128i first = _mm_unpacklo_epi8(one, other), second = _mm_unpackhi_epi8(one, other);
-    _mm256_storeu_ps(found, eight_of(values, first));
-    _mm256_storeu_ps(found + 8, eight_of(values, _mm_srli_si128(first, 8)));
-    _mm256_storeu_ps(found + 16, eight_of(values, second));
-    _mm256_storeu_ps(found + 24, eight_of(values, _mm_srli_si128(second, 8)));
-}
-#else
-INLINE void look_up(const uint8_t *codes, const float *values, int upper_first, float *found) {
+INLINE Table table_of(const float *values) { return values; }
+
+INLINE Lanes of_nibbles(const uint8_t *codes, Table values, int upper_first, float low, float high) {
+    float found[LANES];
     for (int at = 0; at < 16; at++) {
         found[2 * at] = values[upper_first ? codes[at] >> 4 : codes[at] & 15];
         found[2 * at + 1] = values[upper_first ? codes[at] & 15 : codes[at] >> 4];
     }
-}
-#endif
-
-INLINE Lanes of_nibbles(const uint8_t *codes, const float *values, int upper_first, float low, float high) {
-    float found[LANES];
-    look_up(codes, values, upper_first, found);
     return scaled(values_at(found), low, high);
 }
+#endif
 #endif
 
 INLINE void add_values(int way, Lanes *lanes, Lanes values, const void *given) {
@@ -971,7 +1012,7 @@ INLINE void add_q8_0(int way, int some, Lanes *lanes, const uint8_t *block, int6
     Shared these = shared_at(way, given);
 #pragma GCC unroll 4
     for (int row = 0; row < some; row++, block += apart)
-        add_shared(way, lanes + row, of_codes((const int8_t *)block + 2, scales[row], scales[row], 0), these);
+        add_shared(way, lanes + row, of_codes((const int8_t *)block + 2, scales[row], scales[row]), these);
 }
 
 #ifndef __AVX512BW__
@@ -985,7 +1026,7 @@ INLINE void scales_and_mores(int some, const uint8_t *block, int64_t apart, floa
 }
 
 /* Have single numbers be loaded from where they were made: compilers take registers apart for them, which is slower. */
-#define LOADED_FROM(made, count) __asm__("" : "+m"(*(float(*)[count])(made)))
+#define LOADED_FROM(made, count) __asm__("" : "+m"(*(__typeof__(*(made))(*)[count])(made)))
 
 /* Eight numbers of a byte each, times one. */
 INLINE void times_bytes(uint64_t bytes, float factor, float *restrict made) {
@@ -1014,74 +1055,99 @@ INLINE void scales_of_k(int some, const uint8_t *block, int64_t apart, float *ma
 INLINE void scales_of_q6_k(int some, const uint8_t *block, int64_t apart, float *made) {
     for (int row = 0; row < some; row++, block += apart, made += RUNS) {
         float scale = half_at(block + 208);
-        for (int run = 0; run < RUNS; run++) made[run] = scale * (float)((const int8_t *)block)[192 + run];
+        for (int run = 0; run < RUNS; run += 8)
+            *(Loose *)(made + run) = octet_of((const int8_t *)block + 192 + run) * scale;
         LOADED_FROM(made, RUNS);
     }
 }
 
-#define ADD_BLOCKS(format, codes_of, with_more)                                                                         \
-    INLINE void add_##format(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,   \
-                             const float *scales) {                                                                     \
-        for (int row = 0; row < some; row++, block += apart, scales += 1 + with_more) {                                 \
-            int8_t codes[LANES];                                                                                        \
-            codes_of;                                                                                                   \
-            add_values(way, lanes + row, of_codes(codes, *scales, *scales, with_more ? scales + 1 : 0), given);         \
-        }                                                                                                               \
-    }
-
-ADD_BLOCKS(q4_0, four_bits(block + 2, 8, codes), 0)
-ADD_BLOCKS(q4_1, four_bits(block + 4, 0, codes), 1)
-ADD_BLOCKS(q5_0, five_bits(block + 6, block + 2, 16, codes), 0)
-ADD_BLOCKS(q5_1, five_bits(block + 8, block + 4, 0, codes), 1)
-
-/* Two runs of codes. */
-INLINE void add_run_pairs(int way, Lanes *lanes, const int8_t *codes, const float *scales, const void *given) {
-    for (int run = 0; run < 2; run++) {
-        Lanes values = of_codes(codes + LANES * run, scales[run], scales[run], scales + RUNS / 2 + run);
-        add_values(way, lanes, values, given_at(way, given, LANES * run));
+/* Add a block of 32 codes: the lower ones of all bytes, and then the upper ones. Of five bits, the fifth lie in four bytes of
+   their own. */
+INLINE void add_block(int way, int five, uint32_t less, Lanes *lanes, const uint8_t *packed, const uint8_t *fifth,
+                      const float *given, float scale, const float *more) {
+    static const Eight PLACES = {0, 1, 2, 3, 4, 5, 6, 7};
+    uint32_t bits = 0;
+    if (five) memcpy(&bits, fifth, sizeof bits);
+    const Eight all = bits - (Eight){0};
+#pragma GCC unroll 4
+    for (uint32_t at = 0; at < LANES / 8; at++) {
+        Eight bytes = eight_bytes(packed + 8 * (at % 2)), codes = at < 2 ? bytes & 15 : bytes >> 4;
+        if (five) codes |= (at ? all >> (PLACES + (8 * at - 4)) : all << 4 >> PLACES) & 16;
+        Octet numbers = as_numbers(codes - less);
+        add_octet(way, lanes->of + at, more ? shifted(way, numbers, scale, *more) : numbers * scale, given + 8 * at);
     }
 }
 
+/* Blocks begin with a scale, which what is added to values may follow, and then the fifth bits if there are such. */
+#define ADD_BLOCKS(format, five, less, with_more)                                                                       \
+    INLINE void add_##format(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,   \
+                             const float *scales) {                                                                     \
+        enum { FIFTH = 2 + 2 * with_more, CODES = FIFTH + 4 * five };                                                   \
+        for (int row = 0; row < some; row++, block += apart, scales += 1 + with_more)                                   \
+            add_block(way, five, less, lanes + row, block + CODES, block + FIFTH, given, *scales,                       \
+                      with_more ? scales + 1 : 0);                                                                      \
+    }
+
+ADD_BLOCKS(q4_0, 0, 8, 0)
+ADD_BLOCKS(q4_1, 0, 0, 1)
+ADD_BLOCKS(q5_0, 1, 16, 0)
+ADD_BLOCKS(q5_1, 1, 0, 1)
+
+/* Add 32 bytes of two codes each: the lower ones are a run, the upper ones the next. */
 INLINE void add_q4_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
                      const float *scales) {
-    for (int row = 0; row < some; row++, block += apart)
+    for (int row = 0; row < some; row++, block += apart, scales += RUNS)
         for (int run = 0; run < 8; run += 2) {
-            const uint8_t *packed = block + 16 + 16 * run;
-            int8_t codes[64];
-            for (int at = 0; at < 32; at++) codes[at] = (int8_t)(packed[at] & 15);
-            for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4);
-            add_run_pairs(way, lanes + row, codes, scales + RUNS * row + run, given_at(way, given, LANES * run));
+            const float *own = scales + run, *mores = own + RUNS / 2, *these = (const float *)given + LANES * run;
+            for (int at = 0; at < LANES / 8; at++) {
+                Eight bytes = eight_bytes(block + 16 + 16 * run + 8 * at);
+                Octet *sums = lanes[row].of + at;
+                add_octet(way, sums, shifted(way, as_numbers(bytes & 15), own[0], mores[0]), these + 8 * at);
+                add_octet(way, sums, shifted(way, as_numbers(bytes >> 4), own[1], mores[1]), these + LANES + 8 * at);
+            }
         }
+}
+
+/* Where codes have bits in two places they are put together as bytes. */
+typedef uint8_t Bytes __attribute__((vector_size(32), aligned(1), may_alias));
+
+INLINE void add_run(int way, Lanes *lanes, Bytes codes, const float *given, const float *scales, const float *more) {
+    int8_t laid[LANES] __attribute__((aligned(LANES)));
+    *(Bytes *)laid = codes;
+    LOADED_FROM(laid, LANES);
+    for (int at = 0; at < LANES / 8; at++) {
+        Octet numbers = octet_of(laid + 8 * at);
+        Octet values = more ? shifted(way, numbers, *scales, *more) : numbers * scales[at / 2];
+        add_octet(way, lanes->of + at, values, given + 8 * at);
+    }
 }
 
 INLINE void add_q5_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
                      const float *scales) {
-    for (int row = 0; row < some; row++, block += apart)
+    for (int row = 0; row < some; row++, block += apart, scales += RUNS) {
+        Bytes fifth = *(const Bytes *)(block + 16);
+#pragma GCC unroll 4
         for (int run = 0; run < 8; run += 2) {
-            const uint8_t *fifth = block + 16, *packed = block + 48 + 16 * run;
-            uint8_t one = (uint8_t)(1 << run), two = (uint8_t)(2 << run);
-            int8_t codes[64];
-            for (int at = 0; at < 32; at++) codes[at] = (int8_t)((packed[at] & 15) | (fifth[at] & one ? 16 : 0));
-            for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(packed[at] >> 4 | (fifth[at] & two ? 16 : 0));
-            add_run_pairs(way, lanes + row, codes, scales + RUNS * row + run, given_at(way, given, LANES * run));
+            const float *own = scales + run, *mores = own + RUNS / 2, *these = (const float *)given + LANES * run;
+            Bytes packed = *(const Bytes *)(block + 48 + 16 * run);
+            Bytes first = (run < 4 ? fifth << (4 - run) : fifth >> (run - 4)) & 16;
+            Bytes second = (run < 3 ? fifth << (3 - run) : fifth >> (run - 3)) & 16;
+            add_run(way, lanes + row, (packed & 15) | first, these, own, mores);
+            add_run(way, lanes + row, packed >> 4 | second, these + LANES, own + 1, mores + 1);
         }
+    }
 }
 
 INLINE void add_q6_k(int way, int some, Lanes *lanes, const uint8_t *block, int64_t apart, const void *given,
                      const float *scales) {
-    for (int row = 0; row < some; row++, block += apart)
+    for (int row = 0; row < some; row++, block += apart, scales += RUNS)
         for (int half = 0; half < 2; half++) {
-            const uint8_t *packed = block + 64 * half, *upper = block + 128 + 32 * half;
-            int8_t codes[128];
-            for (int at = 0; at < 32; at++) codes[at] = (int8_t)(((packed[at] & 15) | (upper[at] & 3) << 4) - 32);
-            for (int at = 0; at < 32; at++) codes[32 + at] = (int8_t)(((packed[32 + at] & 15) | (upper[at] >> 2 & 3) << 4) - 32);
-            for (int at = 0; at < 32; at++) codes[64 + at] = (int8_t)((packed[at] >> 4 | (upper[at] >> 4 & 3) << 4) - 32);
-            for (int at = 0; at < 32; at++) codes[96 + at] = (int8_t)((packed[32 + at] >> 4 | (upper[at] >> 6) << 4) - 32);
-            for (int run = 0; run < 4; run++) {
-                const float *own = scales + RUNS * row + 8 * half + 2 * run;
-                const void *these = given_at(way, given, 128 * half + 32 * run);
-                add_values(way, lanes + row, of_codes(codes + 32 * run, own[0], own[1], 0), these);
-            }
+            const float *own = scales + 8 * half, *these = (const float *)given + 128 * half;
+            const Bytes *packed = (const Bytes *)(block + 64 * half), upper = *(const Bytes *)(block + 128 + 32 * half);
+            add_run(way, lanes + row, ((packed[0] & 15) | (upper << 4 & 48)) - 32, these, own, 0);
+            add_run(way, lanes + row, ((packed[1] & 15) | (upper << 2 & 48)) - 32, these + LANES, own + 2, 0);
+            add_run(way, lanes + row, (packed[0] >> 4 | (upper & 48)) - 32, these + 2 * LANES, own + 4, 0);
+            add_run(way, lanes + row, (packed[1] >> 4 | (upper >> 2 & 48)) - 32, these + 3 * LANES, own + 6, 0);
         }
 }
 #endif
@@ -1234,9 +1300,9 @@ static const float OF_FP4[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1,
 static const float OF_INT4[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
 /* 32 codes of a kind as values, either half of them having its scale. */
-INLINE Lanes of_scaled(int64_t kind, const uint8_t *codes, const float *values, float low, float high) {
+INLINE Lanes of_scaled(int64_t kind, const uint8_t *codes, Table values, float low, float high) {
     if (kind == FP8) return of_fp8_codes(codes, low, high);
-    if (kind == INT8) return of_codes((const int8_t *)codes, low, high, 0);
+    if (kind == INT8) return of_codes((const int8_t *)codes, low, high);
     return of_nibbles(codes, values, kind == TABLE, low, high);
 }
 
@@ -1287,21 +1353,24 @@ INLINE int all_finite(float times, const float *scales, int64_t count) {
     return finite;
 }
 
-/* Add a block of codes of some rows, which lie so far apart, and what so many columns of it are multiplied by: each row has
-   a scale there, or one for either half of a run. Strange are those of which FP8 can't be taken for halves. */
+/* Add so many columns of codes of some rows, which lie so far apart, and what they are multiplied by: each row has a scale for
+   a block of so many columns, or one for either half of a run. Strange are those of which FP8 can't be taken for halves. */
 INLINE void add_scaled(int way, int some, int64_t kind, int strange, Lanes *lanes, const uint8_t *codes, int64_t apart,
-                       int64_t count, const float (*scales)[SCALES], int64_t halves, const float *values, const void *given,
+                       int64_t count, const float (*scales)[SCALES], int64_t width, Table values, const void *given,
                        const uint8_t *later) {
-    int64_t each = kind >= FP4 ? 2 : 1;
+    int64_t each = kind >= FP4 ? 2 : 1, halves = width == LANES / 2, most = halves ? LANES : width, left = most;
+    const float *own = *scales;
     for (int64_t column = 0; column < count; column += LANES, codes += LANES / each, later += some * LANES / each) {
         Shared these = shared_at(way, given_at(way, given, column));
         fetch(later, some * LANES / each);
 #pragma GCC unroll 4
         for (int at = 0; at < some; at++) {
-            const uint8_t *own = codes + at * apart;
-            float low = scales[at][0], high = scales[at][halves];
-            add_shared(way, lanes + at, strange ? of_strange(own, low, high) : of_scaled(kind, own, values, low, high), these);
+            const uint8_t *row = codes + at * apart;
+            float low = own[at * SCALES], high = own[at * SCALES + halves];
+            add_shared(way, lanes + at, strange ? of_strange(row, low, high) : of_scaled(kind, row, values, low, high), these);
         }
+        left -= LANES;
+        own += left ? 0 : 1 + halves, left = left ? left : most;
     }
 }
 
@@ -1309,32 +1378,31 @@ INLINE void add_scaled(int way, int some, int64_t kind, int strange, Lanes *lane
    values there. Scales are unpacked of some blocks at a time, of a table as of others: runs of it lie one after the other. */
 INLINE void rows_of_scaled(int way, int some, int64_t kind, const Product *all, int64_t row, const void *given, float *made) {
     const Work *work = all->work;
-    int64_t width = work->block_columns, halves = width == LANES / 2, most = halves ? LANES : width, each = kind >= FP4 ? 2 : 1;
-    int64_t lines = all->columns / work->columns, apart = all->columns / each, done = 0;
+    int64_t width = work->block_columns, each = kind >= FP4 ? 2 : 1, blocks = (all->columns + width - 1) / width;
+    int64_t lines = all->columns / work->columns, apart = all->columns / each;
     const uint8_t *codes = work->codes + row * apart, *later = codes + (some == 1 ? AHEAD : ahead_of(some * apart));
+    const Table values = table_of(kind >= FP4 ? all->values : OF_INT4);
     float scales[SIDE][SCALES];
     Lanes lanes[SIDE] = {0};
-    for (int64_t column = 0, more, count; column < all->columns; done += more) {
-        int64_t left = (all->columns - column + width - 1) / width;
-        more = left < SCALES ? left : SCALES;
+    for (int64_t block = 0, more; block < blocks; block += more) {
+        int64_t column = block * width, rest = all->columns - column;
+        more = blocks - block < SCALES ? blocks - block : SCALES;
+        int64_t span = rest < more * width ? rest : more * width;
+        const void *these = given_at(way, given, column);
+        int strange = 0;
         for (int at = 0; at < some; at++) {
             int64_t begin = lines > 1 ? (row + at) * lines : (row + at) / work->block_rows * work->across;
-            unpack_scales(work, begin + done, more, scales[at]);
+            unpack_scales(work, begin + block, more, scales[at]);
+            if (kind == FP8) strange |= !(are_numbers(codes + at * apart, span) && all_finite(FP8_TIMES, scales[at], more));
         }
-        int64_t rest = all->columns - column, span = rest < more * width ? rest : more * width;
-        int strange = 0;
-        for (int at = 0; kind == FP8 && at < some; at++)
-            strange |= !(are_numbers(codes + at * apart, span) && all_finite(256, scales[at], more));
-        for (int64_t block = 0; block < more; block += 1 + halves, column += count) {
-            const void *these = given_at(way, given, column);
-            const float(*own)[SCALES] = (const float(*)[SCALES])(*scales + block);
-            count = all->columns - column < most ? all->columns - column : most;
-            if (strange)
-                add_scaled(way, some, kind, 1, lanes, codes, apart, count, own, halves, all->values, these, later);
-            else
-                add_scaled(way, some, kind, 0, lanes, codes, apart, count, own, halves, all->values, these, later);
-            codes += count / each, later += some * count / each;
+        if (strange)
+            add_scaled(way, some, kind, 1, lanes, codes, apart, span, scales, width, values, these, later);
+        else {
+            for (int at = 0; kind == FP8 && at < some; at++)
+                for (int64_t next = 0; next < more; next++) scales[at][next] *= FP8_TIMES;
+            add_scaled(way, some, kind, 0, lanes, codes, apart, span, scales, width, values, these, later);
         }
+        codes += span / each, later += some * span / each;
     }
     for (int at = 0; at < some && !(way & KEPT); at++) made[at] = sum_of(lanes + at);
 }
@@ -1839,8 +1907,6 @@ enum { WIDE = 64, GIVEN = 4, MANY = 12 };
 typedef struct {
     float scales[WIDE], zeros[WIDE];
 } Group;
-
-typedef uint32_t Eight __attribute__((vector_size(32)));
 
 static const Eight SHIFTS = {0, 16, 4, 20, 8, 24, 12, 28};
 

@@ -94,7 +94,8 @@ def test_weights_that_the_library_has_packed_are_unpacked_as_it_does(kind: str, 
     codes, state = library.quantize_4bit(weight, quant_type=kind, compress_statistics=nested, blocksize=RUN)
     parts = {f".{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
     (tensor,) = folded(tmp_path, {"": codes, **parts}).values()
-    assert same_bits(read_as(tensor, torch.bfloat16), library.dequantize_4bit(codes, state))
+    want = library.dequantize_4bit(codes, state) + 0  # FP4's zero with a sign: minus zero, where it has no AVX-512
+    assert same_bits(read_as(tensor, torch.bfloat16), want)
 
 
 def test_rows_of_whole_runs_are_read_alone(tmp_path: Path) -> None:
