@@ -1478,22 +1478,25 @@ static void unpack_row(const Product *all, int64_t row, char *room) {
    loaded of either serves each of the other, and all sums stay in registers. */
 #ifdef __AVX512BW__
 enum { PART = 16, BESIDE = 6 };
+#elif defined(__AVX2__)
+enum { PART = 8, BESIDE = 3 };
 #else
 enum { PART = 8, BESIDE = 2 };
 #endif
 
-/* So many columns at a time, of so many rows given, fill a first cache and leave the second to what is unpacked. Rows of
-   that lie so many bytes further apart than they are long: columns often are a power of two, and what lies so far apart
+/* So many columns at a time, of so many rows given, fill a first cache and leave the second to what is unpacked; the narrower
+   registers are, the fewer of these rows a value serves while it is in one, and the more of them are to stay. Rows of what is
+   unpacked lie so many bytes further apart than they are long: columns often are a power of two, and what lies so far apart
    has one place in a cache. */
-enum { ONE_RUN = 2048, SHARING = 32, PADDING = 64 };
+enum { ONE_RUN = PART == 8 ? 512 : 2048, SHARING = 32, PADDING = 64 };
 
 INLINE int64_t apart_of(int64_t way, int64_t columns) { return columns * bytes_of(way) + PADDING; }
 
 typedef float Part __attribute__((vector_size(4 * PART)));
+typedef float LoosePart __attribute__((vector_size(4 * PART), aligned(4), may_alias)); /* wherever it lies */
 
 INLINE Part part_at(const void *values) {
-    Part part;
-    memcpy(&part, values, sizeof part);
+    Part part = *(const LoosePart *)values;
 #if defined(__AVX512BW__)
     __asm__("" : "+v"(part)); /* to stay in its register, rather than be loaded anew for each use */
 #elif defined(__AVX2__)
@@ -1521,10 +1524,9 @@ INLINE void add_products(int way, int some, const char *values, const char *give
                          float *sums) {
     int64_t apart = apart_of(way, columns), line = columns * bytes_of(way);
     Part parts[BESIDE * AT_ONCE];
-    if (first)
-        memset(parts, 0, sizeof parts);
-    else
-        memcpy(parts, sums, (size_t)some * AT_ONCE * sizeof *parts);
+    LoosePart *made = (LoosePart *)sums;
+#pragma GCC unroll 24
+    for (int at = 0; at < some * AT_ONCE; at++) parts[at] = first ? (Part){0} : (Part)made[at];
     for (int64_t at = 0; at < more; at += LANES * sizeof(float)) {
         Part one = part_at(given + at), two = part_at(given + line + at);
         Part three = part_at(given + 2 * line + at), four = part_at(given + 3 * line + at);
@@ -1535,7 +1537,8 @@ INLINE void add_products(int way, int some, const char *values, const char *give
             own[2] = fused(way, found, three, own[2]), own[3] = fused(way, found, four, own[3]);
         }
     }
-    memcpy(sums, parts, (size_t)some * AT_ONCE * sizeof *parts);
+#pragma GCC unroll 24
+    for (int at = 0; at < some * AT_ONCE; at++) made[at] = parts[at];
 }
 
 INLINE float multiply_one(int way, const char *values, const char *given, int64_t columns) {
