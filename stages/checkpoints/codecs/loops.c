@@ -1976,59 +1976,69 @@ INLINE const Group *group_of(const Work *work, const Group *groups, int64_t inpu
     return groups + (order ? order[input] : input / work->block_columns);
 }
 
-#ifdef __AVX512BW__
+#ifdef __AVX2__
 enum { AWQ = 0 };
+
+typedef uint32_t Words __attribute__((vector_size(4 * PART)));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * PART), aligned(4), may_alias));
 
 /* Whole numbers under 2^23 become this and themselves where its bits are set: so zeros are less by it, which is exact. */
 #define AS_NUMBER 0x1p23f
 
+/* What is of as many rows as a register has numbers. */
 typedef struct {
-    __m512 zeros, scales;
-} Sixteen;
+    Part zeros, scales;
+} Rows;
 
-INLINE Sixteen sixteen_rows(const Group *group, int64_t row) {
-    __m512 zeros = _mm512_add_ps(_mm512_loadu_ps(group->zeros + row), _mm512_set1_ps(AS_NUMBER));
-    return (Sixteen){zeros, _mm512_loadu_ps(group->scales + row)};
+INLINE Rows rows_at(const Group *group, int64_t row) {
+    return (Rows){*(const LoosePart *)(group->zeros + row) + AS_NUMBER, *(const LoosePart *)(group->scales + row)};
 }
 
 /* The codes of an input of a run, which are the lowest bits, among others: of GPTQ a number has those of neighbouring inputs,
    of AWQ those of neighbouring rows. Lines lie so many bytes apart. */
-INLINE __m512i codes_at(int64_t bits, const uint8_t *line, int64_t width, int64_t input) {
+INLINE Words codes_at(int64_t bits, const uint8_t *line, int64_t width, int64_t input) {
     if (bits == AWQ) {
+#ifdef __AVX512BW__
         const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
         const __m512i shifts = _mm512_broadcast_i64x4((__m256i)SHIFTS);
         __m512i both = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)(line + input * width)));
-        return _mm512_srlv_epi32(_mm512_permutexvar_epi32(words, both), shifts);
+        return (Words)_mm512_srlv_epi32(_mm512_permutexvar_epi32(words, both), shifts);
+#else
+        return (word_at(line + input * width, 0) - (Words){0}) >> SHIFTS;
+#endif
     }
-    int64_t shift = input * bits % 32;
+    uint32_t shift = (uint32_t)(input * bits % 32);
     const uint8_t *words = line + input * bits / 32 * width;
-    __m512i codes = _mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)shift);
-    if (shift + bits <= 32) return codes;
-    return _mm512_or_si512(codes, _mm512_slli_epi32(_mm512_loadu_si512(words + width), (unsigned)(32 - shift)));
+    Words codes = *(const LooseWords *)words >> shift;
+    return shift + bits <= 32 ? codes : codes | *(const LooseWords *)(words + width) << (32 - shift);
 }
 
-INLINE __m512 values_at_input(int64_t bits, const uint8_t *line, int64_t width, int64_t input, Sixteen rows) {
-    const __m512i mask = _mm512_set1_epi32((1 << (bits == AWQ ? 4 : bits)) - 1);
-    const __m512i number = _mm512_castps_si512(_mm512_set1_ps(AS_NUMBER));
-    __m512i numbers = _mm512_ternarylogic_epi32(codes_at(bits, line, width, input), mask, number, 0xea);
-    return _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(numbers), rows.zeros), rows.scales);
+INLINE Part values_at_input(int64_t bits, const uint8_t *line, int64_t width, int64_t input, Rows rows) {
+    const Words mask = (1u << (bits == AWQ ? 4 : bits)) - 1 - (Words){0}, number = (Words)(AS_NUMBER - (Part){0});
+    Words codes = codes_at(bits, line, width, input);
+#ifdef __AVX512BW__
+    Words numbers = (Words)_mm512_ternarylogic_epi32((__m512i)codes, (__m512i)mask, (__m512i)number, 0xea);
+#else
+    Words numbers = (codes & mask) | number;
+#endif
+    return ((Part)numbers - rows.zeros) * rows.scales;
 }
 
 /* LANES inputs of WIDE rows, as values, of AWQ. */
 INLINE void values_of_wide_awq(const Work *work, const Group *groups, int64_t input, int64_t first,
                                float (*restrict values)[WIDE]) {
     const Group *group = 0;
-    Sixteen rows[WIDE / SIXTEEN];
+    Rows rows[WIDE / PART];
     int64_t apart = work->rows / 2;
     for (int64_t at = 0; at < LANES; at++) {
         const uint8_t *line = work->codes + (input + at) * apart + first / 2;
         const Group *own = group_of(work, groups, input + at);
         __builtin_prefetch(line + LANES * apart);
-        for (int part = 0; own != group && part < WIDE / SIXTEEN; part++) rows[part] = sixteen_rows(own, SIXTEEN * part);
+        for (int part = 0; own != group && part < WIDE / PART; part++) rows[part] = rows_at(own, PART * part);
         group = own;
-#pragma GCC unroll 4
-        for (int part = 0; part < WIDE / SIXTEEN; part++)
-            _mm512_storeu_ps(values[at] + SIXTEEN * part, values_at_input(AWQ, line + SIXTEEN / 2 * part, 0, 0, rows[part]));
+#pragma GCC unroll 8
+        for (int part = 0; part < WIDE / PART; part++)
+            *(LoosePart *)(values[at] + PART * part) = values_at_input(AWQ, line + PART / 2 * part, 0, 0, rows[part]);
     }
 }
 #endif
@@ -2070,7 +2080,7 @@ static void values_of_awq(const Work *work, const Group *groups, int64_t input, 
 
 static void values_of_columns(const Work *work, const Group *groups, int64_t input, int64_t first, int64_t wide,
                               float (*restrict values)[WIDE]) {
-#ifdef __AVX512BW__
+#ifdef __AVX2__
     if (work->inside && wide == WIDE) {
         values_of_wide_awq(work, groups, input, first, values);
         return;
@@ -2119,30 +2129,34 @@ INLINE __m512i beside_each_other(__m512 one, __m512 two) {
                                             20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(beside, rounded((Lanes){one, two}));
 }
+#endif
 
-/* One row given, times WIDE rows: SIXTEEN of these and half of the lanes at a time, whose sums stay in registers for so many
-   runs of inputs. */
-enum { HALF = LANES / 2, STAY = 16 };
+#ifdef __AVX2__
+/* One row given, times WIDE rows: as many of these as a register has numbers and so many of the lanes at a time, whose sums
+   stay in registers for so many runs of inputs. */
+enum { STAYING = PART, SHARES = LANES / STAYING, STAY = 16 };
 
-/* Add the products of so many inputs of a run to sums, in the way of floats those of a half of the run; of says their groups,
+/* Add the products of so many inputs of a run to sums, in the way of floats those of a share of the run; of says their groups,
    of which alike inputs have one. */
 INLINE void add_inputs(int way, int64_t bits, int alike, const uint8_t *line, int64_t width, const Group **of, int64_t row,
-                       int64_t half, const void *given, __m512 *sums) {
-    Sixteen rows = sixteen_rows(*of, row);
+                       int64_t share, const void *given, Part *sums) {
+    Rows rows = rows_at(*of, row);
 #pragma GCC unroll 16
-    for (int at = 0; at < HALF; at++) {
-        int64_t input = in_pairs(way) ? 2 * at : half * HALF + at;
-        if (!alike) rows = sixteen_rows(of[input], row);
-        __m512 values = values_at_input(bits, line, width, input, rows);
+    for (int at = 0; at < STAYING; at++) {
+        int64_t input = in_pairs(way) ? 2 * at : share * STAYING + at;
+        if (!alike) rows = rows_at(of[input], row);
+        Part values = values_at_input(bits, line, width, input, rows);
+#ifdef __AVX512BW__
         if (in_pairs(way)) {
             int32_t both;
             memcpy(&both, given_at(way, given, input), sizeof both);
-            if (!alike) rows = sixteen_rows(of[input + 1], row);
-            __m512i pairs = beside_each_other(values, values_at_input(bits, line, width, input + 1, rows));
-            sums[at] = with_pairs(sums[at], pairs, _mm512_set1_epi32(both));
+            if (!alike) rows = rows_at(of[input + 1], row);
+            __m512i pairs = beside_each_other((__m512)values, (__m512)values_at_input(bits, line, width, input + 1, rows));
+            sums[at] = (Part)with_pairs((__m512)sums[at], pairs, _mm512_set1_epi32(both));
+            continue;
         }
-        else
-            sums[at] = _mm512_fmadd_ps(values, _mm512_set1_ps(((const float *)given)[input]), sums[at]);
+#endif
+        sums[at] = fused(FLOATS, values, ((const float *)given)[input] - (Part){0}, sums[at]);
     }
 }
 
@@ -2150,7 +2164,7 @@ INLINE void add_inputs(int way, int64_t bits, int alike, const uint8_t *line, in
    the second cache fetches the next ones. In pairs, runs take turns at the halves of lanes. */
 INLINE void multiply_one_of(int way, int64_t bits, int alike, const Product *all, const Group *groups, int64_t first,
                             int64_t from) {
-    enum { MOST_BITS = 8, PARTS = 2 * WIDE / SIXTEEN };
+    enum { MOST_BITS = 8, PARTS = SHARES * WIDE / PART };
     const Work *work = all->work;
     const char *given = given_at(way, all->given, from * all->columns);
     float lanes[LANES][WIDE] __attribute__((aligned(64))) = {{0}};
@@ -2168,19 +2182,26 @@ INLINE void multiply_one_of(int way, int64_t bits, int alike, const Product *all
             of[input] = group_of(work, groups, begin * LANES + input);
 #pragma GCC unroll 1
         for (int64_t part = 0; part < PARTS; part++) {
-            int64_t row = part / 2 * SIXTEEN, half = part % 2;
+            int64_t row = part / SHARES * PART, share = part % SHARES;
             const uint8_t *own = laid + (bits == AWQ ? row / 2 : 4 * row);
-            __m512 sums[HALF];
+            Part sums[STAYING];
             for (int64_t line = part; line < some * each; line += PARTS)
                 for (int64_t byte = 0; byte < width; byte += 64) __builtin_prefetch(later + line * apart + byte, 0, 2);
 #pragma GCC unroll 16
-            for (int at = 0; at < HALF; at++) sums[at] = _mm512_load_ps(lanes[half * HALF + at] + row);
-            for (int64_t run = turns == 2 ? (half + begin) % 2 : 0; run < some; run += turns) {
+            for (int at = 0; at < STAYING; at++) sums[at] = *(const LoosePart *)(lanes[share * STAYING + at] + row);
+            for (int64_t run = turns == 2 ? (share + begin) % 2 : 0; run < some; run += turns) {
                 const void *these = given_at(way, given, (begin + run) * LANES);
-                add_inputs(way, bits, alike, own + run * each * width, width, of + run * LANES, row, half, these, sums);
+                const uint8_t *line = own + run * each * width;
+                switch (SHARES == 4 ? share : -1) {
+                    case 0: add_inputs(way, bits, alike, line, width, of + run * LANES, row, 0, these, sums); break;
+                    case 1: add_inputs(way, bits, alike, line, width, of + run * LANES, row, 1, these, sums); break;
+                    case 2: add_inputs(way, bits, alike, line, width, of + run * LANES, row, 2, these, sums); break;
+                    case 3: add_inputs(way, bits, alike, line, width, of + run * LANES, row, 3, these, sums); break;
+                    default: add_inputs(way, bits, alike, line, width, of + run * LANES, row, share, these, sums);
+                }
             }
 #pragma GCC unroll 16
-            for (int at = 0; at < HALF; at++) _mm512_store_ps(lanes[half * HALF + at] + row, sums[at]);
+            for (int at = 0; at < STAYING; at++) *(LoosePart *)(lanes[share * STAYING + at] + row) = sums[at];
         }
     }
     keep_wide(all, first, WIDE, from, lanes);
@@ -2282,7 +2303,7 @@ static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, 
         else
             for (int64_t from = 0; from < all->count; from += GIVEN) {
                 int64_t some = all->count - from < GIVEN ? all->count - from : GIVEN;
-#ifdef __AVX512BW__
+#ifdef __AVX2__
                 if (some == 1 && wide == WIDE) {
                     int alike = !all->work->table && all->work->block_columns % LANES == 0;
                     MULTIPLY_ONE_OF[all->way][alike](all, groups, first, from);
