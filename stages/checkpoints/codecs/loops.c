@@ -2192,7 +2192,7 @@ INLINE void multiply_one_of(int way, int64_t bits, int alike, const Product *all
             for (int64_t run = turns == 2 ? (share + begin) % 2 : 0; run < some; run += turns) {
                 const void *these = given_at(way, given, (begin + run) * LANES);
                 const uint8_t *line = own + run * each * width;
-                switch (SHARES == 4 ? share : -1) {
+                switch (SHARES == 4 ? share : -1) { /* as a constant, so that places of codes in their numbers are ones too */
                     case 0: add_inputs(way, bits, alike, line, width, of + run * LANES, row, 0, these, sums); break;
                     case 1: add_inputs(way, bits, alike, line, width, of + run * LANES, row, 1, these, sums); break;
                     case 2: add_inputs(way, bits, alike, line, width, of + run * LANES, row, 2, these, sums); break;
