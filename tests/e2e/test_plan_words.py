@@ -60,7 +60,7 @@ def test_a_plan_for_another_machine_predicts_that_host_and_a_run_the_one_that_st
 ) -> None:
     machine = ("hardware=2x24gb", "max_memory=null", "generate.max_new_tokens=2", "generate.min_new_tokens=2")
     planned = offstage_here("stages=plan_only", *machine).record["memory"]
-    alone = offstage_here(PLAN, "device_map=cpu", "max_memory=null", "generate.max_new_tokens=2").record["memory"]
+    alone = offstage_here("stages=plan_only", *machine, "device_map=cpu").record["memory"]
     assert planned["predicted"]["cpu"] < alone["predicted"]["cpu"], "its weights lie on accelerators, which have them"
     ran = offstage_here("stop_after=dispatch", *machine).record["memory"]
     assert planned["simulated"]["cpu"] > planned["predicted"]["cpu"] + 7_477_760
