@@ -161,8 +161,6 @@ static int are_numbers(const uint8_t *codes, int64_t count) {
     return most < 0x7f;
 }
 
-typedef uint32_t Eight __attribute__((vector_size(32)));
-
 INLINE int is_finite(float value) { return value - value == 0; }
 
 /* Float32 at any byte. */
@@ -446,6 +444,17 @@ void merge_planes(const uint8_t *restrict low, const uint8_t *restrict high, uin
    would lie. */
 
 enum { LANES = 32, AT_ONCE = 4 };
+
+/* As many numbers as a register has; and such wherever they lie, since copied as bytes they would go through memory. */
+#ifdef __AVX512BW__
+enum { PART = 16 };
+#else
+enum { PART = 8 };
+#endif
+
+typedef float Part __attribute__((vector_size(4 * PART)));
+typedef float LoosePart __attribute__((vector_size(4 * PART), aligned(4), may_alias));
+typedef uint32_t Eight __attribute__((vector_size(32)));
 
 /* What values of a block are scaled by, and what is added to them, of each of some rows, row by row: a scale, after which
    what is added where there is such; or those of up to RUNS runs, what is added in the second half of these.
@@ -802,12 +811,12 @@ INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
     return (Lanes){_mm512_mul_ps(first, _mm512_set1_ps(low)), _mm512_mul_ps(second, _mm512_set1_ps(high))};
 }
 
-/* Of four bits, which are numbers of sixteen values; of the two in a byte the upper or the lower comes first. Each byte is
-   put in the places of its two codes, and values are scaled before they are looked up. */
 typedef __m512 Table;
 
 INLINE Table table_of(const float *values) { return _mm512_loadu_ps(values); }
 
+/* Of four bits, which are numbers of sixteen values; of the two in a byte the upper or the lower comes first. Each byte is
+   put in the places of its two codes, and values are scaled before they are looked up. */
 INLINE Lanes of_nibbles(const uint8_t *codes, Table table, int upper_first, float low, float high) {
     const __m512i lower = _mm512_set1_epi64(4ll << 32), upper = _mm512_set1_epi64(4), shifts = upper_first ? upper : lower;
     const __m512i places = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
@@ -818,18 +827,13 @@ INLINE Lanes of_nibbles(const uint8_t *codes, Table table, int upper_first, floa
                    _mm512_permutexvar_ps(_mm512_srlv_epi32(second, shifts), _mm512_mul_ps(table, _mm512_set1_ps(high)))};
 }
 #else
-typedef float Octet __attribute__((vector_size(32)));
-
 typedef struct {
-    Octet of[LANES / 8];
+    Part of[LANES / PART];
 } Lanes;
-
-/* Eight numbers wherever they lie: copied to lanes as bytes they would go through memory. */
-typedef float Loose __attribute__((vector_size(32), aligned(4), may_alias));
 
 INLINE Lanes values_at(const float *values) {
     Lanes lanes;
-    for (int at = 0; at < LANES / 8; at++) lanes.of[at] = *(const Loose *)(values + 8 * at);
+    for (int at = 0; at < LANES / 8; at++) lanes.of[at] = *(const LoosePart *)(values + 8 * at);
     return lanes;
 }
 
@@ -840,20 +844,20 @@ typedef const float *Shared;
 INLINE Shared shared_at(int way, const void *given) { return (void)way, given; }
 
 /* Products added to sums, each rounded once. */
-INLINE Octet octet_added(Octet one, Octet two, Octet sums) {
+INLINE Part octet_added(Part one, Part two, Part sums) {
 #ifdef __FMA__
-    return (Octet)_mm256_fmadd_ps((__m256)one, (__m256)two, (__m256)sums);
+    return (Part)_mm256_fmadd_ps((__m256)one, (__m256)two, (__m256)sums);
 #else
     for (int at = 0; at < 8; at++) sums[at] = __builtin_fmaf(one[at], two[at], sums[at]);
     return sums;
 #endif
 }
 
-INLINE void add_octet(int way, Octet *sums, Octet values, const float *given) {
+INLINE void add_octet(int way, Part *sums, Part values, const float *given) {
     if (way & KEPT)
-        *(Loose *)(void *)given = values;
+        *(LoosePart *)(void *)given = values;
     else
-        *sums = octet_added(values, *(const Loose *)given, *sums);
+        *sums = octet_added(values, *(const LoosePart *)given, *sums);
 }
 
 INLINE void add_shared(int way, Lanes *lanes, Lanes values, Shared given) {
@@ -861,7 +865,7 @@ INLINE void add_shared(int way, Lanes *lanes, Lanes values, Shared given) {
 }
 
 INLINE float sum_of(const Lanes *lanes) {
-    Octet both = (lanes->of[0] + lanes->of[2]) + (lanes->of[1] + lanes->of[3]);
+    Part both = (lanes->of[0] + lanes->of[2]) + (lanes->of[1] + lanes->of[3]);
 #ifdef __AVX2__
     __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)both), _mm256_extractf128_ps((__m256)both, 1));
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -876,11 +880,11 @@ INLINE Lanes scaled(Lanes values, float low, float high) {
     return values;
 }
 
-INLINE Octet octet_of(const int8_t *codes) {
+INLINE Part octet_of(const int8_t *codes) {
 #ifdef __AVX2__
-    return (Octet)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+    return (Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
 #else
-    Octet made;
+    Part made;
     for (int at = 0; at < 8; at++) made[at] = (float)codes[at];
     return made;
 #endif
@@ -902,19 +906,19 @@ INLINE Eight eight_bytes(const uint8_t *bytes) {
 #endif
 }
 
-INLINE Octet as_numbers(Eight codes) {
+INLINE Part as_numbers(Eight codes) {
     typedef int32_t Signed __attribute__((vector_size(32)));
-    return __builtin_convertvector((Signed)codes, Octet);
+    return __builtin_convertvector((Signed)codes, Part);
 }
 
 /* Codes times a scale, and what is added to them. Products of scales and codes are exact: what is added to them may be in one
    step, which differs for what is no number alone, in bits that are kept. */
-INLINE Octet shifted(int way, Octet codes, float scale, float more) {
+INLINE Part shifted(int way, Part codes, float scale, float more) {
     if (way & KEPT) return codes * scale + more;
-    return octet_added(codes, scale - (Octet){0}, more - (Octet){0});
+    return octet_added(codes, scale - (Part){0}, more - (Part){0});
 }
 
-#ifdef __AVX2__
+#if defined(__AVX2__) && defined(__F16C__)
 /* Of FP8, all of them numbers, and scales times what makes up for that: halves, which are a 256th of what codes mean. */
 #define FP8_TIMES 256
 INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
@@ -922,8 +926,8 @@ INLINE Lanes of_fp8_codes(const uint8_t *codes, float low, float high) {
     for (int at = 0; at < 2; at++) {
         __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes + at)); /* the sign in both its places */
         __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
-        made.of[2 * at] = (Octet)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
-        made.of[2 * at + 1] = (Octet)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+        made.of[2 * at] = (Part)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+        made.of[2 * at + 1] = (Part)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
     }
     return scaled(made, low, high);
 }
@@ -962,8 +966,8 @@ INLINE Lanes of_nibbles(const uint8_t *codes, Table table, int upper_first, floa
         __m256i lower = half ? _mm256_unpackhi_epi8(found[0], found[1]) : _mm256_unpacklo_epi8(found[0], found[1]);
         __m256i upper = half ? _mm256_unpackhi_epi8(found[2], found[3]) : _mm256_unpacklo_epi8(found[2], found[3]);
         if (!upper_first) lower = _mm256_setzero_si256();
-        made.of[2 * half] = (Octet)_mm256_unpacklo_epi16(lower, upper);
-        made.of[2 * half + 1] = (Octet)_mm256_unpackhi_epi16(lower, upper);
+        made.of[2 * half] = (Part)_mm256_unpacklo_epi16(lower, upper);
+        made.of[2 * half + 1] = (Part)_mm256_unpackhi_epi16(lower, upper);
     }
     return scaled(made, low, high);
 }
@@ -1056,7 +1060,7 @@ INLINE void scales_of_q6_k(int some, const uint8_t *block, int64_t apart, float 
     for (int row = 0; row < some; row++, block += apart, made += RUNS) {
         float scale = half_at(block + 208);
         for (int run = 0; run < RUNS; run += 8)
-            *(Loose *)(made + run) = octet_of((const int8_t *)block + 192 + run) * scale;
+            *(LoosePart *)(made + run) = octet_of((const int8_t *)block + 192 + run) * scale;
         LOADED_FROM(made, RUNS);
     }
 }
@@ -1073,7 +1077,7 @@ INLINE void add_block(int way, int five, uint32_t less, Lanes *lanes, const uint
     for (uint32_t at = 0; at < LANES / 8; at++) {
         Eight bytes = eight_bytes(packed + 8 * (at % 2)), codes = at < 2 ? bytes & 15 : bytes >> 4;
         if (five) codes |= (at ? all >> (PLACES + (8 * at - 4)) : all << 4 >> PLACES) & 16;
-        Octet numbers = as_numbers(codes - less);
+        Part numbers = as_numbers(codes - less);
         add_octet(way, lanes->of + at, more ? shifted(way, numbers, scale, *more) : numbers * scale, given + 8 * at);
     }
 }
@@ -1101,7 +1105,7 @@ INLINE void add_q4_k(int way, int some, Lanes *lanes, const uint8_t *block, int6
             const float *own = scales + run, *mores = own + RUNS / 2, *these = (const float *)given + LANES * run;
             for (int at = 0; at < LANES / 8; at++) {
                 Eight bytes = eight_bytes(block + 16 + 16 * run + 8 * at);
-                Octet *sums = lanes[row].of + at;
+                Part *sums = lanes[row].of + at;
                 add_octet(way, sums, shifted(way, as_numbers(bytes & 15), own[0], mores[0]), these + 8 * at);
                 add_octet(way, sums, shifted(way, as_numbers(bytes >> 4), own[1], mores[1]), these + LANES + 8 * at);
             }
@@ -1116,8 +1120,8 @@ INLINE void add_run(int way, Lanes *lanes, Bytes codes, const float *given, cons
     *(Bytes *)laid = codes;
     LOADED_FROM(laid, LANES);
     for (int at = 0; at < LANES / 8; at++) {
-        Octet numbers = octet_of(laid + 8 * at);
-        Octet values = more ? shifted(way, numbers, *scales, *more) : numbers * scales[at / 2];
+        Part numbers = octet_of(laid + 8 * at);
+        Part values = more ? shifted(way, numbers, *scales, *more) : numbers * scales[at / 2];
         add_octet(way, lanes->of + at, values, given + 8 * at);
     }
 }
@@ -1477,11 +1481,11 @@ static void unpack_row(const Product *all, int64_t row, char *room) {
 /* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
    loaded of either serves each of the other, and all sums stay in registers. */
 #ifdef __AVX512BW__
-enum { PART = 16, BESIDE = 6 };
+enum { BESIDE = 6 };
 #elif defined(__AVX2__)
-enum { PART = 8, BESIDE = 3 };
+enum { BESIDE = 3 };
 #else
-enum { PART = 8, BESIDE = 2 };
+enum { BESIDE = 2 };
 #endif
 
 /* So many columns at a time, of so many rows given, fill a first cache and leave the second to what is unpacked; the narrower
@@ -1491,9 +1495,6 @@ enum { PART = 8, BESIDE = 2 };
 enum { ONE_RUN = PART == 8 ? 512 : 2048, SHARING = 32, PADDING = 64 };
 
 INLINE int64_t apart_of(int64_t way, int64_t columns) { return columns * bytes_of(way) + PADDING; }
-
-typedef float Part __attribute__((vector_size(4 * PART)));
-typedef float LoosePart __attribute__((vector_size(4 * PART), aligned(4), may_alias)); /* wherever it lies */
 
 INLINE Part part_at(const void *values) {
     Part part = *(const LoosePart *)values;
@@ -1510,11 +1511,8 @@ INLINE Part fused(int way, Part one, Part two, Part sum) {
 #if defined(__AVX512BW__)
     if (in_pairs(way)) return (Part)with_pairs((__m512)sum, (__m512i)one, (__m512i)two);
     return (Part)_mm512_fmadd_ps((__m512)one, (__m512)two, (__m512)sum);
-#elif defined(__FMA__)
-    return (void)way, (Part)_mm256_fmadd_ps((__m256)one, (__m256)two, (__m256)sum);
 #else
-    for (int at = 0; at < PART; at++) sum[at] = __builtin_fmaf(one[at], two[at], sum[at]);
-    return (void)way, sum;
+    return (void)way, octet_added(one, two, sum);
 #endif
 }
 
@@ -1562,7 +1560,7 @@ INLINE void keep_sums(const Product *all, int64_t row, int64_t some, int64_t fir
         for (int64_t given = 0; given < AT_ONCE; given++, sums += PART) {
             float lanes[LANES];
             for (int64_t part = 0; part < LANES / PART; part++)
-                memcpy(lanes + part * PART, sums + part * behind, PART * sizeof *lanes);
+                *(LoosePart *)(lanes + part * PART) = *(const LoosePart *)(sums + part * behind);
             Lanes found = values_at(lanes);
             keep_sum(all, first + given, row + at, sum_of(&found));
         }
