@@ -1276,9 +1276,9 @@ enum { GGML, SCALED, GROUPED };
 
 /* work says how the weight rests; family what unpacks it. made has a number of each of rows for each of count rows given,
    of columns, at the place that places tells; null: one after the other. bias has what is added to those of each; null:
-   nothing. What is given is float32, or bfloat16 in the ways of pairs and tiles, for which there is a place as large to have
-   it laid out in; what is made is bfloat16 where it rounds. Threads take rows step by step, and each has room floats to
-   unpack to. */
+   nothing. What is given is float32, or bfloat16 in the ways of pairs and tiles; laid has room for it where it is to be laid
+   out, for which enough rows are given; null: they are few. What is made is bfloat16 where it rounds. Threads take rows step
+   by step, and each has room floats to unpack to. */
 typedef struct {
     const Work *work;
     const void *given;
@@ -1478,8 +1478,10 @@ static void unpack_row(const Product *all, int64_t row, char *room) {
         ROW[way][work->kind](work->codes + row * width, width, work->columns, room, 0);
 }
 
-/* So many lanes are added up side by side as one register has, of BESIDE rows with each of AT_ONCE rows given: what is
-   loaded of either serves each of the other, and all sums stay in registers. */
+/* Where many rows are given, either side is laid out so that what is multiplied lies in one run: lines of BESIDE rows of a
+   weight, or of AT_ONCE of those given, are taken apart into steps, of a number (or a pair of such) for each lane, and these
+   into as many lanes as a register has. All steps of one part of the lanes follow each other, and in each the numbers of all
+   lines. What is loaded of either side serves each line of the other, and all sums stay in registers. */
 #ifdef __AVX512BW__
 enum { BESIDE = 6 };
 #elif defined(__AVX2__)
@@ -1488,13 +1490,29 @@ enum { BESIDE = 3 };
 enum { BESIDE = 2 };
 #endif
 
-/* So many columns at a time, of so many rows given, fill a first cache and leave the second to what is unpacked; the narrower
-   registers are, the fewer of these rows a value serves while it is in one, and the more of them are to stay. Rows of what is
-   unpacked lie so many bytes further apart than they are long: columns often are a power of two, and what lies so far apart
-   has one place in a cache. */
-enum { ONE_RUN = PART == 8 ? 512 : 2048, SHARING = 32, PADDING = 64 };
+enum { BYTES = sizeof(Part), PARTS = LANES / PART, STEP = PARTS * BYTES, SUMS = BESIDE * AT_ONCE * PART };
 
-INLINE int64_t apart_of(int64_t way, int64_t columns) { return columns * bytes_of(way) + PADDING; }
+/* Some of the rows that are unpacked, and so many steps of them, fill a second cache; so many rows given share them, whose sums
+   it holds too; and the first has what is laid out of AT_ONCE of these. */
+enum { BLOCK = 24, SHARING = 16, ONE_RUN = 96 };
+
+INLINE int64_t steps_of(int64_t way, int64_t columns) { return (columns * bytes_of(way) + STEP - 1) / STEP; }
+
+/* The place of a line that is laid out beside others, from so many bytes of it on: of whole registers. */
+INLINE char *laid_at(char *made, int64_t beside, int64_t steps, int64_t line, int64_t bytes) {
+    int64_t part = bytes % STEP / BYTES, step = bytes / STEP;
+    return made + ((line / beside * PARTS + part) * steps + step) * beside * BYTES + line % beside * BYTES;
+}
+
+/* Lay so many bytes of a line, from the first register of a step on, where its place begins. */
+INLINE void lay_out(int64_t beside, int64_t steps, const char *line, int64_t bytes, char *made) {
+    for (; bytes >= STEP; bytes -= STEP, line += STEP, made += beside * BYTES)
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < PARTS; part++)
+            *(LoosePart *)(made + part * steps * beside * BYTES) = *(const LoosePart *)(line + part * BYTES);
+    for (; bytes > 0; bytes -= BYTES, line += BYTES, made += steps * beside * BYTES)
+        *(LoosePart *)made = *(const LoosePart *)line;
+}
 
 INLINE Part part_at(const void *values) {
     Part part = *(const LoosePart *)values;
@@ -1516,144 +1534,126 @@ INLINE Part fused(int way, Part one, Part two, Part sum) {
 #endif
 }
 
-/* Some rows of values times AT_ONCE rows given, of columns each, in one part of the lanes: what comes of some more bytes of
-   these is added to sums, PART of each, which begin as zeros where these are the first. */
-INLINE void add_products(int way, int some, const char *values, const char *given, int64_t columns, int64_t more, int first,
-                         float *sums) {
-    int64_t apart = apart_of(way, columns), line = columns * bytes_of(way);
+/* What comes of so many steps of BESIDE rows of a weight times AT_ONCE given, in one part of the lanes, is added to sums,
+   which begin as zeros where these are the first. */
+INLINE void add_products(int way, const char *values, const char *given, int64_t steps, int first, float *sums) {
     Part parts[BESIDE * AT_ONCE];
     LoosePart *made = (LoosePart *)sums;
 #pragma GCC unroll 24
-    for (int at = 0; at < some * AT_ONCE; at++) parts[at] = first ? (Part){0} : (Part)made[at];
-    for (int64_t at = 0; at < more; at += LANES * sizeof(float)) {
-        Part one = part_at(given + at), two = part_at(given + line + at);
-        Part three = part_at(given + 2 * line + at), four = part_at(given + 3 * line + at);
+    for (int at = 0; at < BESIDE * AT_ONCE; at++) parts[at] = first ? (Part){0} : (Part)made[at];
+    for (int64_t step = 0; step < steps; step++, values += BESIDE * BYTES, given += AT_ONCE * BYTES) {
+        Part found[BESIDE];
 #pragma GCC unroll 6
-        for (int row = 0; row < some; row++) {
-            Part found = part_at(values + row * apart + at), *own = parts + row * AT_ONCE;
-            own[0] = fused(way, found, one, own[0]), own[1] = fused(way, found, two, own[1]);
-            own[2] = fused(way, found, three, own[2]), own[3] = fused(way, found, four, own[3]);
+        for (int row = 0; row < BESIDE; row++) found[row] = part_at(values + row * BYTES);
+#pragma GCC unroll 4
+        for (int at = 0; at < AT_ONCE; at++) {
+            Part these = part_at(given + at * BYTES);
+#pragma GCC unroll 6
+            for (int row = 0; row < BESIDE; row++) {
+                Part *own = parts + row * AT_ONCE + at;
+                *own = fused(way, found[row], these, *own);
+            }
         }
     }
 #pragma GCC unroll 24
-    for (int at = 0; at < some * AT_ONCE; at++) made[at] = parts[at];
+    for (int at = 0; at < BESIDE * AT_ONCE; at++) made[at] = parts[at];
 }
 
-INLINE float multiply_one(int way, const char *values, const char *given, int64_t columns) {
-    Lanes lanes = {0};
-    for (int64_t at = 0; at < columns * bytes_of(way); at += LANES * bytes_of(way)) {
-#ifdef __AVX512BW__
-        if (in_pairs(way)) {
-            add_rounded(way, &lanes, _mm512_loadu_si512(values + at), shared_at(way, given + at));
-            continue;
-        }
-#endif
-        add_values(way, &lanes, values_at((const float *)(values + at)), given + at);
-    }
-    return sum_of(&lanes);
-}
-
-/* What comes of some rows and AT_ONCE of those given, from first on, whose lanes are added up: parts of these lie so many
-   sums behind each other. */
-INLINE void keep_sums(const Product *all, int64_t row, int64_t some, int64_t first, const float *sums, int64_t behind) {
-    for (int64_t at = 0; at < some; at++)
-        for (int64_t given = 0; given < AT_ONCE; given++, sums += PART) {
-            float lanes[LANES];
-            for (int64_t part = 0; part < LANES / PART; part++)
-                *(LoosePart *)(lanes + part * PART) = *(const LoosePart *)(sums + part * behind);
-            Lanes found = values_at(lanes);
-            keep_sum(all, first + given, row + at, sum_of(&found));
-        }
-}
-
-/* The rows begin to end, which are unpacked to values, times count of those given, from first on: whole AT_ONCE of them,
-   SHARING at most. All that is added up of some columns is done before the next ones, and one part of the lanes before the
-   others, so that values stay in a core's first cache meanwhile; sums have a place for each lane of each product. */
-INLINE void multiply_some(int way, const Product *all, int64_t begin, int64_t end, const char *values, int64_t first,
-                          int64_t count, float *sums) {
-    int64_t columns = all->columns, rows = end - begin, apart = apart_of(way, columns), bytes = bytes_of(way);
-    const char *given = given_at(way, all->given, first * columns);
-    for (int64_t from = 0, more; from < columns; from += more) {
-        more = columns - from < ONE_RUN ? columns - from : ONE_RUN;
-        for (int64_t part = 0; part < LANES; part += PART)
-            for (int64_t row = 0, some; row < rows; row += some) {
-                some = row + BESIDE <= rows ? BESIDE : 1;
-                int64_t begins = from * bytes + part * (int64_t)sizeof(float);
-                const char *own = values + row * apart + begins;
-                float *made = sums + (part * rows + row * PART) * count; /* all rows of a part lie side by side */
-                for (int64_t at = 0; at < count; at += AT_ONCE, made += some * AT_ONCE * PART) {
-                    const char *these = given + at * columns * bytes + begins;
-                    int64_t left = (from + more) * bytes - begins;
-                    if (some == BESIDE)
-                        add_products(way, BESIDE, own, these, columns, left, !from, made);
-                    else
-                        add_products(way, 1, own, these, columns, left, !from, made);
-                }
+/* The rows begin to end, BLOCK at most, times count of those given, from first on, SHARING at most: all that is added up of
+   some columns is done before the next ones. */
+INLINE void multiply_block(int way, const Product *all, int64_t begin, int64_t end, const char *values, int64_t first,
+                           int64_t count, float *sums) {
+    int64_t columns = all->columns, steps = steps_of(way, columns), groups = (end - begin + BESIDE - 1) / BESIDE;
+    for (int64_t from = 0, more; from < steps; from += more) {
+        float *made = sums;
+        more = steps - from < ONE_RUN ? steps - from : ONE_RUN;
+        for (int64_t at = first; at < first + count; at += AT_ONCE)
+            for (int64_t part = 0; part < PARTS; part++) {
+                int64_t begins = from * STEP + part * BYTES, left = columns * bytes_of(way) - begins;
+                const char *own = laid_at((char *)values, BESIDE, steps, 0, begins);
+                const char *these = laid_at(all->laid, AT_ONCE, steps, at, begins);
+                int64_t some = left < more * STEP ? (left + STEP - 1) / STEP : more;
+                for (int64_t group = 0; group < groups; group++, own += PARTS * steps * BESIDE * BYTES, made += SUMS)
+                    add_products(way, own, these, some, !from, made);
             }
     }
-    for (int64_t row = 0, some; row < rows; row += some) {
-        some = row + BESIDE <= rows ? BESIDE : 1;
-        for (int64_t at = 0; at < count; at += AT_ONCE)
-            keep_sums(all, begin + row, some, first + at, sums + (row * count + some * at) * PART, rows * count * PART);
+    for (int64_t at = first; at < first + count; at += AT_ONCE, sums += PARTS * groups * SUMS)
+        for (int64_t row = 0; row < end - begin; row++)
+            for (int64_t given = 0; given < AT_ONCE && at + given < first + count; given++) {
+                const float *own = sums + row / BESIDE * SUMS + (row % BESIDE * AT_ONCE + given) * PART;
+                float lanes[LANES];
+                for (int64_t part = 0; part < PARTS; part++)
+                    *(LoosePart *)(lanes + part * PART) = *(const LoosePart *)(own + part * groups * SUMS);
+                Lanes found = values_at(lanes);
+                keep_sum(all, at + given, begin + row, sum_of(&found));
+            }
+}
+
+/* The rows begin to end, whose values are laid out, times all rows given. */
+INLINE void multiply_unpacked_of(int way, const Product *all, int64_t begin, int64_t end, const char *values, float *sums) {
+    for (int64_t row = begin, last; row < end; row = last) {
+        last = row + BLOCK < end ? row + BLOCK : end;
+        const char *own = values + (row - begin) * steps_of(way, all->columns) * STEP;
+        for (int64_t first = 0; first < all->count; first += SHARING)
+            multiply_block(way, all, row, last, own, first, all->count - first < SHARING ? all->count - first : SHARING, sums);
     }
 }
 
-/* The rows begin to end, which are unpacked to values with room for sums behind them, times all rows given. */
-INLINE void multiply_unpacked_of(int way, const Product *all, int64_t begin, int64_t end, char *values) {
-    int64_t columns = all->columns, apart = apart_of(way, columns), whole = all->count / AT_ONCE * AT_ONCE;
-    float *sums = (float *)(values + (end - begin) * apart);
-    for (int64_t first = 0; first < whole; first += SHARING)
-        multiply_some(way, all, begin, end, values, first, whole - first < SHARING ? whole - first : SHARING, sums);
-    for (int64_t first = whole; first < all->count; first++) {
-        const char *given = given_at(way, all->given, first * columns);
-        for (int64_t row = begin; row < end; row++)
-            keep_sum(all, first, row, multiply_one(way, values + (row - begin) * apart, given, columns));
-    }
-}
-
-static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, char *values) {
+static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, const char *values, float *sums) {
     if (in_pairs(all->way))
-        multiply_unpacked_of(PAIRS, all, begin, end, values);
+        multiply_unpacked_of(PAIRS, all, begin, end, values, sums);
     else
-        multiply_unpacked_of(FLOATS, all, begin, end, values);
+        multiply_unpacked_of(FLOATS, all, begin, end, values, sums);
 }
 
-/* How many rows of values there is room for, so many bytes apart, and for the sums behind them. */
-INLINE int64_t rows_of(const Product *all, int64_t apart) {
-    return all->room * 4 / (apart + SHARING * LANES * 4);
+/* What so many rows take that are laid out, which are some more if they aren't whole BESIDE; the last ones are cleared. */
+static char *clear_last(const Product *all, int64_t rows, char *values) {
+    int64_t bytes = steps_of(all->way, all->columns) * STEP;
+    if (rows % BESIDE) memset(values + rows / BESIDE * BESIDE * bytes, 0, (size_t)(BESIDE * bytes));
+    return values + (rows + BESIDE - 1) / BESIDE * BESIDE * bytes;
+}
+
+/* Rows are unpacked one after the other where there is room for one, behind the sums, and laid out before these. */
+static void multiply_in_blocks(const Product *all, int64_t begin, int64_t end, char *room) {
+    int64_t line = all->columns * bytes_of(all->way), steps = steps_of(all->way, all->columns);
+    int64_t most = (all->room * 4 - BLOCK * SHARING * STEP) / (steps * STEP) - 1;
+    char *sums = room + most * steps * STEP, *unpacked = sums + BLOCK * SHARING * STEP;
+    for (int64_t first = begin, last; first < end; first = last) {
+        last = first + most < end ? first + most : end;
+        clear_last(all, last - first, room);
+        for (int64_t row = first; row < last; row++) {
+            unpack_row(all, row, unpacked);
+            lay_out(BESIDE, steps, unpacked, line, laid_at(room, BESIDE, steps, row - first, 0));
+        }
+        multiply_unpacked(all, first, last, room, (float *)sums);
+    }
 }
 
 /* The rows begin to end times all rows given, of which a few don't make it worth the while to unpack anything. */
 static void multiply_in_rows(const Product *all, int64_t begin, int64_t end, char *room) {
-    int64_t way = all->way, apart = apart_of(way, all->columns);
-    if (all->count >= AT_ONCE)
-        for (int64_t first = begin, last; first < end; first = last) {
-            last = first + rows_of(all, apart) < end ? first + rows_of(all, apart) : end;
-            for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * apart);
-            multiply_unpacked(all, first, last, room);
+    if (all->laid) {
+        multiply_in_blocks(all, begin, end, room);
+        return;
+    }
+    for (int64_t row = begin, some; row < end; row += some) {
+        some = row + SIDE <= end ? SIDE : 1;
+        for (int64_t at = 0; at < all->count; at++) {
+            float found[SIDE];
+            multiply_rows(all, row, some, given_at(all->way, all->given, at * all->columns), found);
+            for (int64_t one = 0; one < some; one++) keep_sum(all, at, row + one, found[one]);
         }
-    else
-        for (int64_t row = begin, some; row < end; row += some) {
-            some = row + SIDE <= end ? SIDE : 1;
-            for (int64_t at = 0; at < all->count; at++) {
-                float found[SIDE];
-                multiply_rows(all, row, some, given_at(way, all->given, at * all->columns), found);
-                for (int64_t one = 0; one < some; one++) keep_sum(all, at, row + one, found[one]);
-            }
-        }
+    }
 }
 
-#ifdef __AVX512BW__
-enum { SIXTEEN = 16 };
-
-/* A square of sixteen lines of as many numbers of 32 bits, its lines made columns. */
-INLINE void transpose(const __m512i *lines, __m512i *made) {
-    __m512i one[SIXTEEN], two[SIXTEEN];
-    for (int at = 0; at < SIXTEEN; at += 2) {
-        one[at] = _mm512_unpacklo_epi32(lines[at], lines[at + 1]);
-        one[at + 1] = _mm512_unpackhi_epi32(lines[at], lines[at + 1]);
+/* A square of as many lines as they have numbers, each a register, made columns. */
+INLINE void transpose(const LoosePart *lines, LoosePart *made) {
+#if defined(__AVX512BW__)
+    __m512i one[PART], two[PART];
+    for (int at = 0; at < PART; at += 2) {
+        one[at] = _mm512_unpacklo_epi32((__m512i)lines[at], (__m512i)lines[at + 1]);
+        one[at + 1] = _mm512_unpackhi_epi32((__m512i)lines[at], (__m512i)lines[at + 1]);
     }
-    for (int at = 0; at < SIXTEEN; at += 4)
+    for (int at = 0; at < PART; at += 4)
         for (int half = 0; half < 2; half++) {
             two[at + 2 * half] = _mm512_unpacklo_epi64(one[at + half], one[at + 2 + half]);
             two[at + 2 * half + 1] = _mm512_unpackhi_epi64(one[at + half], one[at + 2 + half]);
@@ -1666,12 +1666,30 @@ INLINE void transpose(const __m512i *lines, __m512i *made) {
     }
     for (int at = 0; at < 4; at++)
         for (int half = 0; half < 2; half++) {
-            made[4 * half + at] = _mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0x88);
-            made[8 + 4 * half + at] = _mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0xdd);
+            made[4 * half + at] = (LoosePart)_mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0x88);
+            made[8 + 4 * half + at] = (LoosePart)_mm512_shuffle_i32x4(one[4 * half + at], one[8 + 4 * half + at], 0xdd);
         }
-}
-
+#elif defined(__AVX2__)
+    __m256 one[PART], two[PART];
+    for (int at = 0; at < PART; at += 2) {
+        one[at] = _mm256_unpacklo_ps((__m256)lines[at], (__m256)lines[at + 1]);
+        one[at + 1] = _mm256_unpackhi_ps((__m256)lines[at], (__m256)lines[at + 1]);
+    }
+    for (int at = 0; at < PART; at += 4)
+        for (int half = 0; half < 2; half++) {
+            __m256d lower = (__m256d)one[at + half], upper = (__m256d)one[at + 2 + half];
+            two[at + 2 * half] = (__m256)_mm256_unpacklo_pd(lower, upper);
+            two[at + 2 * half + 1] = (__m256)_mm256_unpackhi_pd(lower, upper);
+        }
+    for (int at = 0; at < PART / 2; at++) {
+        made[at] = (LoosePart)_mm256_permute2f128_ps(two[at], two[4 + at], 0x20);
+        made[4 + at] = (LoosePart)_mm256_permute2f128_ps(two[at], two[4 + at], 0x31);
+    }
+#else
+    for (int line = 0; line < PART; line++)
+        for (int at = 0; at < PART; at++) made[at][line] = lines[line][at];
 #endif
+}
 
 /* Products in tiles (AMX): of up to sixteen rows of 32 columns each of both sides, one of which lies in pairs of columns.
    A tile's sums of the first and of the second columns of pairs begin as zeros and are added up apart, first to last, each
@@ -1684,8 +1702,11 @@ typedef struct {
     uint8_t rows[16];
 } Tiles;
 
+/* Rows that are unpacked for tiles lie so many bytes further apart than they are long: columns often are a power of two, and
+   what lies so far apart has one place in a cache. */
+enum { TILE = 16, TILE_BYTES = 1024, LINE = 64, STRIPS = 4, PADDING = 64 };
+
 #if HAS_TILES
-enum { TILE = 16, TILE_BYTES = 1024, LINE = 64, STRIPS = 4 };
 
 INLINE void set_tiles(const Tiles *all) { __asm__ volatile("ldtilecfg %0" : : "m"(*all)); }
 
@@ -1791,32 +1812,25 @@ INLINE void add_across(Side left, Side right, int64_t count) {
     }
 }
 
-/* What is given, laid out in pairs of columns: of sixteen rows at a time, or as many as are left, the pairs of one place
-   lie side by side. One row lies so as it is. */
-static void lay_out_given(Product *all) {
+/* What is given, of sixteen rows or as many as are left, laid out in pairs of columns: those of one place lie side by side.
+   One row lies so as it is. */
+static void lay_pairs_out(Product *all, int64_t first, int64_t some) {
     int64_t pairs = all->columns / 2;
-    if (all->count == 1) {
-        all->laid = (void *)all->given;
-        return;
-    }
-    for (int64_t first = 0, some; first < all->count; first += some) {
-        some = all->count - first < TILE ? all->count - first : TILE;
-        const int32_t *given = (const int32_t *)all->given + first * pairs;
-        int32_t *made = (int32_t *)all->laid + first * pairs;
-        if (some == TILE)
-            for (int64_t at = 0; at < pairs; at += TILE) {
-                __m512i lines[TILE], columns[TILE];
-                for (int row = 0; row < TILE; row++) lines[row] = _mm512_loadu_si512(given + row * pairs + at);
-                transpose(lines, columns);
-                for (int pair = 0; pair < TILE; pair++) _mm512_storeu_si512(made + (at + pair) * TILE, columns[pair]);
-            }
-        else
-            for (int64_t row = 0; row < some; row++)
-                for (int64_t at = 0; at < pairs; at++) made[at * some + row] = given[row * pairs + at];
-    }
+    const int32_t *given = (const int32_t *)all->given + first * pairs;
+    int32_t *made = (int32_t *)all->laid + first * pairs;
+    if (some == TILE)
+        for (int64_t at = 0; at < pairs; at += TILE) {
+            __m512i lines[TILE], columns[TILE];
+            for (int row = 0; row < TILE; row++) lines[row] = _mm512_loadu_si512(given + row * pairs + at);
+            transpose((const LoosePart *)lines, (LoosePart *)columns);
+            for (int pair = 0; pair < TILE; pair++) _mm512_storeu_si512(made + (at + pair) * TILE, columns[pair]);
+        }
+    else
+        for (int64_t row = 0; row < some; row++)
+            for (int64_t at = 0; at < pairs; at++) made[at * some + row] = given[row * pairs + at];
 }
 
-INLINE Side laid_at(const Product *all, int64_t first, int64_t across) {
+INLINE Side given_side(const Product *all, int64_t first, int64_t across) {
     int64_t pairs = all->columns / 2;
     const char *at = (const char *)all->laid + 4 * first * pairs;
     return (Side){at, 4 * across, 4 * across * TILE, 4 * across * pairs};
@@ -1846,7 +1860,7 @@ static void keep_tile(const Product *all, int64_t row, int64_t end, int64_t firs
     }
     Sums turned __attribute__((aligned(LINE)));
     if (across == TILE)
-        transpose((const __m512i *)sums, (__m512i *)turned);
+        transpose((const LoosePart *)sums, (LoosePart *)turned);
     else
         for (int64_t at = 0; at < TILE; at++)
             for (int64_t given = 0; given < across; given++) turned[given][at] = sums[at * across + given];
@@ -1856,9 +1870,9 @@ static void keep_tile(const Product *all, int64_t row, int64_t end, int64_t firs
 /* Rows of a weight, unpacked to room, times some rows given, from one on: those of one tile of the right, or of two. */
 INLINE void multiply_strips(const Product *all, int64_t begin, int64_t end, const char *room, int64_t given, int64_t across,
                             int two) {
-    int64_t apart = apart_of(PAIRS, all->columns), steps = all->columns / LANES, rows = two ? 2 : STRIPS;
+    int64_t apart = 2 * all->columns + PADDING, steps = all->columns / LANES, rows = two ? 2 : STRIPS;
     Sums sums[STRIPS] __attribute__((aligned(LINE)));
-    Side right = laid_at(all, given, across);
+    Side right = given_side(all, given, across);
     for (int64_t row = begin; row < end; row += rows * TILE) {
         Side left = {room + (row - begin) * apart, apart, LINE, TILE * apart};
         clear_sums();
@@ -1876,7 +1890,7 @@ INLINE void multiply_strips(const Product *all, int64_t begin, int64_t end, cons
 
 /* Rows of a weight in tiles: as many as there is room for are unpacked, whole ones, and serve all that is given. */
 static void multiply_rows_in_tiles(const Product *all, int64_t begin, int64_t end, char *room) {
-    int64_t apart = apart_of(PAIRS, all->columns), most = all->room * 4 / apart, whole = all->count / TILE * TILE;
+    int64_t apart = 2 * all->columns + PADDING, most = all->room * 4 / apart, whole = all->count / TILE * TILE;
     for (int64_t first = begin, last; first < end; first = last) {
         last = first + most < end ? first + most : end;
         for (int64_t row = first; row < last; row++) unpack_row(all, row, room + (row - first) * apart);
@@ -1893,7 +1907,7 @@ static Tiles begin_tiles(const Product *all) { return (void)all, (Tiles){0}; }
 
 static void end_tiles(const Product *all, const Tiles *before) { (void)all, (void)before; }
 
-static void lay_out_given(Product *all) { (void)all; }
+static void lay_pairs_out(Product *all, int64_t first, int64_t some) { (void)all, (void)first, (void)some; }
 #endif
 
 /* Weights that rest in columns: integers of two to eight bits, as GPTQ and AWQ have them. A line at rest is one input of
@@ -1903,7 +1917,10 @@ static void lay_out_given(Product *all) { (void)all; }
    inputs or as table tells them, has scales and, above, zeros. These rest one less than they mean where above_run is set.
    Codes of AWQ are told by inside. */
 
-enum { WIDE = 64, GIVEN = 4, MANY = 12 };
+enum { WIDE = 64, GIVEN = 4 };
+
+/* For so many rows given a weight is unpacked, some of its rows at a time: it is sooner from about as many on. */
+int32_t given_to_unpack(int32_t in_columns) { return in_columns && PART == 16 ? 12 : AT_ONCE; }
 
 typedef struct {
     float scales[WIDE], zeros[WIDE];
@@ -2259,32 +2276,33 @@ static void multiply_tile_in_pairs(const Product *all, const Group *groups, int6
 #define multiply_tile_in_pairs multiply_tile
 #endif
 
-/* Unpack wide rows from first on, for MANY rows given or more. */
+/* LANES values of a row, from an input on, laid out beside those of others. */
+INLINE void lay_values(int way, Lanes values, int64_t steps, int64_t row, int64_t input, char *made) {
+    char line[STEP] = {0};
+    add_values(way | KEPT, 0, values, line);
+    lay_out(BESIDE, steps, line, LANES * bytes_of(way), laid_at(made, BESIDE, steps, row, input * bytes_of(way)));
+}
+
+/* Unpack wide rows from first on and lay them out, for many rows given. */
 static void unpack_columns(const Product *all, const Group *groups, int64_t first, int64_t wide, char *made) {
     float values[LANES][WIDE];
-    int way = (int)all->way | KEPT;
-    int64_t apart = apart_of(way, all->columns);
+    int way = (int)all->way;
+    int64_t steps = steps_of(way, all->columns);
     for (int64_t input = 0; input < all->columns; input += LANES) {
         values_of_columns(all->work, groups, input, first, wide, values);
-        char *place = made + input * bytes_of(way);
-#ifdef __AVX512BW__
-        for (int64_t row = 0; row < wide; row += SIXTEEN) {
-            __m512i lines[LANES], columns[LANES];
-            for (int lane = 0; lane < LANES; lane++) lines[lane] = _mm512_loadu_si512(values[lane] + row);
-            transpose(lines, columns);
-            transpose(lines + SIXTEEN, columns + SIXTEEN);
-            for (int64_t at = 0; at < SIXTEEN && row + at < wide; at++, place += apart) {
-                Lanes found = {_mm512_castsi512_ps(columns[at]), _mm512_castsi512_ps(columns[SIXTEEN + at])};
-                add_values(way, 0, found, place);
+        for (int64_t row = 0; row < wide; row += PART) {
+            LoosePart lines[PART], columns[PARTS][PART];
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                for (int at = 0; at < PART; at++) lines[at] = *(const LoosePart *)(values[part * PART + at] + row);
+                transpose(lines, columns[part]);
+            }
+            for (int64_t at = 0; at < PART && row + at < wide; at++) {
+                float own[LANES];
+                for (int part = 0; part < PARTS; part++) *(LoosePart *)(own + part * PART) = columns[part][at];
+                lay_values(way, values_at(own), steps, row + at, input, made);
             }
         }
-#else
-        float own[LANES];
-        for (int64_t row = 0; row < wide; row++, place += apart) {
-            for (int lane = 0; lane < LANES; lane++) own[lane] = values[lane][row];
-            add_values(way, 0, values_at(own), place);
-        }
-#endif
     }
 }
 
@@ -2294,9 +2312,10 @@ static void multiply_in_columns(const Product *all, int64_t begin, int64_t end, 
     for (int64_t first = begin; first < end; first += WIDE) {
         int64_t wide = end - first < WIDE ? end - first : WIDE;
         unpack_groups(all->work, first, wide, groups);
-        if (all->count >= MANY) {
+        if (all->laid) {
+            char *sums = clear_last(all, wide, behind);
             unpack_columns(all, groups, first, wide, behind);
-            multiply_unpacked(all, first, first + wide, behind);
+            multiply_unpacked(all, first, first + wide, behind, (float *)sums);
         }
         else
             for (int64_t from = 0; from < all->count; from += GIVEN) {
@@ -2387,15 +2406,40 @@ static void take_rows(void *given) {
     end_tiles(all, &before);
 }
 
+/* What is given, in threads which take some rows of it at a time; the last of these make up for missing ones. */
+static void lay_given_out(void *given) {
+    Product *all = given;
+    int64_t line = all->columns * bytes_of(all->way), steps = steps_of(all->way, all->columns);
+    int64_t some = all->way == TILES ? TILE : AT_ONCE, first;
+    while ((first = __atomic_fetch_add(&all->next_row, some, __ATOMIC_RELAXED)) < all->count)
+        if (all->way == TILES)
+            lay_pairs_out(all, first, first + some < all->count ? some : all->count - first);
+        else
+            for (int64_t at = first; at < first + some; at++) {
+                int64_t own = at < all->count ? at : all->count - 1;
+                const char *from = given_at(all->way, all->given, own * all->columns);
+                lay_out(AT_ONCE, steps, from, line, laid_at(all->laid, AT_ONCE, steps, at, 0));
+            }
+}
+
+typedef void Team(void (*part)(void *), void *all, unsigned threads, unsigned flags);
+
+static void in_team(Product *all, int64_t threads, Team *team, void (*part)(void *)) {
+    if (team && threads > 1)
+        team(part, all, (unsigned)threads, 0);
+    else
+        part(all);
+}
+
 /* Multiply in so many threads of a team, which is OpenMP's; null: in this one alone. */
-void multiply_packed(Product *all, int64_t threads, void (*team)(void (*)(void *), void *, unsigned, unsigned)) {
+void multiply_packed(Product *all, int64_t threads, Team *team) {
     if (all->family == SCALED && all->work->kind == FP4) all->values = OF_FP4;
     if (all->family == SCALED && all->work->kind == INT4) all->values = OF_INT4;
-    if (all->way == TILES && all->family != GROUPED) lay_out_given(all);
-    if (team && threads > 1)
-        team(take_rows, all, (unsigned)threads, 0);
-    else
-        take_rows(all);
+    if (all->laid)
+        in_team(all, threads, team, lay_given_out), all->next_row = 0;
+    else if (all->way == TILES)
+        all->laid = (void *)all->given;
+    in_team(all, threads, team, take_rows);
 }
 
 /* What is read of an open file, from offset on, to a place in a buffer: so many bytes, or fewer if they are the least

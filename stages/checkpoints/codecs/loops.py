@@ -26,7 +26,7 @@ from offstage.stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _UNPACKERS = ("unpack_scaled", "unpack_mxfp4", "unpack_ggml")
-_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed", "way_of_bfloat16")
+_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed", "way_of_bfloat16", "given_to_unpack")
 DTYPE_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3, "table": 4}
 _OF_EIGHT_BITS = ("fp8", "int8")
@@ -146,6 +146,8 @@ class Loops:
         self.has_tiles = best == "tiles"
         self.way_of_bfloat16: Way = "pairs" if best == "tiles" else best
         """In which way rows of bfloat16 are multiplied here, unless they are to be in tiles."""
+        self.given_to_unpack: tuple[int, int] = (library.given_to_unpack(0), library.given_to_unpack(1))
+        """For how many rows given a weight is unpacked that rests in rows, and one in columns."""
         unpackers = [getattr(library, name) for name in _UNPACKERS]
         for function in unpackers:
             function.argtypes = [c_void_p]

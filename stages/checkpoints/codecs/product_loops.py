@@ -41,13 +41,13 @@ _TOGETHER = 12
 _PANEL_VALUES = 6 * 2**14
 """How many values a thread unpacks at a time where several rows are multiplied, at most: part of a core's own cache."""
 _AT_ONCE = 4
-"""From so many rows given on a weight is unpacked, some of its rows at a time; fewer read it as one does."""
-_SHARING = 32
-"""How many rows given share what was unpacked while it is in a core's first cache."""
+"""How many rows given are laid out side by side, where a weight is unpacked."""
+_BLOCK, _SHARING = 24, 16
+"""How many rows that were unpacked, and how many rows given, are multiplied while all of their sums are kept."""
 _PADDING = 64
-"""How many bytes further apart than they are long rows lie that were unpacked."""
-_WIDE, _MANY = 64, 12
-"""How many rows of a weight in columns are multiplied side by side; from how many rows given on it is unpacked."""
+"""How many bytes further apart than they are long rows lie that were unpacked for tiles."""
+_WIDE = 64
+"""How many rows of a weight in columns are multiplied side by side."""
 _TILE, _TILES_VALUES = 16, 2**19
 """Of products in tiles: for up to so many rows given, few rows of a weight are unpacked at a time; for more, rows of so
 many values at most, which a core's second cache holds.
@@ -132,31 +132,37 @@ class Product:
         made is float32, or bfloat16 where it ``rounds``. The bits are the same for any number of threads.
         """
         product = _ProductArguments.from_buffer_copy(self._arguments)
-        together, room = self._shares(count, threads, way)
-        laid = count * self.columns // 2 if way == "tiles" and not self._in_columns and count > 1 else 0
+        together, room, laid = self._shares(count, threads, way)
         if room:
             rooms = np.empty(threads * room + laid + _LINE // 4, np.float32)  # whole lines of a cache are read at once
             product.rooms = -(-rooms.ctypes.data // _LINE) * _LINE
-            product.laid = product.rooms + 4 * threads * room
+            product.laid = product.rooms + 4 * threads * room if laid else None
         product.given, product.made, product.count, product.room = given, made, count, room
         product.bias, product.way, product.rounds = bias, WAY_NUMBERS[way], rounds
         steps = threads * max(1, min(_SHARES, self.rows * self.columns * count // (threads * _LEAST)))
         product.step = -(-self.rows // (steps * together)) * together
         self._function(byref(product), threads, _team())
 
-    def _shares(self, count: int, threads: int, way: Way) -> tuple[int, int]:
-        """Return by how many rows of the weight threads share them, and how many floats each has room for."""
-        line = (self.columns * (4 if way == "floats" else 2) + _PADDING) // 4  # of what is unpacked
+    def _shares(self, count: int, threads: int, way: Way) -> tuple[int, int, int]:
+        """Return by how many rows of the weight threads share them, how many floats each has room for, and how many what
+        is given takes where it is laid out.
+        """
+        size = 4 if way == "floats" else 2
         if way == "tiles":
             if self._in_columns:
-                return _WIDE, self._room + _WIDE * (self.columns if count > _TILE else LANES) // 2
+                return _WIDE, self._room + _WIDE * (self.columns if count > _TILE else LANES) // 2, 0
             most = min(_TILES_VALUES // self.columns, self.rows // (4 * threads)) if count > _TILE else _WIDE
             together = _WIDE * max(1, most // _WIDE)
-            return together, together * line
-        together, unpacks = (_WIDE, count >= _MANY) if self._in_columns else (_TOGETHER, count >= _AT_ONCE)
-        if unpacks and not self._in_columns:
+            laid = count * self.columns // 2 if count > 1 else 0
+            return together, together * (self.columns * size + _PADDING) // 4, laid
+        together = _WIDE if self._in_columns else _TOGETHER
+        if count < self._known.given_to_unpack[self._in_columns]:
+            return together, self._room, 0
+        if not self._in_columns:
             together *= max(1, min(_PANEL_VALUES // self.columns, self.rows // (4 * threads)) // together)
-        return together, self._room + (together * (line + _SHARING * LANES) if unpacks else 0)
+        line = -(-self.columns * size // (4 * LANES)) * LANES  # floats of what is laid out, in whole steps
+        rows = -(-together // _TOGETHER) * _TOGETHER + 1  # and one that was unpacked
+        return together, self._room + rows * line + _BLOCK * _SHARING * LANES, -(-count // _AT_ONCE) * _AT_ONCE * line
 
 
 def ggml_product(compiled: Loops, packed: Bytes, *, kind: str, places: Places | None) -> Product:
