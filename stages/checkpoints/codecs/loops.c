@@ -1606,7 +1606,7 @@ static void multiply_unpacked(const Product *all, int64_t begin, int64_t end, co
         multiply_unpacked_of(FLOATS, all, begin, end, values, sums);
 }
 
-/* What so many rows take that are laid out, which are some more if they aren't whole BESIDE; the last ones are cleared. */
+/* Clear what no row fills of the last BESIDE ones that are laid out, and return where the room of all ends. */
 static char *clear_last(const Product *all, int64_t rows, char *values) {
     int64_t bytes = steps_of(all->way, all->columns) * STEP;
     if (rows % BESIDE) memset(values + rows / BESIDE * BESIDE * bytes, 0, (size_t)(BESIDE * bytes));

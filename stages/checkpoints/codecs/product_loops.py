@@ -144,8 +144,8 @@ class Product:
         self._function(byref(product), threads, _team())
 
     def _shares(self, count: int, threads: int, way: Way) -> tuple[int, int, int]:
-        """Return by how many rows of the weight threads share them, how many floats each has room for, and how many what
-        is given takes where it is laid out.
+        """Return by how many rows of the weight threads share them, how many floats each has room for, and how many are
+        taken by what is given, where it is laid out.
         """
         size = 4 if way == "floats" else 2
         if way == "tiles":
