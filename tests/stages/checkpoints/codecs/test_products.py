@@ -131,7 +131,7 @@ def as_in_use(_folder: Path, rows: int, columns: int) -> Weight:
 WEIGHTS: Mapping[str, tuple[Make, int, int]] = {
     "float32": (as_in_use, 75, COLUMNS),
     **{kind: (of_ggml(kind), 75, COLUMNS) for kind in FORMATS_OF_LOOPS},
-    "q8_0 in long rows": (of_ggml("q8_0"), 50, 2112),
+    "q8_0 in long rows": (of_ggml("q8_0"), 50, 6304),
     "fp8 in blocks": (codes("fp8", (16, 128)), 75, COLUMNS),
     "fp8, one scale": (codes("fp8", (40, 96), "bfloat16"), 40, 96),
     "fp8 by rows": (codes("fp8", (1, 1024), "float16"), 33, 1024),
