@@ -5,9 +5,10 @@ memory again, and asks for Python's lock. A loop in C goes through it once, with
 installed for it, and nothing is held in memory but its few KB of code. Where there is no compiler, or nothing can be
 kept, the operators do the work: the bits are the same.
 
-Compiling takes a second or two and some 60 MB for a compiler's process; so it is done where a run plans, before any
-weight is there, and never where weights are unpacked. What was compiled is an artifact of the user's cache, in a folder
-that nobody else may write to: what isn't as it was written is compiled anew, and what is loaded is what was checked.
+Compiling takes some seconds and 200 MB for a compiler's process; so it is done where a run plans, before any weight is
+there, and never where weights are unpacked. It can begin beside a run's imports. What was compiled is an artifact of
+the user's cache, in a folder that nobody else may write to: what isn't as it was written is compiled anew, and what is
+loaded is what was checked.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from contextlib import suppress
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 
 from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.sealed_files import DamagedError, move_aside, verify
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import OffstageError
 from offstage.stages.machine.kernels import processor_features
+from offstage.stages.machine.own_process import has_room
 from offstage.stages.machine.private_folders import is_private, make_private, require_private
 
 FOLDER = "code"
@@ -43,13 +46,27 @@ _FLAGS = (
 """The last ones have each operation rounded as it is written, whatever ``$CC`` says, and traps not be waited for.
 """
 _SECONDS = 120
+_COMPILER_BYTES = 200 * 10**6
 _PLACED_BY = ("XDG_CACHE_HOME", "HOME")
 """What of the environment tells where a user's files are kept."""
 
 _in_use: dict[Path, ctypes.CDLL | None] = {}
 """What was found fit and opened, by where it lies: this process goes on with that, whatever comes to lie there."""
 
+_begun: dict[Path, Thread] = {}
+"""What is being compiled, and was waited for by nobody yet, by its source."""
+
 _log = logging.getLogger("offstage")
+
+
+def begin(source: Path, functions: Collection[str]) -> None:
+    """Have ``build`` begin in a thread, if there is memory for that beside another process; who builds waits for it.
+
+    A process that ends meanwhile doesn't.
+    """
+    if source not in _begun and _place(source) is not None and load(source) is None and has_room(_COMPILER_BYTES):
+        _begun[source] = Thread(target=_build, args=(source, functions), daemon=True)
+        _begun[source].start()
 
 
 def build(source: Path, functions: Collection[str]) -> None:
@@ -57,6 +74,14 @@ def build(source: Path, functions: Collection[str]) -> None:
 
     A library without one of the ``functions`` is no good.
     """
+    begun = _begun.pop(source, None)
+    if begun is None:
+        _build(source, functions)
+    else:
+        begun.join()
+
+
+def _build(source: Path, functions: Collection[str]) -> None:
     folder = _place(source)
     if folder is None or load(source) is not None:
         return
@@ -104,7 +129,7 @@ def _compile(source: Path, functions: Collection[str], folder: Path) -> None:
     compiler = _compiler()
     if compiler is None:
         raise FileNotFoundError(errno.ENOENT, "there is no C compiler", "cc")
-    _log.info("compiles what dequantises weights, once for this processor: a second or two")
+    _log.info("compiles what dequantises weights, once for this processor: some seconds")
     folder.chmod(0o700)
     library_file = folder / LIBRARY
     subprocess.run(

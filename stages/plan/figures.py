@@ -15,12 +15,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from types import ModuleType
 
-from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.errors import CheckpointError, OffstageError
 from offstage.pipeline.stage import MEASURED, Config
 from offstage.stages.checkpoints.codec_rates import Work, codec_rates, mean_rate, product_name
 from offstage.stages.checkpoints.model_source import ModelSource
 from offstage.stages.checkpoints.quantization import quantization_of
+from offstage.stages.checkpoints.weight_files import gguf_file
 from offstage.stages.empty_init.identity import declared_dtype
 from offstage.stages.empty_init.skeleton import TensorSpec
 from offstage.stages.machine.expandable_segments import would_expand
@@ -93,16 +95,36 @@ def declared_weights(config: Config) -> HostWeights:
 
 
 def begin_measuring(config: Config, cache: Path) -> None:
-    """Have what ``known_machine`` waits for be looked for and measured from now on, beside what this process does.
+    """Have what ``known_machine`` waits for be looked for and measured from now on, beside what this process does; so
+    are the loops compiled that unpack a checkpoint of this machine's.
 
     A ``BudgetError`` where a limit leaves the process of a run no room to.
     """
     machine = hardware(config)
     if not host_is_described(config):
         require_process_room(machine.host)
+        if _rests_packed(config):
+            _loops().begin_building()
     accelerator = _asked_of(machine, config)
     if accelerator is not None:
         begin_process_memory(cache / MEASURED, accelerator=accelerator)
+
+
+def _rests_packed(config: Config) -> bool:
+    """Return whether a checkpoint of this machine says that it is quantised. One that can't be read says so later, and
+    the Hub isn't asked yet.
+    """
+    source = ModelSource.of(config["model"])
+    with suppress(OffstageError, OSError):
+        if not source.is_on_hub:
+            return gguf_file(Path(source.path)) is not None or quantization_of(source.folder) is not None
+    return False
+
+
+def _loops() -> ModuleType:
+    from offstage.stages.checkpoints.codecs import loops  # a run that has nothing packed needs no numpy to plan
+
+    return loops
 
 
 def known_machine(config: Config, cache: Path) -> Hardware:
@@ -187,11 +209,13 @@ def machine_rates(
     if outline is None:
         return host(light=light, weights=weights)
     light, weights = light or _fits_caches(outline.skeleton.bytes), _host_weights(outline)
-    rates = host(light=light, weights=weights, read={} if light else _read_bytes(outline, weights))
     asked: dict[str, tuple[Work, Mapping[str, float]]] = {
         "dequantising": ("unpacking", _bytes_by_codec(outline)),
         "multiplying": ("multiplying", _bytes_by_product(outline, weights.dtype)),
     }
+    if any(every for _, every in asked.values()):
+        _loops().build()  # now: a compiler that goes on beside them would disturb what is measured
+    rates = host(light=light, weights=weights, read={} if light else _read_bytes(outline, weights))
     means = {rate: getattr(rates, rate) for rate in asked}
     for rate, (work, every) in asked.items():
         least = _TELLING_SHARE * sum(every.values())

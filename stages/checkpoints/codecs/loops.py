@@ -252,6 +252,11 @@ def pointers(*arrays: npt.NDArray[Any] | None) -> list[int | None]:
     return [None if array is None else array.ctypes.data for array in arrays]
 
 
+def begin_building() -> None:
+    """Have ``build`` begin beside what this process does, if there is memory for that."""
+    compiled_code.begin(_SOURCE, _FUNCTIONS)
+
+
 def build() -> None:
     """Have the loops compiled, once for this user and processor, where there is a compiler."""
     compiled_code.build(_SOURCE, _FUNCTIONS)

@@ -45,6 +45,36 @@ def test_a_source_is_compiled_once_and_found_ever_after(source: Path, monkeypatc
     assert sorted(left.name for left in path.parent.iterdir()) == ["library.so", "manifest.json"]
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_it_is_begun_beside_other_work_where_there_is_memory_and_waited_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    begins, may_end = tmp_path / "begins", tmp_path / "may_end"
+    compiler = tmp_path / "cc.sh"
+    compiler.write_text(f"""#!/bin/sh
+echo >> {begins}
+while ! test -e {may_end}; do sleep 0.01; done
+exec cc "$@"
+""")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(compiled_code, "has_room", lambda beside: has_room)
+    for _ in range(2):
+        compiled_code.begin(source, FUNCTIONS)
+    while has_room and not begins.exists():
+        pass
+    assert begins.exists() == has_room
+    assert compiled_code.load(source) is None
+    may_end.touch()
+    for _ in range(2):
+        compiled_code.build(source, FUNCTIONS)
+        compiled_code.begin(source, FUNCTIONS)
+    library = compiled_code.load(source)
+    assert library is not None
+    assert library.answer() == 42
+    assert len(begins.read_text().splitlines()) == 1
+
+
 def test_another_source_of_that_name_is_other_code(source: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / source.name
     other.parent.mkdir()
