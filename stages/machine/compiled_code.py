@@ -13,27 +13,29 @@ loaded is what was checked.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Collection
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from threading import Thread
 
 from offstage.pipeline.cache import user_cache
 from offstage.pipeline.cache.sealed_files import DamagedError, move_aside, verify
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.errors import OffstageError
 from offstage.stages.machine.kernels import processor_features
-from offstage.stages.machine.own_process import has_room
+from offstage.stages.machine.own_process import begun, has_room
 from offstage.stages.machine.private_folders import is_private, make_private, require_private
 
 FOLDER = "code"
@@ -53,8 +55,8 @@ _PLACED_BY = ("XDG_CACHE_HOME", "HOME")
 _in_use: dict[Path, ctypes.CDLL | None] = {}
 """What was found fit and opened, by where it lies: this process goes on with that, whatever comes to lie there."""
 
-_begun: dict[Path, Thread] = {}
-"""What is being compiled, and was waited for by nobody yet, by its source."""
+_begun: dict[Path, Future[None]] = {}
+"""What is being compiled, and was waited for by nobody yet, by where it will lie."""
 
 _log = logging.getLogger("offstage")
 
@@ -62,11 +64,13 @@ _log = logging.getLogger("offstage")
 def begin(source: Path, functions: Collection[str]) -> None:
     """Have ``build`` begin in a thread, if there is memory for that beside another process; who builds waits for it.
 
-    A process that ends meanwhile doesn't.
+    A process that ends meanwhile ends it, and leaves nothing of it.
     """
-    if source not in _begun and _place(source) is not None and load(source) is None and has_room(_COMPILER_BYTES):
-        _begun[source] = Thread(target=_build, args=(source, functions), daemon=True)
-        _begun[source].start()
+    folder = _place(source)
+    if folder is None or folder in _begun or load(source) is not None or not has_room(_COMPILER_BYTES):
+        return
+    _begun[folder] = begun(partial(_build, source, folder, functions))
+    atexit.register(_begun[folder].exception)  # once the compiler was stopped, which is registered later
 
 
 def build(source: Path, functions: Collection[str]) -> None:
@@ -74,17 +78,17 @@ def build(source: Path, functions: Collection[str]) -> None:
 
     A library without one of the ``functions`` is no good.
     """
-    begun = _begun.pop(source, None)
-    if begun is None:
-        _build(source, functions)
-    else:
-        begun.join()
-
-
-def _build(source: Path, functions: Collection[str]) -> None:
     folder = _place(source)
-    if folder is None or load(source) is not None:
+    if folder is None:
         return
+    future = _begun.pop(folder, None)
+    if future is not None:
+        future.result()
+    elif load(source) is None:
+        _build(source, folder, functions)
+
+
+def _build(source: Path, folder: Path, functions: Collection[str]) -> None:
     try:
         _keep(source, folder, functions)
         del _in_use[folder]
@@ -132,10 +136,20 @@ def _compile(source: Path, functions: Collection[str], folder: Path) -> None:
     _log.info("compiles what dequantises weights, once for this processor: some seconds")
     folder.chmod(0o700)
     library_file = folder / LIBRARY
-    subprocess.run(
-        [*compiler, *_FLAGS, "-o", str(library_file), str(source)], check=True, timeout=_SECONDS,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    command = [*compiler, *_FLAGS, "-o", str(library_file), str(source)]
+    nothing = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True) as process:
+        stop = partial(os.killpg, process.pid, signal.SIGKILL)  # a compiler is several processes
+        atexit.register(stop)
+        try:
+            process.wait(_SECONDS)
+        except BaseException:
+            stop()
+            raise
+        finally:
+            atexit.unregister(stop)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
     library_file.chmod(0o700)  # the linker goes by the umask
     library = ctypes.CDLL(str(library_file))
     lacking = [name for name in functions if not hasattr(library, name)]

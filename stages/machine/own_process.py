@@ -1,4 +1,7 @@
-"""Probes that run in a process of their own: what they take of memory is no part of a run's peak."""
+"""Probes that run in a process of their own: what they take of memory is no part of a run's peak.
+
+They can begin beside other work, in a thread that waits for that process.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from offstage.pipeline.peers import environment_alone
 from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
+
+T = TypeVar("T")
 
 _SECONDS = 300
 _PROGRAM = "from offstage.stages.machine.own_process import answer; answer()"
@@ -24,6 +31,23 @@ def has_room(beside: int = 0, *, own: int = PROCESS_BYTES) -> bool:
     hold meanwhile: its ``own`` bytes.
     """
     return host_memory().available_bytes >= PROCESS_BYTES + own + beside
+
+
+def begun(work: Callable[[], T]) -> Future[T]:
+    """Return what will have what ``work`` returns or raises, which goes on in a thread from now on.
+
+    A process that ends meanwhile doesn't wait for it.
+    """
+    future = Future[T]()
+    Thread(target=_fulfil, args=(future, work), daemon=True).start()
+    return future
+
+
+def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - who asks has it
+        future.set_exception(error)
 
 
 def measure_apart(

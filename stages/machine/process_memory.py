@@ -22,7 +22,6 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 
 from offstage.pipeline.cache.sealed_files import write_sealed
 from offstage.pipeline.stage import MEASURED
@@ -30,7 +29,7 @@ from offstage.stages.machine.expandable_segments import try_out
 from offstage.stages.machine.hardware import driver_free_bytes
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kept_figures import kept_figure
-from offstage.stages.machine.own_process import has_room, measure_apart
+from offstage.stages.machine.own_process import begun, has_room, measure_apart
 
 FILE_NAME = "process_memory.json"
 
@@ -89,19 +88,13 @@ def begin_process_memory(folder: Path, *, accelerator: str = "") -> None:
     """
     if (folder, accelerator) in _begun:
         return
-    future = Future[ProcessMemory]()
+    find = partial(_find, folder, accelerator)
     if has_room(nominal(accelerator).host):
-        Thread(target=_fulfil, args=(future, folder, accelerator), daemon=True).start()
+        future = begun(find)
     else:
-        future.set_result(_find(folder, accelerator))
+        future = Future[ProcessMemory]()
+        future.set_result(find())
     _begun[folder, accelerator] = future
-
-
-def _fulfil(future: Future[ProcessMemory], folder: Path, accelerator: str) -> None:
-    try:
-        future.set_result(_find(folder, accelerator))
-    except BaseException as error:  # noqa: BLE001 - who asks has it
-        future.set_exception(error)
 
 
 def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
@@ -109,8 +102,8 @@ def process_memory(folder: Path, *, accelerator: str = "") -> ProcessMemory:
 
     ``accelerator`` is the name of the one that is there, empty without one. Where it can't be measured it is nominal.
     """
-    begun = _begun.pop((folder, accelerator), None)
-    return _find(folder, accelerator) if begun is None else begun.result()
+    future = _begun.pop((folder, accelerator), None)
+    return _find(folder, accelerator) if future is None else future.result()
 
 
 def _find(folder: Path, accelerator: str) -> ProcessMemory:

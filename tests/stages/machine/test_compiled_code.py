@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from offstage.stages.machine import compiled_code
+from tests.deadline import deadline
 
 SOURCE = "int answer(void) { return 42; }\n"
 FUNCTIONS = ("answer",)
@@ -63,8 +67,9 @@ exec {own} "$@"
     monkeypatch.setattr(compiled_code, "has_room", lambda beside: has_room)
     for _ in range(2):
         compiled_code.begin(source, FUNCTIONS)
-    while has_room and not begins.exists():
-        time.sleep(0.01)
+    with deadline():
+        while has_room and not begins.exists():
+            time.sleep(0.01)
     assert begins.exists() == has_room
     assert compiled_code.load(source) is None
     may_end.touch()
@@ -75,6 +80,27 @@ exec {own} "$@"
     assert library is not None
     assert library.answer() == 42
     assert len(begins.read_text().splitlines()) == 1
+
+
+def test_a_process_that_ends_meanwhile_waits_for_no_compiler_and_leaves_nothing_of_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, compiler = tmp_path / "asked", tmp_path / "cc.sh"
+    compiler.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {asked}\nwait\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    program = (
+        "import time; from pathlib import Path; from offstage.stages.machine import compiled_code\n"
+        f"compiled_code.begin(Path({str(source)!r}), {FUNCTIONS!r}); asked = Path({str(asked)!r})\n"
+        "while not asked.exists() or not asked.read_text().endswith('\\n'): time.sleep(0.01)\n"
+    )
+    with deadline():
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        while psutil.pid_exists(int(asked.read_text())):
+            time.sleep(0.01)
+    assert done.stderr == ""
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+    assert not list((tmp_path / "cache").rglob(".tmp-*"))
 
 
 def test_another_source_of_that_name_is_other_code(source: Path, tmp_path: Path) -> None:
