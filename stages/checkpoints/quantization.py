@@ -17,7 +17,7 @@ FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES = "fp8", "mxfp8", "mxfp4", "compress
 SERVED = (FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES, GPTQ, AWQ)
 """The methods (``quant_method``) whose weights are unpacked as they are used; see ``check_scheme``."""
 
-QUANTISES = ("q8_0", "fp8")
+QUANTISES = ("q8_0", "q6_k", "q5_k", "q4_k", "fp8")
 """The formats that a plain checkpoint is quantised to where ``model.quantize`` asks for one."""
 
 _BY_TRANSFORMERS = (BITSANDBYTES, "higgs")

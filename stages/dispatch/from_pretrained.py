@@ -26,7 +26,7 @@ _IDLE = (
 """Arguments that say how transformers brings weights in; here they are read from where they lie, whatever these say."""
 
 _QUANTISED = (
-    f"weights are quantised by quantize={' or '.join(map(repr, QUANTISES))}, and what doesn't fit streams; give that, "
+    f"weights are quantised by quantize={', '.join(map(repr, QUANTISES))}, and what doesn't fit streams; give that, "
     "or a checkpoint that is quantised already, as GPTQ, AWQ, FP8, MXFP4, compressed-tensors, bitsandbytes or GGUF"
 )
 _SAME_WEIGHTS = "weights are those of the checkpoint; leave it out"

@@ -161,10 +161,10 @@ def _quantise(copy: QuantisedCopy, name: str, read: ByteReader, rows: tuple[int,
     begin, end = rows
     width = source.bytes // math.prod(source.shape[:-1])
     data = torch.from_numpy(read(begin * width, end * width)).view(torch_dtype(source.dtype))
-    parts = list(quantiser.quantise(data.view(end - begin, -1).to(torch.float32, copy=True)))
-    if not quantiser.are_sound(parts):
+    try:
+        return list(quantiser.quantise(data.view(end - begin, -1).to(torch.float32, copy=True)))
+    except OverflowError as error:
         raise CheckpointError(
             f"{source.file.path}: tensor {name!r} holds NaN, infinity or numbers too large for {copy.format}; leave "
             "model.quantize null"
-        )
-    return parts
+        ) from error

@@ -20,6 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.codecs.ggml_packing import PACK
 from tests.e2e.fp8_checkpoints import rewrite
 from tests.stages.checkpoints.ggufs import write_gguf
 
@@ -40,6 +42,8 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     ),
 }  # fmt: skip
 BLOCK = 128
+NARROW = {"q8_0": "q8_0", "q6_k": "q8_0", "q5_k": "q5_1", "q4_k": "q4_1"}
+"""What rows are stored in that are no whole runs of 256 values."""
 
 
 def save_plain(folder: Path, name: str, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
@@ -84,13 +88,16 @@ def _fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: codes, f"{name}_scale_inv": scales}
 
 
-def save_gguf_twin(path: Path, source: Path, name: str) -> Path:
-    """Write the checkpoint ``source`` of the model ``name`` as a GGUF file in Q8_0, by the ``gguf`` package."""
-    return Path(write_gguf(path, name, CONFIGS[name], _gguf_tensors(name, source), tokens=320))
+def save_gguf_twin(path: Path, source: Path, name: str, kind: str = "q8_0") -> Path:
+    """Write the checkpoint ``source`` of the model ``name`` as a GGUF file in the format ``kind``.
+
+    The ``gguf`` package quantises to Q8_0, and to nothing else that ``model.quantize`` does.
+    """
+    return Path(write_gguf(path, name, CONFIGS[name], _gguf_tensors(name, source, kind), tokens=320))
 
 
-def _gguf_tensors(name: str, source: Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield the file's names of tensors, their kinds, and their values."""
+def _gguf_tensors(name: str, source: Path, kind: str) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield the file's names of tensors, their kinds, and their values, or their blocks."""
     import gguf
 
     config: Any = CONFIGS[name]
@@ -106,7 +113,19 @@ def _gguf_tensors(name: str, source: Path) -> Iterator[tuple[str, str, np.ndarra
         if name == "llama" and bare.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if bare.endswith("q_proj") else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        kind = "q8_0" if is_quantised(own) else "bf16" if values.ndim > 1 else "f32"
-        yield f"{named.get_name(bare)}.{suffix}", kind, values
+        gguf_name = f"{named.get_name(bare)}.{suffix}"
+        if is_quantised(own):
+            yield gguf_name, *_blocks(values, kind)
+        else:
+            yield gguf_name, "bf16" if values.ndim > 1 else "f32", values
     for gguf_name, stack in experts.items():
-        yield gguf_name, "q8_0", np.stack(stack)
+        yield gguf_name, *_blocks(np.stack(stack), kind)
+
+
+def _blocks(values: np.ndarray, kind: str) -> tuple[str, np.ndarray]:
+    """Return in which format ``values`` are stored, and them, or their blocks."""
+    own = kind if values.shape[-1] % FORMATS[kind].elements == 0 else NARROW[kind]
+    if own == "q8_0":
+        return own, values
+    blocks = PACK[own](torch.from_numpy(values).clone().view(-1, FORMATS[own].elements))
+    return own, blocks.view(*values.shape[:-1], -1).numpy()

@@ -84,8 +84,8 @@ def test_a_plan_of_headers_or_of_the_config_alone_is_the_runs(kind: str, offstag
 
 
 REFUSED = (
-    (("model.quantize=q4_k",), "model.quantize: 'q4_k' is none of q8_0, fp8"),
-    (("model.quantize=8",), "model.quantize: 8 is no text; give q8_0, fp8, or null"),
+    (("model.quantize=q3_k",), "model.quantize: 'q3_k' is none of q8_0, q6_k, q5_k, q4_k, fp8 (did you mean 'q6_k'?)"),
+    (("model.quantize=8",), "model.quantize: 8 is no text; give q8_0, q6_k, q5_k, q4_k, fp8, or null"),
 )
 
 

@@ -102,7 +102,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"quantization_config": BitsAndBytesConfig()},
         "quantization_config: BitsAndBytesConfig isn't .* already, as GPTQ",
     ),
-    ({"load_in_8bit": True}, "load_in_8bit: True isn't followed: weights are quantised by quantize='q8_0' or 'fp8'"),
+    (
+        {"load_in_8bit": True},
+        "load_in_8bit: True isn't followed: weights are quantised by quantize='q8_0', 'q6_k', 'q5_k', 'q4_k', 'fp8',",
+    ),
     ({"token": "hf_x"}, "token: str isn't followed: .* set HF_TOKEN in the environment"),
     ({"cache_dir": "/x"}, "cache_dir: .* set HF_HOME in the environment"),
     ({"subfolder": "unet"}, "subfolder: .* give the path of that folder"),

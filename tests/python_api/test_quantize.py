@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import offstage
 from offstage.pipeline.errors import CheckpointError, ConfigError
+from offstage.stages.checkpoints.quantization import QUANTISES
 from offstage.stages.empty_init.packed_modules import packed_modules
 from tests.e2e.quantised_twins import plain_tensors, save_fp8_twin, save_gguf_twin, save_plain
 from tests.long_form import in_ci
@@ -44,28 +45,25 @@ def answer_of(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, tokens
 
 
-def gguf_twin(folder: Path, source: Path, name: str) -> Path:
+def twin_of(kind: str, folder: Path, source: Path, name: str) -> Path:
+    """Write the checkpoint ``source`` of the model ``name`` in the format ``kind``, as its maker would have."""
+    if kind == "fp8":
+        return save_fp8_twin(folder / "twin", source)
     pytest.importorskip("gguf")
-    return save_gguf_twin(folder / "twin.gguf", source, name)
-
-
-def fp8_twin(folder: Path, source: Path, name: str) -> Path:
-    return save_fp8_twin(folder / "twin", source)
-
-
-TWINS: Mapping[str, Callable[[Path, Path, str], Path]] = {"q8_0": gguf_twin, "fp8": fp8_twin}
+    return save_gguf_twin(folder / "twin.gguf", source, name, kind)
 
 
 MADE = [
     ("q8_0", "llama"), ("q8_0", "qwen3moe"), ("q8_0", "qwen2"),
+    ("q6_k", "qwen3moe"), ("q5_k", "qwen3moe"), ("q4_k", "qwen3moe"), ("q4_k", "llama"),
     ("fp8", "llama"), ("fp8", "deepseek_v3"), ("fp8", "qwen3"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "name"), in_ci(("q8_0", "llama"), of=MADE))
+@pytest.mark.parametrize(("kind", "name"), in_ci(("q8_0", "llama"), ("q4_k", "qwen3moe"), of=MADE))
 def test_tokens_are_those_of_the_model_that_a_maker_quantised(tmp_path: Path, kind: str, name: str) -> None:
     source = save_plain(tmp_path / "plain", name)
-    twin = TWINS[kind](tmp_path, source, name)
+    twin = twin_of(kind, tmp_path, source, name)
     places = {**PLACES, "accelerator": MIXTURE_PLACE} if name == "qwen3moe" else PLACES
     ways = [*((place, "exact") for place in PLACES), ("disk", "fused")]
     with load(source, **PLACES["resident"]) as loaded:
@@ -84,7 +82,7 @@ def test_tokens_are_those_of_the_model_that_a_maker_quantised(tmp_path: Path, ki
 def test_every_placement_and_budget_gives_the_same_tokens_and_streams_what_rests(tmp_path: Path) -> None:
     source = save_plain(tmp_path / "plain", "llama")
     answers, streamed = [], {}
-    for kind in (None, "q8_0", "fp8"):
+    for kind in (None, *QUANTISES):
         with load(source, quantize=kind, **PLACES["disk"]) as loaded:
             answers.append(answer_of(loaded))
             streamed[kind] = loaded.traffic.streamed_bytes
@@ -92,7 +90,9 @@ def test_every_placement_and_budget_gives_the_same_tokens_and_streams_what_rests
             with load(source, quantize=kind, **options) as loaded:
                 again = answer_of(loaded)
             assert all(torch.equal(*pair) for pair in zip(again, answers[-1], strict=True))
-    assert streamed["fp8"] < streamed["q8_0"] < streamed[None]
+    sizes = [streamed[kind] for kind in ("q4_k", "q5_k", "fp8", "q8_0", None)]
+    assert sizes == sorted(set(sizes))
+    assert streamed["q6_k"] == streamed["q8_0"], "no rows here are whole runs of 256"
 
 
 def test_pickled_shards_are_quantised_too(tmp_path: Path) -> None:
@@ -112,11 +112,13 @@ def test_pickled_shards_are_quantised_too(tmp_path: Path) -> None:
 def test_what_can_not_be_quantised_is_refused_by_name(tmp_path: Path) -> None:
     source = save_plain(tmp_path / "plain", "llama")
     twin = save_fp8_twin(tmp_path / "twin", source)
-    with pytest.raises(ConfigError, match=r"model\.quantize: 'q8' is none of q8_0, fp8 \(did you mean 'q8_0'\?\)"):
+    with pytest.raises(
+        ConfigError, match=r"model\.quantize: 'q8' is none of q8_0, q6_k, q5_k, q4_k, fp8 \(did you mean 'q8_0'\?\)"
+    ):
         load(source, quantize="q8")
     with pytest.raises(ConfigError, match=r"model\.quantize: 'q8_0' is for plain weights, and .* already \(fp8\)"):
         load(twin, quantize="q8_0")
-    with pytest.raises(ConfigError, match=r"model\.quantize: 8 is no text; give q8_0, fp8, or null"):
+    with pytest.raises(ConfigError, match=r"model\.quantize: 8 is no text; give q8_0, q6_k, q5_k, q4_k, fp8, or null"):
         load(source, quantize=8)
 
 
@@ -125,6 +127,6 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    for kind in ("q8_0", "fp8"):
+    for kind in QUANTISES:
         with pytest.raises(CheckpointError, match=rf"'model\.layers\.1\.mlp\.up_proj\.weight' holds NaN.*for {kind}"):
             load(source, quantize=kind)

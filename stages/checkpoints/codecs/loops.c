@@ -456,6 +456,105 @@ typedef float Part __attribute__((vector_size(4 * PART)));
 typedef float LoosePart __attribute__((vector_size(4 * PART), aligned(4), may_alias));
 typedef uint32_t Eight __attribute__((vector_size(32)));
 
+/* Scales, and least values where codes have such, of runs that are to be quantised, as ggml_packing.py fits them: to either
+   side of the scale by which codes just span a run some are tried, and that of the least squares is taken. A lane has a run. */
+
+enum { WITH_LEAST = 32, AROUND_ZERO = 16, TO_A_SIDE = 5 };
+#define A_STEP 0.25f
+#define VARIED 0x1p-17f
+#define SMALLEST 0x1p-126f
+
+typedef int32_t Whether __attribute__((vector_size(4 * PART)));
+
+INLINE Part filled(float number) { return number - (Part){0}; }
+
+INLINE Part either(Whether first, Part one, Part two) { return (Part)((first & (Whether)one) | (~first & (Whether)two)); }
+
+INLINE Part at_most(Part numbers, Part most) { return either(numbers > most, most, numbers); }
+
+INLINE Part at_least(Part numbers, Part least) { return either(numbers < least, least, numbers); }
+
+INLINE Part inverse(Part numbers) { return either((numbers < SMALLEST) & (numbers > -SMALLEST), filled(0), 1 / numbers); }
+
+/* The nearest whole numbers, of two the even ones. */
+INLINE Part whole(Part numbers) { return numbers + 0x1.8p23f - 0x1.8p23f; }
+
+/* The values of as many runs as there are lanes, or of those left, and the last of them again. */
+INLINE void lay_runs(const float *values, int64_t left, int count, Part *laid) {
+    for (int run = 0; run < PART; run++) {
+        const float *own = values + (run < left ? run : left - 1) * count;
+        for (int at = 0; at < count; at++) laid[at][run] = own[at];
+    }
+}
+
+/* The sum of so many numbers, a power of two, which are used up: one half is added to the other until one is left. */
+INLINE Part added(Part *numbers, int count) {
+    for (int half = count / 2; half; half /= 2)
+        for (int at = 0; at < half; at++) numbers[at] += numbers[at + half];
+    return numbers[0];
+}
+
+INLINE void keep_runs(Part numbers, int64_t left, float *made) {
+    memcpy(made, &numbers, left < PART ? (size_t)left * sizeof(float) : sizeof numbers);
+}
+
+/* Codes from zero to the largest, beside a least value that is at most so much. */
+void fit_with_least(const float *restrict values, int64_t runs, float largest, float least_at_most, float *restrict scales,
+                    float *restrict least) {
+    const float count = WITH_LEAST;
+    for (int64_t first = 0; first < runs; first += PART) {
+        Part over[WITH_LEAST], codes[WITH_LEAST], both[WITH_LEAST], squares[WITH_LEAST];
+        lay_runs(values + first * WITH_LEAST, runs - first, WITH_LEAST, over);
+        Part low = filled(least_at_most), span = filled(0), fewest = filled(__builtin_inff());
+        for (int at = 0; at < WITH_LEAST; at++) low = at_most(over[at], low);
+        for (int at = 0; at < WITH_LEAST; at++) both[at] = over[at] -= low, span = at_least(over[at], span);
+        const Part to_codes = inverse(span), most = least_at_most - low, of_over = added(both, WITH_LEAST);
+        Part scale_of = span / largest, least_of = low;
+        for (int step = -TO_A_SIDE; step <= TO_A_SIDE; step++) {
+            const Part times = to_codes * (largest + A_STEP * (float)step);
+            for (int at = 0; at < WITH_LEAST; at++) {
+                codes[at] = at_most(whole(over[at] * times), filled(largest));
+                both[at] = over[at] * codes[at], squares[at] = codes[at] * codes[at];
+            }
+            const Part of_codes = added(codes, WITH_LEAST), of_both = added(both, WITH_LEAST);
+            const Part of_squares = added(squares, WITH_LEAST), apart = count * of_squares - of_codes * of_codes;
+            Part scale = (count * of_both - of_over * of_codes) / apart, more = (of_over - scale * of_codes) / count;
+            const Whether beyond = more > most;
+            more = either(beyond, most, more);
+            scale = either(beyond, (of_both - most * of_codes) / of_squares, scale);
+            const Part left = scale * (scale * of_squares + 2 * (more * of_codes - of_both)) +
+                              more * (more * count - 2 * of_over);
+            const Whether better = (apart > VARIED * count * of_squares) & (left < fewest);
+            scale_of = either(better, scale, scale_of), least_of = either(better, low + more, least_of);
+            fewest = either(better, left, fewest);
+        }
+        keep_runs(scale_of, runs - first, scales + first), keep_runs(least_of, runs - first, least + first);
+    }
+}
+
+/* Codes from minus the largest to one less than it, of which the value furthest from zero has one below zero. */
+void fit_around_zero(const float *restrict values, int64_t runs, float largest, float *restrict scales) {
+    for (int64_t first = 0; first < runs; first += PART) {
+        Part laid[AROUND_ZERO], both[AROUND_ZERO], squares[AROUND_ZERO];
+        lay_runs(values + first * AROUND_ZERO, runs - first, AROUND_ZERO, laid);
+        Part low = laid[0], high = laid[0], most = filled(-1);
+        for (int at = 1; at < AROUND_ZERO; at++) low = at_most(laid[at], low), high = at_least(laid[at], high);
+        const Part furthest = either(high > -low, high, low), to_codes = inverse(furthest);
+        Part scale_of = furthest / -largest;
+        for (int step = -TO_A_SIDE; step <= TO_A_SIDE; step++) {
+            const Part times = to_codes * -(largest + A_STEP * (float)step);
+            for (int at = 0; at < AROUND_ZERO; at++) {
+                const Part code = at_least(at_most(whole(laid[at] * times), filled(largest - 1)), filled(-largest));
+                both[at] = laid[at] * code, squares[at] = code * code;
+            }
+            const Part of_both = added(both, AROUND_ZERO), of_squares = added(squares, AROUND_ZERO);
+            const Part gain = of_both * of_both / of_squares;
+            scale_of = either(gain > most, of_both / of_squares, scale_of), most = at_least(most, gain);
+        }
+        keep_runs(scale_of, runs - first, scales + first);
+    }
+}
+
 /* What values of a block are scaled by, and what is added to them, of each of some rows, row by row: a scale, after which
    what is added where there is such; or those of up to RUNS runs, what is added in the second half of these.
 

@@ -26,7 +26,10 @@ from offstage.stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _UNPACKERS = ("unpack_scaled", "unpack_mxfp4", "unpack_ggml")
-_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack", "multiply_packed", "way_of_bfloat16", "given_to_unpack")
+_FITTERS = ("fit_with_least", "fit_around_zero")
+_FUNCTIONS = (
+    *_UNPACKERS, *_FITTERS, "merge_planes", "read_and_unpack", "multiply_packed", "way_of_bfloat16", "given_to_unpack",
+)  # fmt: skip
 DTYPE_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3, "table": 4}
 _OF_EIGHT_BITS = ("fp8", "int8")
@@ -138,6 +141,8 @@ class Loops:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         library.merge_planes.argtypes = [*[c_void_p] * 3, c_int64]
+        library.fit_with_least.argtypes = [c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p]
+        library.fit_around_zero.argtypes = [c_void_p, c_int64, c_float, c_void_p]
         library.read_and_unpack.argtypes = [c_void_p, c_int64, *[c_void_p] * 4]
         library.read_and_unpack.restype = c_int32
         library.multiply_packed.argtypes = [c_void_p, c_int64, c_void_p]
@@ -151,7 +156,8 @@ class Loops:
         unpackers = [getattr(library, name) for name in _UNPACKERS]
         for function in unpackers:
             function.argtypes = [c_void_p]
-        for function in (*unpackers, library.merge_planes, library.multiply_packed):
+        fitters = [getattr(library, name) for name in _FITTERS]
+        for function in (*unpackers, *fitters, library.merge_planes, library.multiply_packed):
             function.restype = None
 
     def can_scale(self, code: str, dtype: str, block_columns: int) -> bool:
@@ -187,6 +193,22 @@ class Loops:
         """Write to ``words``, of two bytes, those that have their bytes in ``low`` and ``high``."""
         assert low.shape == high.shape == words.shape
         self.library.merge_planes(*pointers(low, high, words), words.size)
+
+    def fit_with_least(self, runs: Floats, largest: int, least_at_most: float) -> tuple[Floats, Floats]:
+        """Return the scales and the least values [n] of ``runs`` [n, 32], as ``ggml_packing`` fits them."""
+        assert runs.shape[1] == 32
+        scales, least = np.empty(len(runs), np.float32), np.empty(len(runs), np.float32)
+        given, *made = pointers(runs, scales, least)
+        self.library.fit_with_least(given, len(runs), largest, least_at_most, *made)
+        return scales, least
+
+    def fit_around_zero(self, runs: Floats, largest: int) -> Floats:
+        """Return the scales [n] of ``runs`` [n, 16], as ``ggml_packing`` fits them."""
+        assert runs.shape[1] == 16
+        scales = np.empty(len(runs), np.float32)
+        given, made = pointers(runs, scales)
+        self.library.fit_around_zero(given, len(runs), largest, made)
+        return scales
 
     def can_unpack_ggml(self, kind: str, dtype: str) -> bool:
         """Return whether there is a loop for ggml's format ``kind`` to ``dtype``."""

@@ -7,6 +7,7 @@ multiplied by what serves theirs. Values are quantised from float32, whatever th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from offstage.stages.checkpoints.codecs.fp8_weights import SCALE, declare_fp8, fold_fp8
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.codecs.ggml_packing import PACK
 from offstage.stages.checkpoints.codecs.gguf import GgufCodec
 from offstage.stages.checkpoints.codecs.loops import LANES
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
@@ -42,53 +44,44 @@ class Quantiser(Protocol):
     def quantise(self, values: Tensor) -> Sequence[Tensor]:
         """Return the bytes of each part of some rows of one matrix (rows, columns), float32, which are used up.
 
-        They hold no finite scale where the values have a NaN or an infinity, or are too large: see ``are_sound``.
+        An ``OverflowError`` where they have a NaN or an infinity, or are too large for the format.
         """
 
-    def are_sound(self, made: Sequence[Tensor]) -> bool:
-        """Return whether what ``quantise`` made stands for numbers."""
 
+@dataclass(frozen=True, slots=True)
+class GgmlBlocks:
+    """One of llama.cpp's formats, ``narrow`` where rows are whole runs of 32 values but not of what ``kind`` takes.
 
-class GgmlQ8:
-    """Q8_0, as llama.cpp has it: 32 values of a row in 34 bytes, a float16 scale and a code of eight bits for each.
-
-    The bytes are those that the ``gguf`` package writes. A value is off by half a step at most, of 127 to the largest
-    of its block, and by what the scale loses in float16.
+    The bytes of Q8_0 are those that the ``gguf`` package writes: a float16 scale, and a code of eight bits for each of
+    32 values. A value is off by half a step at most, of 127 to the largest of its block, and by what the scale loses
+    in float16. The others have scales of the least squares (``ggml_packing``).
     """
 
+    kind: str
+    narrow: str
     rows_together = 1
-    _form = FORMATS["q8_0"]
 
     def fits(self, weight: TensorHeader) -> bool:
         """Return whether rows are whole blocks."""
-        return _are_rows_of(self._form.elements, weight)
+        return _are_rows_of(FORMATS[self.narrow].elements, weight)
 
     def parts(self, name: str, weight: TensorHeader) -> Mapping[str, TensorHeader]:
         """Return rows of blocks, as bytes."""
-        width = weight.shape[-1] // self._form.elements * self._form.bytes
-        return {name: TensorHeader("uint8", (*weight.shape[:-1], width))}
+        form = FORMATS[self._kind_for(weight.shape[-1])]
+        return {name: TensorHeader("uint8", (*weight.shape[:-1], weight.shape[-1] // form.elements * form.bytes))}
 
     def packed(self, name: str, weight: TensorHeader, parts: Mapping[str, Extent]) -> AtRest:
         """Return them as a tensor of a GGUF file in the model's own order."""
-        return PackedTensor(GgufCodec(("q8_0",)), (parts[name],), "float32", weight.shape)
+        codec = GgufCodec((self._kind_for(weight.shape[-1]),))
+        return PackedTensor(codec, (parts[name],), "float32", weight.shape)
 
     def quantise(self, values: Tensor) -> Sequence[Tensor]:
         """Return the blocks."""
-        blocks = values.view(-1, self._form.elements)
-        scales = _largest(blocks, (1,), keepdim=True).div_(127)
-        smallest = torch.finfo(torch.float32).tiny  # what is less has no inverse, and is zero as float16
-        blocks *= torch.where(scales < smallest, 0, 1 / scales)
-        whole = blocks.to(torch.int8)
-        codes = whole + blocks.sub_(whole).mul_(2).to(torch.int8)  # halves away from zero
-        packed = torch.empty((len(blocks), self._form.bytes), dtype=torch.uint8)
-        packed[:, :2] = scales.half().view(torch.uint8)
-        packed[:, 2:] = codes.view(torch.uint8)
-        return (packed.view(-1),)
+        kind = self._kind_for(values.shape[-1])
+        return (PACK[kind](_numbers(values).view(-1, FORMATS[kind].elements)).view(-1),)
 
-    def are_sound(self, made: Sequence[Tensor]) -> bool:
-        """Return whether all scales are finite."""
-        scales = made[0].view(-1, self._form.bytes)[:, :2].contiguous().view(torch.float16)
-        return bool(torch.isfinite(scales).all())
+    def _kind_for(self, columns: int) -> str:
+        return self.kind if columns % FORMATS[self.kind].elements == 0 else self.narrow
 
 
 class Fp8Blocks:
@@ -121,16 +114,12 @@ class Fp8Blocks:
         down, across = -(-rows // side), -(-columns // side)
         if (down * side, across * side) != (rows, columns):
             values = torch.nn.functional.pad(values, (0, across * side - columns, 0, down * side - rows))
-        blocks = values.view(down, side, across, side)
-        scales = _largest(blocks, (1, 3)).div_(self._largest)
+        blocks = _numbers(values).view(down, side, across, side)
+        scales = torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))).abs_().div_(self._largest)
         scales = torch.where(scales == 0, 1, scales)
         blocks.div_(scales[:, None, :, None]).clamp_(-self._largest, self._largest)
         codes = values[:rows, :columns].to(torch.float8_e4m3fn)
         return codes.contiguous().view(torch.uint8).view(-1), scales.view(torch.uint8).view(-1)
-
-    def are_sound(self, made: Sequence[Tensor]) -> bool:
-        """Return whether all scales are finite."""
-        return bool(torch.isfinite(made[1].view(torch.float32)).all())
 
 
 def _are_rows_of(run: int, weight: TensorHeader) -> bool:
@@ -139,11 +128,18 @@ def _are_rows_of(run: int, weight: TensorHeader) -> bool:
     return matrices and weight.dtype in FLOATS and weight.shape[-1] % run == 0
 
 
-def _largest(values: Tensor, dims: tuple[int, ...], *, keepdim: bool = False) -> Tensor:
-    """Return the largest magnitudes along ``dims``, without a copy of all."""
-    low, high = (reduced(values, dims, keepdim) for reduced in (torch.amin, torch.amax))
-    return torch.maximum(high, -low).abs_()  # of zeros it may be a negative one
+def _numbers(values: Tensor) -> Tensor:
+    """Return ``values``. An ``OverflowError`` where any is none."""
+    if not bool(torch.isfinite(values).all()):
+        raise OverflowError("NaN or infinity")
+    return values
 
 
-QUANTISERS: Mapping[str, Quantiser] = {"q8_0": GgmlQ8(), "fp8": Fp8Blocks()}
+QUANTISERS: Mapping[str, Quantiser] = {
+    "q8_0": GgmlBlocks("q8_0", "q8_0"),
+    "q6_k": GgmlBlocks("q6_k", "q8_0"),
+    "q5_k": GgmlBlocks("q5_k", "q5_1"),
+    "q4_k": GgmlBlocks("q4_k", "q4_1"),
+    "fp8": Fp8Blocks(),
+}
 """By the names that ``model.quantize`` has for them (``offstage.stages.checkpoints.quantization.QUANTISES``)."""

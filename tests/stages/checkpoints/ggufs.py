@@ -115,13 +115,16 @@ def make_gguf(path: Any, architecture: str, config: Any, *, kinds: Sequence[str]
 
 
 def write_gguf(path: Any, architecture: str, config: Any, tensors: Iterable[WrittenTensor], *, tokens: int = 0) -> Any:
-    """Write the file of a model whose ``tensors`` (name, kind, float32 values) the ``gguf`` package quantises."""
+    """Write the file of a model of ``tensors``: name, kind, and float32 values, which the ``gguf`` package quantises,
+    or their blocks.
+    """
     import gguf
 
     writer = _begun(path, architecture, config, tokens)
     for name, kind, values in tensors:
         dtype = gguf.GGMLQuantizationType[kind.upper()]
-        writer.add_tensor(name, gguf.quants.quantize(values, dtype), raw_dtype=dtype)
+        blocks = values if values.dtype == np.uint8 else gguf.quants.quantize(values, dtype)
+        writer.add_tensor(name, blocks, raw_dtype=dtype)
     return _ended(writer, path)
 
 
