@@ -80,6 +80,8 @@ _PRODUCTS = {
     aten.convolution.default: ("convolution", 0),
 }
 """The operators whose kernels may take memory of their own: by what name, and which argument is the left operand."""
+_PACKED = "offstage.multiply_packed.default"
+"""That of weights that stay packed, which takes none."""
 
 
 class _Instant(NamedTuple):
@@ -332,7 +334,12 @@ def kernel_of(func: Any, args: Sequence[Any], result: Any) -> tuple[str, tuple[i
 
     Names and what counts are as ``offstage.stages.machine.kernels`` has them; what is no product has no name.
     """
-    if func not in _PRODUCTS or not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+        return "", (0, 0, 0)
+    if str(func) == _PACKED:
+        left, parts, *_ = args
+        return "packed", (left.nbytes, sum(part.nbytes for part in parts), result.nbytes)
+    if func not in _PRODUCTS:
         return "", (0, 0, 0)
     operator, first = _PRODUCTS[func]
     left, right = args[first : first + 2]

@@ -82,7 +82,8 @@ def _called_once(model: nn.Module, seen: Rehearsal | None) -> tuple[str, ...]:
 def _module(name: str, module: nn.Module) -> ModuleSpec:
     forwards = nn.Linear.forward, OrderedLinear.forward
     is_linear = isinstance(module, nn.Linear) and type(module).forward in forwards  # and nothing else
-    return ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding), is_linear)
+    looks_up, is_packed = isinstance(module, nn.Embedding), getattr(module, "has_own_rows", False) is True
+    return ModuleSpec(name, type(module).__name__, looks_up, is_linear, is_packed)
 
 
 def _products(model: nn.Module) -> tuple[PackedProducts, ...]:

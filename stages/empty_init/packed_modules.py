@@ -21,13 +21,14 @@ from torch.nn import functional
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.codecs.loops import LANES
-from offstage.stages.checkpoints.codecs.ordered_linear import OrderedLinear
+from offstage.stages.checkpoints.codecs.ordered_linear import OrderedLinear, linear_packed
 from offstage.stages.checkpoints.codecs.packed_matrices import (
     UPPER,
     PackedMatrix,
     as_text,
     can_look_up,
     halves,
+    has_own_rows,
     packed_matrix,
     stacked,
     unpack_rows,
@@ -115,7 +116,7 @@ class PackedLinear(nn.Module):
         for name, part in zip(names, stack.parts, strict=True):
             self.register_parameter(name, part)
         self.register_parameter("bias", linear.bias)
-        self.how, self.training = how, linear.training
+        self.how, self.training, self.has_own_rows = how, linear.training, has_own_rows(stack.matrix)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Return what the linear layer returns."""
@@ -235,6 +236,8 @@ def _multiply(
     """Return the products of ``given`` […, columns] with what rests in ``parts``, and the ``bias``."""
     if given.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{KEY}=fused has no gradients; load the model with {KEY}=exact")
+    if torch.overrides.has_torch_function(parts):
+        return linear_packed(given, parts[0], bias, beside=parts[1:], matrix_text=matrix_text, **how._asdict())
     return multiply_packed(given, parts, matrix_text, bias, compute=how.compute, tiles=how.tiles)
 
 

@@ -76,13 +76,15 @@ class ModuleSpec:
     """One module: its dotted ``name`` (``""`` is the model) and the name of its class.
 
     ``looks_up`` says that it is an embedding: a call reads a few rows of its weight. ``multiplies`` says that it is a
-    linear layer: each number of its result depends on one row of its weight.
+    linear layer: each number of its result depends on one row of its weight. ``multiplies_packed`` says the same of one
+    whose weight stays packed, by rows.
     """
 
     name: str
     class_name: str
     looks_up: bool = False
     multiplies: bool = False
+    multiplies_packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

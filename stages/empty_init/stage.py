@@ -124,7 +124,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     name = "empty_init"
     doing = "imports torch and the model's code, and reads its shapes"
-    version = 26
+    version = 27
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

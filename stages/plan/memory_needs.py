@@ -151,7 +151,9 @@ def memory_needs(
     else:
         peaks.append((copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width, 0))
     peaks += [moment.at(1, 1, kernels) for moment in request.moments]
-    peaks += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()), blocks=blocks or {})
+    weight = _packed_head_bytes(outline, geometry) or geometry.hidden * geometry.vocabulary * width
+    factors = kernels.get(f"mm {dtype}", ())
+    peaks += _logits(geometry, request, width=width, weight=weight, head=factors, blocks=blocks or {})
     activations = max(live for live, _ in peaks)
     scratch = max(map(sum, peaks)) - activations
     beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
@@ -179,24 +181,38 @@ def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:
 
 
 def _logits(
-    geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...], blocks: Mapping[int, int]
+    geometry: Geometry,
+    request: Request,
+    *,
+    width: int,
+    weight: int,
+    head: tuple[float, ...],
+    blocks: Mapping[int, int],
 ) -> Iterator[tuple[int, int]]:
     """Yield the activations and the scratch of the moments that make ``request``'s logits and then take their softmax.
 
     They are made in the model's dtype, of ``width`` bytes, by a product whose kernel takes the factors of ``head``
-    beside, of as much of the weight as ``blocks`` says; softmax has those that it takes at once twice in float32.
+    beside, of as much of the ``weight`` (bytes) as ``blocks`` says; softmax has those that it takes at once twice in
+    float32.
     """
     rows = request.sequences * request.positions
     hidden, logits = rows * geometry.hidden * width, rows * geometry.vocabulary * width
     at_once = rows if request.normalised is None else min(rows, request.normalised)
     if request.positions > 1:  # of one position of each the rehearsal has the product
-        weight = geometry.hidden * geometry.vocabulary * width
         block = blocks.get(weight, weight)
         part = logits * block // max(1, weight)
         beside = round(sum(map(mul, head, (hidden, block, part))))
         yield 2 * hidden + logits + (part if block < weight else 0), beside
     # A forward beside it leaves its logits, and what softmax made of them, for those that are told by both.
     yield request.forwards * (logits + at_once * geometry.vocabulary * 2 * 4), 0
+
+
+def _packed_head_bytes(outline: Outline, geometry: Geometry) -> int:
+    """Return the bytes of the widest weight that has a row for each word and is multiplied as it rests; 0 if none."""
+    by_name = outline.skeleton.by_name
+    return max(
+        (by_name[name].bytes for name in outline.multiplied if by_name[name].shape[0] == geometry.vocabulary), default=0
+    )
 
 
 def _scratch_bytes(outline: Outline, kernels: Kernels) -> int:

@@ -123,24 +123,32 @@ def _least_staging(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> 
 
 
 def divisible(outline: Outline) -> frozenset[str]:
-    """Return the weights that can be brought by blocks of rows: products in their dtype are ``exact`` so.
+    """Return the weights that can be brought by blocks of rows: products in their dtype are ``exact`` so, or they are
+    multiplied as they rest, which always is.
 
     They are those of linear layers that nobody else reads. What rests packed is one where its rows can be had alone.
     """
-    possible = list(_possible(outline))
+    possible = [spec for spec in _possible(outline) if spec.name not in outline.multiplied]
     exact = outline.exact() if outline.exact and possible else ()
-    return frozenset(spec.name for spec in possible if spec.dtype in exact)
+    plain = frozenset(spec.name for spec in possible if spec.dtype in exact)
+    return plain.union(spec.name for spec in _possible(outline) if spec.name in outline.multiplied)
+
+
+def may_divide(outline: Outline) -> bool:
+    """Return whether any weight can be brought by blocks of rows; it isn't asked in which dtypes products are exact."""
+    return any(outline.exact is not None or spec.name in outline.multiplied for spec in _possible(outline))
 
 
 def possible_dtypes(outline: Outline) -> list[str]:
     """Return the dtypes of the weights that can be brought by blocks of rows if products in these are exact."""
-    return sorted({spec.dtype for spec in _possible(outline)})
+    return sorted({spec.dtype for spec in _possible(outline) if spec.name not in outline.multiplied})
 
 
 def _possible(outline: Outline) -> Iterator[TensorSpec]:
     borrowed = outline.skeleton.borrowers.keys() | outline.skeleton.expert_of.keys()
     for module in outline.skeleton.modules:
-        spec = outline.skeleton.by_name.get(f"{module.name}.weight") if module.multiplies else None
+        multiplies = module.multiplies or module.multiplies_packed
+        spec = outline.skeleton.by_name.get(f"{module.name}.weight") if multiplies else None
         if spec is None or module.name in borrowed or spec.shape[0] <= LEAST_ROWS:
             continue
         if spec.packed is None or spec.packed.by_row:

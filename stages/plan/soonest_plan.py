@@ -32,7 +32,7 @@ from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import Search
 from offstage.stages.plan.predict import predict
 from offstage.stages.plan.request.choose import PlanOption, brings_more, choose
-from offstage.stages.plan.reserves import block_sizes, least_blocks
+from offstage.stages.plan.reserves import block_sizes, least_blocks, may_divide
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DeviceId
 
@@ -118,7 +118,7 @@ def _by_blocks(inputs: PlanInputs, demand: Demand, make: _Make) -> PlanOption | 
     has a place before slots are many: what that would take is then left over.
     """
     outline, asked = inputs.outline, demand.allowance
-    if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
+    if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or not may_divide(outline):
         return None
     sizes = least_blocks(outline)
     needed = inputs.needs(demand, sizes).host_bytes

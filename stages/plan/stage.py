@@ -68,7 +68,7 @@ class PlanStage(Stage[PlanInputs]):
 
     name = "plan"
     doing = "measures what isn't known yet of this machine, and says what goes where"
-    version = 52
+    version = 53
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
     metrics = PLAN_METRICS

@@ -1,11 +1,13 @@
-"""Linear layers beside packed ones, whose weights aren't: their products are added up in the same order.
+"""Linear layers whose products are added up in one order, as functions that a weight which waits may take over.
 
-torch's own product of float32 has other last bits in another number of threads on some processors. What multiplies is
-imported once something is: each model that is described looks for these layers, and few have any.
+Such are those of weights that stay packed, and of plain ones beside them: torch's own product of float32 has other last
+bits in another number of threads on some processors. What multiplies is imported once something is: each model that is
+described looks for these layers, and few have any.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -41,6 +43,33 @@ def linear_in_order(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     if input.device.type == "cpu" and loops() is None:
         return functional.linear(input, weight, bias)
     return multiply_packed(input, [weight], _matrix_text(*weight.shape), bias)
+
+
+def linear_packed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    beside: Sequence[Tensor],
+    matrix_text: str,
+    compute: torch.dtype | None = None,
+    tiles: bool = False,
+) -> Tensor:
+    """Return the products of ``multiply_packed`` with the matrix of ``matrix_text``, which rests in ``weight`` and the
+    parts ``beside`` it; or, where it ``has_own_rows``, with those of its rows that are in ``weight``.
+
+    It is for weights that wait: such take it over, and have it multiply by what they are brought in.
+    """
+    if has_torch_function((input, weight, bias)):
+        return handle_torch_function(
+            linear_packed, (input, weight, bias), input, weight, bias, beside=beside, matrix_text=matrix_text,
+            compute=compute, tiles=tiles,
+        )  # fmt: skip
+    from offstage.stages.checkpoints.codecs.packed_matrices import of_rows
+    from offstage.stages.checkpoints.codecs.products import multiply_packed
+
+    text = of_rows(matrix_text, len(weight))
+    return multiply_packed(input, [weight, *beside], text, bias, compute=compute, tiles=tiles)
 
 
 @lru_cache(maxsize=2**10)

@@ -332,6 +332,18 @@ def of_text(text: str) -> PackedMatrix:
     return decode(_KINDS[data["kind"]], data["matrix"])
 
 
+def has_own_rows(matrix: PackedMatrix) -> bool:
+    """Return whether some rows of ``matrix`` by themselves are one: what they rest in is theirs alone, and in order."""
+    return isinstance(matrix, PlainMatrix) or (isinstance(matrix, GgmlMatrix) and matrix.swapped is None)
+
+
+@lru_cache(maxsize=2**13)
+def of_rows(text: str, rows: int) -> str:
+    """Return the text of so many ``rows`` of the matrix of ``text``, where it has them for its own; else ``text``."""
+    matrix = of_text(text)
+    return as_text(replace(matrix, rows=rows)) if has_own_rows(matrix) and matrix.rows != rows else text
+
+
 def unpack_rows(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """Return the values, in ``dtype``, of ``packed`` […, bytes], rows of blocks of ggml's format ``kind``."""
     form = FORMATS[kind]

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from offstage.stages.checkpoints.codecs.ordered_linear import linear_in_order
+from offstage.stages.checkpoints.codecs.ordered_linear import linear_in_order, linear_packed
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 Use = Callable[[StreamedPart], None]
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-_LINEAR: tuple[Any, ...] = (functional.linear, linear_in_order)
+_LINEAR: tuple[Any, ...] = (functional.linear, linear_in_order, linear_packed)
+_OPERANDS = ("input", "weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,11 @@ class BlockedWeight(WaitingTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LINEAR:
-            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
+            given = {**dict(zip(_OPERANDS, args, strict=False)), **(kwargs or {})}
             left, weight, bias = given["input"], given["weight"], given.get("bias")
             if isinstance(weight, BlockedWeight) and weight._may_multiply(left, bias):
-                return weight.use.multiply(func, left, bias)
+                others = {name: value for name, value in given.items() if name not in _OPERANDS}
+                return weight.use.multiply(partial(func, **others), left, bias)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _may_multiply(self, left: torch.Tensor, bias: torch.Tensor | None) -> bool:
