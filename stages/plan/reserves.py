@@ -128,10 +128,9 @@ def divisible(outline: Outline) -> frozenset[str]:
 
     They are those of linear layers that nobody else reads. What rests packed is one where its rows can be had alone.
     """
-    possible = [spec for spec in _possible(outline) if spec.name not in outline.multiplied]
-    exact = outline.exact() if outline.exact and possible else ()
-    plain = frozenset(spec.name for spec in possible if spec.dtype in exact)
-    return plain.union(spec.name for spec in _possible(outline) if spec.name in outline.multiplied)
+    possible, multiplied = list(_possible(outline)), outline.multiplied
+    exact = outline.exact() if outline.exact and any(spec.name not in multiplied for spec in possible) else ()
+    return frozenset(spec.name for spec in possible if spec.dtype in exact or spec.name in multiplied)
 
 
 def may_divide(outline: Outline) -> bool:

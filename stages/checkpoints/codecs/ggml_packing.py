@@ -2,8 +2,8 @@
 
 A block stands for its values by codes of few bits, a scale and, in some formats, a least value. Which scale is best
 hangs on the codes, and they on it: so, as llama.cpp does, some steps near the one by which the codes just span the
-values are tried. Each gives codes, these the scale and least value of the least weighted squares, and of all steps that
-with the least squares is taken. Blocks of k-quants have several runs, whose scales are packed as well; their codes are
+values are tried. Each gives codes, these the scale and least value of the least squares, and of all steps that with the
+fewest is taken. Blocks of k-quants have several runs, whose scales are packed as well; their codes are
 those of what was packed. Sums are in one order on any processor, so that the bytes are the same everywhere.
 """
 
@@ -30,7 +30,7 @@ Pack = Callable[[Tensor], Tensor]
 
 
 def _pack_q8_0(blocks: Tensor) -> Tensor:
-    scales = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True)).abs_().div_(127)
+    scales = largest_magnitudes(blocks, (1,), keepdim=True).div_(127)
     blocks *= _inverse(scales)
     whole = blocks.to(torch.int8)
     codes = whole + blocks.sub_(whole).mul_(2).to(torch.int8)  # halves away from zero
@@ -41,7 +41,7 @@ def _pack_with_least(bits: int) -> Pack:
     """Return what packs blocks of one run: a float16 each for the scale and the least value, and codes of ``bits``."""
 
     def pack(blocks: Tensor) -> Tensor:
-        halves = [_halves(part[:, None]) for part in _fitted(blocks, 2**bits - 1, least_at_most=inf)]
+        halves = [_halves(part[:, None]) for part in _fitted_with_least(blocks, 2**bits - 1, least_at_most=inf)]
         scales, least = map(_from_halves, halves)
         codes = _codes(blocks - least, scales, 0, 2**bits - 1)
         return torch.cat([*halves, *_fifth_bits(codes, bits), codes[:, :16] & 15 | codes[:, 16:] << 4], 1)
@@ -54,7 +54,7 @@ def _pack_k_with_least(bits: int) -> Pack:
 
     def pack(blocks: Tensor) -> Tensor:
         runs = blocks.view(-1, 8, 32)
-        scales, least = _fitted(runs.view(-1, 32), 2**bits - 1, least_at_most=0)
+        scales, least = _fitted_with_least(runs.view(-1, 32), 2**bits - 1, least_at_most=0)
         halves, packed, back = [], [], []
         for each in (scales.view(-1, 8), 0 - least.view(-1, 8)):
             largest = each.amax(1, keepdim=True)
@@ -105,19 +105,19 @@ def _codes(values: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:
     return codes.to(torch.int8 if lowest < 0 else torch.uint8)
 
 
-def _fitted(runs: Tensor, largest: int, *, least_at_most: float) -> tuple[Tensor, Tensor]:
+def _fitted_with_least(runs: Tensor, largest: int, *, least_at_most: float) -> tuple[Tensor, Tensor]:
     """Return the scales and the least values (n) of ``runs`` (n, 32) in codes from zero to ``largest``."""
     compiled = loops()
     if compiled is None:
-        found = [fit_with_least(some, largest, least_at_most) for some in torch.split(runs, _RUNS_TOGETHER)]
+        found = [_fit_with_least(some, largest, least_at_most) for some in torch.split(runs, _RUNS_TOGETHER)]
         scales, least = map(torch.cat, zip(*found, strict=True))
     else:
         scales, least = map(torch.from_numpy, compiled.fit_with_least(runs.numpy(), largest, least_at_most))
     return scales.add_(0), least.add_(0)  # a zero has no sign
 
 
-def fit_with_least(runs: Tensor, largest: int, least_at_most: float) -> tuple[Tensor, Tensor]:
-    """Do by operators what the loop of that name does."""
+def _fit_with_least(runs: Tensor, largest: int, least_at_most: float) -> tuple[Tensor, Tensor]:
+    """Do by operators what the loop ``fit_with_least`` does."""
     values = runs.T.contiguous()  # a run is a column: what is said of all runs lies side by side
     low = values.amin(0).clamp_max_(least_at_most)
     over = values - low
@@ -147,14 +147,14 @@ def _fitted_around_zero(runs: Tensor, largest: int) -> Tensor:
     """
     compiled = loops()
     if compiled is None:
-        scales = torch.cat([fit_around_zero(some, largest) for some in torch.split(runs, _RUNS_TOGETHER)])
+        scales = torch.cat([_fit_around_zero(some, largest) for some in torch.split(runs, _RUNS_TOGETHER)])
     else:
         scales = torch.from_numpy(compiled.fit_around_zero(runs.numpy(), largest))
     return scales.add_(0)
 
 
-def fit_around_zero(runs: Tensor, largest: int) -> Tensor:
-    """Do by operators what the loop of that name does."""
+def _fit_around_zero(runs: Tensor, largest: int) -> Tensor:
+    """Do by operators what the loop ``fit_around_zero`` does."""
     values = runs.T.contiguous()
     low, high = values.amin(0), values.amax(0)
     furthest = torch.where(high > -low, high, low)
@@ -176,6 +176,12 @@ def _sum(columns: Tensor) -> Tensor:
         half = len(columns) // 2
         columns = columns[:half] + columns[half:]
     return columns[0]
+
+
+def largest_magnitudes(values: Tensor, dims: tuple[int, ...], *, keepdim: bool = False) -> Tensor:
+    """Return the largest magnitudes along ``dims``, without a copy of all."""
+    low, high = (reduced(values, dims, keepdim) for reduced in (torch.amin, torch.amax))
+    return torch.maximum(high, -low).abs_()  # of zeros it may be a negative one
 
 
 def _inverse(numbers: Tensor) -> Tensor:

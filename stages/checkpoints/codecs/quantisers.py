@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offstage.stages.checkpoints.codecs.fp8_weights import SCALE, declare_fp8, fold_fp8
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
-from offstage.stages.checkpoints.codecs.ggml_packing import PACK
+from offstage.stages.checkpoints.codecs.ggml_packing import PACK, largest_magnitudes
 from offstage.stages.checkpoints.codecs.gguf import GgufCodec
 from offstage.stages.checkpoints.codecs.loops import LANES
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
@@ -115,7 +115,7 @@ class Fp8Blocks:
         if (down * side, across * side) != (rows, columns):
             values = torch.nn.functional.pad(values, (0, across * side - columns, 0, down * side - rows))
         blocks = _numbers(values).view(down, side, across, side)
-        scales = torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))).abs_().div_(self._largest)
+        scales = largest_magnitudes(blocks, (1, 3)).div_(self._largest)
         scales = torch.where(scales == 0, 1, scales)
         blocks.div_(scales[:, None, :, None]).clamp_(-self._largest, self._largest)
         codes = values[:rows, :columns].to(torch.float8_e4m3fn)

@@ -3,8 +3,9 @@
 Each column of ``x @ W.T`` depends on one row of ``W`` alone, so a block of rows is brought, used and let go before the
 next one is needed. Each is a part of its own to the cache, which reads the next one while one computes, and calls
 in lockstep use each in turn. Whether the bits are those of the whole product hangs on the host's kernels: the plan asks
-for blocks only where they were found to be (``offstage.stages.machine.row_products``). Where gradients are recorded all
-of the weight is read, as of any tensor that waits.
+for blocks only where they were found to be (``offstage.stages.machine.row_products``), or of weights that are
+multiplied as they rest, each row by itself. Where gradients are recorded all of the weight is read, as of any tensor
+that waits.
 """
 
 from __future__ import annotations
