@@ -19,7 +19,7 @@ from offstage.stages.inputs.generate_options import KEPT_POSITIONS
 from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import Geometry, Request
-from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId
+from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +209,8 @@ def _logits(
 
 def _packed_head_bytes(outline: Outline, geometry: Geometry) -> int:
     """Return the bytes of the widest weight that has a row for each word and is multiplied as it rests; 0 if none."""
-    by_name = outline.skeleton.by_name
-    return max(
-        (by_name[name].bytes for name in outline.multiplied if by_name[name].shape[0] == geometry.vocabulary), default=0
-    )
+    matrices = (products.parts[0] for products in outline.skeleton.products)
+    return max((tensor_bytes(shape, dtype) for dtype, shape in matrices if shape[0] == geometry.vocabulary), default=0)
 
 
 def _scratch_bytes(outline: Outline, kernels: Kernels) -> int:

@@ -2,9 +2,9 @@
 
 A block stands for its values by codes of few bits, a scale and, in some formats, a least value. Which scale is best
 hangs on the codes, and they on it: so, as llama.cpp does, some steps near the one by which the codes just span the
-values are tried. Each gives codes, these the scale and least value of the least squares, and of all steps that with the
-fewest is taken. Blocks of k-quants have several runs, whose scales are packed as well; their codes are
-those of what was packed. Sums are in one order on any processor, so that the bytes are the same everywhere.
+values are tried. Each gives codes, these the scale and least value of the least squares, and the step with the fewest
+is taken. Blocks of k-quants have several runs, whose scales are packed as well; their codes are those of what was
+packed. Sums are in one order on any processor, so that the bytes are the same everywhere.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from offstage.stages.calls.results import kept_cache
+from offstage.stages.checkpoints.codecs.packed_matrices import GgmlMatrix, as_text
+from offstage.stages.checkpoints.codecs.products import multiply_packed
 from offstage.stages.empty_init.activation_peaks import kernel_of, weigh
 from offstage.stages.empty_init.describe import describe
 from tests.long_form import in_ci
@@ -168,6 +170,13 @@ def test_a_product_counts_its_operands_and_its_result_and_other_operators_nothin
     assert kernel_of(torch.ops.aten.mm.default, (left, right), left @ right) == expected
     assert kernel_of(torch.ops.aten.addmm.default, (bias, left, right), left @ right) == expected
     assert kernel_of(torch.ops.aten.add.Tensor, (bias, bias), bias) == ("", (0, 0, 0))
+
+
+def test_so_does_one_with_a_weight_that_stays_packed() -> None:
+    given, codes = torch.ones(2, 64), torch.zeros(5, 68, dtype=torch.uint8)
+    product = multiply_packed(given, [codes], as_text(GgmlMatrix(5, 64, "q8_0")))
+    packed = torch.ops.offstage.multiply_packed.default
+    assert kernel_of(packed, (given, [codes]), product) == ("packed", (2 * 64 * 4, 5 * 68, 2 * 5 * 4))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "BLOOM"])

@@ -11,12 +11,12 @@ from torch import nn
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
-from offstage.stages.empty_init.skeleton import PackedSpec
+from offstage.stages.empty_init.skeleton import PackedProducts, PackedSpec
 from offstage.stages.machine.row_products import LEAST_ROWS
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement, resident_bytes
-from offstage.stages.plan.reserves import block_sizes, divisible
+from offstage.stages.plan.reserves import block_sizes, divisible, may_divide, possible_dtypes
 from offstage.stages.units import CPU, DISK
 from tests.stages.plan.plans import make_plan
 
@@ -79,6 +79,19 @@ def test_what_rests_packed_is_divisible_where_rows_can_be_had_alone() -> None:
         tensors = [replace(t, packed=packed) if t.name == "1.weight" else t for t in model.skeleton.tensors]
         names = divisible(replace(model, skeleton=replace(model.skeleton, tensors=tuple(tensors))))
         assert names == ({"1.weight"} if by_row else frozenset())
+
+
+def test_what_is_multiplied_as_it_rests_is_divisible_and_never_asked_for() -> None:
+    plain = outline(exact=())
+    packed = PackedProducts("", (("uint8", (WORDS, 17)),), None, False, ("1.weight",))
+    skeleton = plain.skeleton
+    for by_rows in (True, False):
+        modules = [replace(m, multiplies=False, multiplies_packed=by_rows and m.name == "1") for m in skeleton.modules]
+        model = replace(plain, skeleton=replace(skeleton, modules=tuple(modules), products=(packed,)))
+        for asked in (pytest.fail, None):
+            assert divisible(replace(model, exact=asked)) == ({"1.weight"} if by_rows else frozenset())
+            assert may_divide(replace(model, exact=asked)) == by_rows
+        assert possible_dtypes(model) == []
 
 
 @pytest.mark.parametrize("bias", [True, False])
